@@ -108,7 +108,7 @@ def _rank(
 
 def _join(rank: int, ranks: int, directory: Path, timeout: float, backend: str, environment: dict[str, str]) -> TextIOWrapper:
     """Join the process group as one rank. Return the file to which the rank writes its stacks after the timeout."""
-    stacks = open(directory / f"stacks_of_rank_{rank}", "w")
+    stacks = open(directory / f"stacks_of_rank_{rank}", "w")  # noqa: SIM115 - the file stays open for faulthandler
     faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(timeout, exit=True, file=stacks)
     # The server was started by an earlier test, so the variables that the current test has set must be copied.

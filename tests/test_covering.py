@@ -9,7 +9,7 @@ from tests.covering import covering_array, every_pair, pairs
 SIZES = [(2, 2), (5, 3, 2, 2), (5, 3, 2, 10), (2, 2, 2, 2, 2, 2), (4, 1, 3)]
 
 
-@pytest.mark.parametrize("strength", (2, 3))
+@pytest.mark.parametrize("strength", [2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_choice_of_values_occurs(sizes: tuple[int, ...], strength: int) -> None:
     """The array holds every choice for 2 or 3 parameters, and is at most twice as long as the longest ones require."""

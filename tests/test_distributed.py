@@ -45,7 +45,7 @@ def check_environment(value: str) -> None:
 def test_ranks_work_after_a_rank_failed(tmp_path: Path) -> None:
     """The error names the rank's own exception, and a later call is not affected."""
     run_ranks(sum_of_ranks, 3, tmp_path / "before", 3)
-    with pytest.raises(mp.ProcessRaisedException, match="in raise_on_rank_1(.|\n)*RuntimeError: rank 1 was told to fail"):
+    with pytest.raises(mp.ProcessRaisedException, match=r"in raise_on_rank_1(.|\n)*RuntimeError: rank 1 was told to fail"):
         run_ranks(raise_on_rank_1, 2, tmp_path / "raises")
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
         run_ranks(die_on_rank_1, 2, tmp_path / "dies")
@@ -103,7 +103,7 @@ def test_a_pool_runs_several_functions_on_the_same_ranks(tmp_path: Path, monkeyp
     assert pool.starts == 3
 
 
-@pytest.mark.parametrize("value", ("first", "second"))
+@pytest.mark.parametrize("value", ["first", "second"])
 def test_ranks_get_the_environment_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """The environment of each call reaches the ranks, although the server is started only once."""
     monkeypatch.setenv("RINGATTN_TEST", value)

@@ -89,7 +89,7 @@ def test_ranks_with_other_tokens_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in EXACT_MODELS]
 )
-@pytest.mark.parametrize("ranks", (2, pytest.param(3, marks=pytest.mark.slow)), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda n: f"P{n}")
 def test_a_model_of_transformers_trains_on_a_ring(kind: str, ranks: int, tmp_path: Path) -> None:
     """The code of the page about your own training loop works as it is printed."""
     pytest.importorskip("transformers")

@@ -10,16 +10,16 @@ from tests.test_imports import ROOT, modules
 FACTORIES = {
     f"torch.{name}"
     for name in (
-        "arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm "
-        "scalar_tensor tensor tril_indices triu_indices zeros"
-    ).split()
+        *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+        *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+    )
 }
 # Parameters are created on the default device, as in torch's own modules, so that `train/setup.py` can create a model without
 # allocating its memory.
 EXCEPTIONS = {"train/model/gpt.py"}
 
 
-@pytest.mark.parametrize("package", ("kernels", "ringattn", "train"))
+@pytest.mark.parametrize("package", ["kernels", "ringattn", "train"])
 def test_every_new_tensor_has_an_explicit_device(package):
     missing = []
     for path in modules(package):

@@ -65,7 +65,7 @@ def names(path: Path) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("package", ("kernels", "ringattn", "train"))
+@pytest.mark.parametrize("package", ["kernels", "ringattn", "train"])
 def test_names_are_standard_terms(package: str) -> None:
     """A private word in a name makes a newcomer look for its definition."""
     found, allowed = [], ALLOWED | (LINES_OF_TEXT if package == "train" else set())

@@ -76,7 +76,7 @@ def kernels_of_hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("first", ("ringattn", "kernels"))
+@pytest.mark.parametrize("first", ["ringattn", "kernels"])
 def test_hugging_face_packages_work_next_to_ringattn(
     first: str, wheel: Path, kernels_of_hugging_face: Path, tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_hugging_face_packages_work_next_to_ringattn(
         run([environment.python, "-c", "import ringattn"], tmp_path)
 
 
-@pytest.mark.parametrize("installed", (True, False), ids=("installed", "dependencies-only"))
+@pytest.mark.parametrize("installed", [True, False], ids=("installed", "dependencies-only"))
 def test_torchrun_trains_in_a_clone(installed: bool, tmp_path: Path) -> None:
     """The command of the README works after `pip install -e .` and where only the dependencies are installed."""
     clone = copy_sources(tmp_path)

@@ -114,7 +114,7 @@ class Report:
 
     def figures(self, cases: list[Case], key: str, form: Format) -> str:
         """Return a table of one figure, with a cell for every case and implementation."""
-        return self.table(cases, lambda case, row: _cell(row, key, form))
+        return self.table(cases, lambda _, row: _cell(row, key, form))
 
     def speed(self, cases: list[Case]) -> str:
         return (
@@ -126,7 +126,7 @@ class Report:
     def heads(self, cases: list[Case]) -> str:
         base = next((case for case in cases if case.key_heads == case.heads), None)
 
-        def cell(case: Case, row: dict) -> str:
+        def cell(_case: Case, row: dict) -> str:
             return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
 
         note = "TFLOP/s, forward / backward (in brackets: relative to as many key heads as query heads)"
@@ -162,7 +162,7 @@ class Report:
     def blocks(self, cases: list[Case]) -> str:
         dense = next((case for case in cases if case.kind == "full"), None)
 
-        def cell(case: Case, row: dict) -> str:
+        def cell(_case: Case, row: dict) -> str:
             return _cell(row, "ms", "{:.3f}".format) + _ratio(self.rows, row, dense, "ms")
 
         note = "Milliseconds, forward / backward (in brackets: relative to the full mask of the same implementation)"
@@ -171,7 +171,7 @@ class Report:
     def memory(self, cases: list[Case]) -> str:
         extra = {"N x N": lambda case: f"{case.score_bytes / MIB:,.0f}"}
         note = "Peak extra memory in MiB, forward / backward, and the N x N bf16 scores of the same heads"
-        cells = self.table(cases, lambda case, row: _cell(row, "extra_bytes", lambda x: f"{x / MIB:,.1f}"), extra)
+        cells = self.table(cases, lambda _, row: _cell(row, "extra_bytes", lambda x: f"{x / MIB:,.1f}"), extra)
         return f"## Memory\n\n{note}\n\n{cells}"
 
     def errors(self) -> str:

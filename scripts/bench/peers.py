@@ -42,7 +42,7 @@ def ringattn(backend: str) -> Prepare:
     return prepare
 
 
-def fp8(case: Case, device: torch.device) -> Attend:
+def fp8(case: Case, _device: torch.device) -> Attend:
     """Return our kernels with precision="fp8". The time includes the rounding of the inputs."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
@@ -72,11 +72,11 @@ class _WithoutBackward(torch.autograd.Function):
     """Return `out`, whose backward is unsupported."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, out: Tensor) -> Tensor:
+    def forward(ctx, _q: Tensor, out: Tensor) -> Tensor:
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> None:
+    def backward(ctx, _grad: Tensor) -> None:
         raise Unsupported("the backward")
 
 
@@ -109,7 +109,7 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 def sdpa(backend: SDPBackend) -> Prepare:
     """Return an implementation that calls scaled_dot_product_attention with one of its backends."""
 
-    def prepare(case: Case, device: torch.device) -> Attend:
+    def prepare(case: Case, _device: torch.device) -> Attend:
         if case.kind not in ("full", "causal"):
             raise Unsupported(case.kind)
 
@@ -126,15 +126,15 @@ def _flex_mask(case: Case, device: torch.device) -> Callable:
     """Return the mask of a case as a function of (batch, head, query, key), as FlexAttention expects."""
     if case.kind == "blocks":
         keep = case.keep.to(device)
-        return lambda b, h, i, j: keep[i // BLOCK, j // BLOCK]
+        return lambda _b, _h, i, j: keep[i // BLOCK, j // BLOCK]
     if case.kind == "window":
         window = case.window
-        return lambda b, h, i, j: (i >= j) & (i - j < window)
+        return lambda _b, _h, i, j: (i >= j) & (i - j < window)
     if case.documents:
         lengths = torch.tensor(case.documents)
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-        return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
-    return lambda b, h, i, j: i >= j
+        return lambda _b, _h, i, j: (i >= j) & (document[i] == document[j])
+    return lambda _b, _h, i, j: i >= j
 
 
 def flex(case: Case, device: torch.device) -> Attend:

@@ -65,7 +65,7 @@ def plan(seq_len: int, documents: int, ranks: int, seed: int) -> dict[str, float
     for intervals in transposed:
         intervals.work_tiles(128, 64, 1, HEADS, 4, PROGRAMS, skip_empty=True, group=1)
     times.append(time.process_time())
-    return dict(zip(PARTS, (after - before for before, after in zip(times, times[1:], strict=False)), strict=True))
+    return dict(zip(PARTS, (after - before for before, after in pairwise(times)), strict=True))
 
 
 def measure(args: argparse.Namespace) -> list[dict]:

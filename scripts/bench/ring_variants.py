@@ -300,9 +300,9 @@ def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
     @contextlib.contextmanager
     def context():
         buffer = torch.zeros(case.length, device="cuda")
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
-                yield
+        ring = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), ring:
+            yield
 
     def attend() -> Tensor:
         # context_parallel replaces the function in the module, so the function must be looked up at every call.
@@ -326,7 +326,7 @@ def capture(call: Call) -> Call:
         results = call()
 
     # The default argument keeps a reference to the call. The tensors that the graph reads therefore stay allocated.
-    def replay(call: Call = call) -> object:
+    def replay(_call: Call = call) -> object:
         graph.replay()
         return results
 

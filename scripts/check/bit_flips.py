@@ -38,7 +38,8 @@ def train(directory: Path, *arguments: str) -> tuple[int, str]:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
             # In a test, these two objects would write to other files.
-            sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+            streams = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115 - until exec or exit
+            sys.stdout, sys.stderr = streams
             sys.argv = ["train/run.py", *arguments, f"hydra.run.dir={directory}"]
             metrics.plot_loss = lambda *_: None  # The plot would take most of the time.
             run.main()

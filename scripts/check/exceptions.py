@@ -260,7 +260,7 @@ class Episode:
                 [sys.executable, "-m", "scripts.check.exceptions", *sys.argv[1:], "--rank-of", f"{directory}:{first}"],
                 env=command.child_environment(**variables, RANK=str(rank), LOCAL_RANK=str(rank)),
                 cwd=command.ROOT,
-                stderr=open(directory / f"stderr_{rank}", "w"),
+                stderr=open(directory / f"stderr_{rank}", "w"),  # noqa: SIM115 - the process writes to it
             )
             for rank in range(arguments.ranks)
         ]

@@ -148,7 +148,7 @@ def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
             symbol, other = SWAPPED_OPERATORS[type(operator)]
             yield *source.operator(left, right, symbol), other
         case ast.UnaryOp(op=ast.Not()):
-            begin, end = source.span(node)
+            begin, _ = source.span(node)
             yield begin, begin + len("not"), "not not"
         case ast.Constant(value=bool(value)):
             yield *source.span(node), str(not value)

@@ -123,7 +123,7 @@ class Reference:
             self._results[key] = compute(mask, layout)
         return self._results[key]
 
-    def _plain_results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
+    def _plain_results(self, mask: Mask, _layout: Layout) -> dict[str, Tensor]:
         return float64_results(*self.tensors, self.intervals[mask])
 
     def _rounded_results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:

@@ -122,8 +122,13 @@ def count_on_cpu(sizes: Sizes) -> list[Row]:
 def results_table(rows: list[Row]) -> str:
     """Return the table of all counters."""
     lines = [
-        [row.kernel, row.counter, f"{row.predicted / 1e6:,.1f}", f"{row.counted / 1e6:,.1f}"]
-        + [f"{row.counted / row.predicted:.2f}" if row.predicted else "-"]
+        [
+            row.kernel,
+            row.counter,
+            f"{row.predicted / 1e6:,.1f}",
+            f"{row.counted / 1e6:,.1f}",
+            f"{row.counted / row.predicted:.2f}" if row.predicted else "-",
+        ]
         for row in rows
     ]
     return markdown_table("kernel | counter | predicted, MB | counted, MB | counted / predicted", lines)

@@ -76,7 +76,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             may_be_zero = name.endswith(("latency", "launch", "overhead"))
-            if not (value > 0 or may_be_zero and value == 0):
+            if not (value > 0 or (may_be_zero and value == 0)):
                 raise ValueError(f"{name} = {value:g}: must be {'at least 0' if may_be_zero else 'above 0'}")
 
     def speed(self, name: str, direction: str) -> float:

@@ -36,7 +36,8 @@ def main() -> None:
     for head_dim in map(int, sys.argv[1:]):
         accesses = re.findall(r"(ld\.global|bar\.sync|st\.global)", compile_in_place(head_dim))
         loads, stores = ([i for i, x in enumerate(accesses) if x.startswith(kind)] for kind in ("ld", "st"))
-        assert loads and stores
+        assert loads
+        assert stores
         print(json.dumps({"head_dim": head_dim, "separated": "bar.sync" in accesses[max(loads) : min(stores)]}), flush=True)
 
 

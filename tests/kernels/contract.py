@@ -1,5 +1,6 @@
 """What every forward and backward must do: checks that the tests of the portable and of the Hopper kernels share."""
 
+import itertools
 from types import ModuleType
 from typing import Protocol
 
@@ -76,7 +77,7 @@ def check_chain(
 ) -> None:
     """Check that a chain of calls over the pieces of the keys between `bounds` equals one call over all keys."""
     state, num_keys = None, whole.k.shape[1]
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         part = whole.intervals.restrict(slice(0, whole.q.shape[1]), slice(first, last))
         state = forward.forward(
             *(whole.q, whole.k[:, first:last], whole.v[:, first:last], part, whole.scale),
@@ -103,11 +104,12 @@ def check_incremental(problem: Problem, bounds: list[int], backward: Incremental
     Every other piece has accumulators.
     """
     queries, grads = slice(0, problem.q.shape[1]), []
-    for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (first, last) in enumerate(itertools.pairwise(bounds)):
         k, v = problem.k[:, first:last], problem.v[:, first:last]
         given = [torch.full_like(x, i, dtype=torch.float32).contiguous() if i % 2 else None for x in (k, v)]
         dk, dv = backward.add(k, v, problem.intervals.restrict(queries, slice(first, last)), *given)
-        assert dk.dtype == dv.dtype == torch.float32 and all(x is None or x is y for x, y in zip(given, (dk, dv), strict=True))
+        assert dk.dtype == dv.dtype == torch.float32
+        assert all(x is None or x is y for x, y in zip(given, (dk, dv), strict=True))
         grads.append([x - i % 2 * i for x in (dk, dv)])
     dq = backward.finish()
     assert dq.dtype == problem.q.dtype
@@ -120,7 +122,8 @@ def check_fresh_gradients(problem: Problem, backward: ModuleType) -> None:
     """Check that dk and dv are new tensors in the dtype of the inputs if only dq has an accumulator."""
     accumulator = torch.zeros_like(problem.q, dtype=torch.float32)
     dq, dk, dv = problem.gradients(backward, dq=accumulator)
-    assert dq is accumulator and dk.dtype == dv.dtype == problem.q.dtype
+    assert dq is accumulator
+    assert dk.dtype == dv.dtype == problem.q.dtype
     for name, x, y in zip(GRADIENTS, (dq, dk, dv), problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype])
 

@@ -389,7 +389,7 @@ def emulated(module: ModuleType, programs: int, others: list[ModuleType] = ()) -
     with (
         mock.patch.object(module, "launch", run),
         mock.patch.object(torch.cuda, "device_of", mock.MagicMock()),
-        mock.patch.object(hopper_common, "num_programs", lambda *_: programs),
+        mock.patch.object(hopper_common, "num_programs", return_value=programs),
         mock.patch.object(hopper_common, "tma_descriptor", describe),
         mock.patch.object(hopper_common, "with_base", with_base),
     ):

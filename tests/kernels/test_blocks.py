@@ -23,7 +23,9 @@ def test_dense_form_ends_with_the_sequence():
     blocks = BlockMask(torch.tensor([[True, False], [False, True]])[None, None], 64)
     dense = blocks.dense(70, 100)
     assert dense.shape == (1, 1, 70, 100)
-    assert dense[0, 0, :64, :64].all() and dense[0, 0, 64:, 64:].all() and dense.sum() == 64 * 64 + 6 * 36
+    assert dense[0, 0, :64, :64].all()
+    assert dense[0, 0, 64:, 64:].all()
+    assert dense.sum() == 64 * 64 + 6 * 36
 
 
 @settings(max_examples=30)
@@ -59,7 +61,7 @@ def test_key_lists_are_cached_for_each_group_size():
         assert torch.equal(blocks.key_lists(group), BlockMask(blocks.keep).key_lists(group))
 
 
-@pytest.mark.parametrize("mask, backend", [("full", "blockwise"), ("documents", "triton")])
+@pytest.mark.parametrize(("mask", "backend"), [("full", "blockwise"), ("documents", "triton")])
 def test_mask_that_keeps_everything_equals_no_mask(mask, backend, device):
     problem = make_problem(*intervals_of(mask, 70, 90), 90, heads=(2, 1), device=device)
     expected = *problem.forward(dispatch, final=True, backend=backend), *problem.gradients(dispatch, backend=backend)
@@ -74,7 +76,8 @@ def test_mask_that_keeps_nothing_gives_zero(backend, device):
     blocks = BlockMask(torch.zeros(1, 2, 2, 2, dtype=torch.bool, device=device), 64)
     problem = make_problem(*intervals_of("causal", 70, 90), 90, device=device, blocks=blocks)
     out, lse = problem.forward(dispatch, final=True, backend=backend)
-    assert (out == 0).all() and (lse == float("-inf")).all()
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
     assert all((gradient == 0).all() for gradient in problem.gradients(dispatch, backend=backend))
 
 
@@ -98,7 +101,7 @@ def test_mask_must_be_a_bool_tensor_with_a_valid_size(case):
 def test_restriction_must_start_at_a_block():
     blocks = BlockMask(random_keep(1, 1, 3, 3), 64)
     assert torch.equal(blocks.restrict(slice(64, 128), slice(64, 150)).keep, blocks.keep[:, :, 1:2, 1:3])
-    with pytest.raises(ValueError, match="from 0 and 32.*multiples of the block size 64"):
+    with pytest.raises(ValueError, match=r"from 0 and 32.*multiples of the block size 64"):
         blocks.restrict(slice(0, 64), slice(32, 64))
 
 
@@ -107,4 +110,5 @@ def test_copy_field_by_field_has_lists_of_its_own() -> None:
     mask = BlockMask(torch.ones(1, 2, 2, 2, dtype=torch.bool).tril())
     expected = mask.key_lists(2)
     copy = _apply_to_tensors(lambda x: ~x, {"mask": _apply_to_tensors(lambda x: ~x, {"mask": mask})["mask"]})["mask"]
-    assert torch.equal(copy.key_lists(2), expected) and torch.equal(copy.keep, mask.keep)
+    assert torch.equal(copy.key_lists(2), expected)
+    assert torch.equal(copy.keep, mask.keep)

@@ -128,7 +128,7 @@ def peak_memory(num_tokens: int, tile: int) -> int:
         return measure.peak_bytes(call, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("tile, is_linear", [(64, True), (10**9, False)], ids=("tile-of-64", "tile-of-10^9"))
+@pytest.mark.parametrize(("tile", "is_linear"), [(64, True), (10**9, False)], ids=("tile-of-64", "tile-of-10^9"))
 def test_memory_is_linear_in_the_number_of_tokens(tile, is_linear):
     """Four times as many tokens need four times the memory, or 16 times the memory if one tile contains all tokens."""
     assert (peak_memory(512, tile) < 5 * peak_memory(128, tile)) == is_linear

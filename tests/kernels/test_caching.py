@@ -118,10 +118,12 @@ def test_another_stream_waits_once(gpu):
     for _ in range(3):
         x, y = gpu.run_on(1, lambda: (tensors["x"], tensors["y"]))
     stream = gpu.streams[1]
-    assert stream.num_waits == 1 and all(map(stream.may_read, (x, y, added)))
+    assert stream.num_waits == 1
+    assert all(map(stream.may_read, (x, y, added)))
     assert not gpu.streams[2].may_read(x)
     gpu.run_on(2, tensors.use)
-    assert gpu.streams[2].may_read(x) and gpu.streams[2].may_read(added)
+    assert gpu.streams[2].may_read(x)
+    assert gpu.streams[2].may_read(added)
 
 
 def test_every_stream_may_read_the_tensors_of_all_streams(gpu):
@@ -152,8 +154,10 @@ def test_nothing_is_cached_during_a_capture(gpu):
     with pytest.raises(RuntimeError, match="call it once before capturing"):
         compute(2, CPU)
     gpu.capturing = False
-    assert gpu.run_on(1, lambda: compute(1, CPU)) is known and gpu.streams[1].may_read(known)
-    assert compute(2, CPU) is compute(2, CPU) and calls == [1, 2]
+    assert gpu.run_on(1, lambda: compute(1, CPU)) is known
+    assert gpu.streams[1].may_read(known)
+    assert compute(2, CPU) is compute(2, CPU)
+    assert calls == [1, 2]
     gpu.capturing = True
     with pytest.raises(RuntimeError, match="call it once before capturing"):
         SharedTensors()["x"] = torch.ones(1)
@@ -242,11 +246,14 @@ def test_the_lists_of_a_block_mask_in_a_capture_are_part_of_the_graph(gpu):
     mask = BlockMask(torch.ones(1, 2, 3, 3).bool())
     gpu.capturing = True
     captured = mask.query_lists, mask.key_lists(2)
-    assert mask.query_lists is not captured[0] and mask.key_lists(2) is not captured[1] and not gpu.tensors
+    assert mask.query_lists is not captured[0]
+    assert mask.key_lists(2) is not captured[1]
+    assert not gpu.tensors
     gpu.capturing = False
     eager = mask.query_lists, mask.key_lists(2)
     gpu.capturing = True
-    assert mask.query_lists is eager[0] and mask.key_lists(2) is eager[1]
+    assert mask.query_lists is eager[0]
+    assert mask.key_lists(2) is eager[1]
     assert all(map(torch.equal, eager, captured))
 
 

@@ -1,5 +1,6 @@
 """The kernels compile for sm_90 and fit into its registers and shared memory; no GPU is needed."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -31,7 +32,7 @@ STACK = {
 def compile_cases(program: str, cases: list[str]) -> list[dict]:
     """Compile the cases in two processes of a program, and return what it prints for them."""
     with ThreadPoolExecutor() as pool:
-        return sum(pool.map(run, (program, program), (cases[::2], cases[1::2])), [])
+        return [*itertools.chain(*pool.map(run, (program, program), (cases[::2], cases[1::2])))]
 
 
 def run(program: str, cases: list[str]) -> list[dict]:
@@ -104,7 +105,8 @@ def check_pipeline(results: list[dict]) -> None:
     for result in results:
         direction = result["case"].split(":")[0]
         assert not result["serialized"], result
-        assert result["spills"] and max(result["spills"]) <= HOPPER_SPILLS[direction], result
+        assert result["spills"], result
+        assert max(result["spills"]) <= HOPPER_SPILLS[direction], result
         assert result["stack"] <= HOPPER_STACK[direction].get(result["dim"], 0), result
         assert result["shared"] <= SHARED_MEMORY, result
 
@@ -119,10 +121,12 @@ def test_fp8_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
     kinds = {64: ("state", "merge"), 128: ("final", "begin"), 256: ("final", "state")}[dim]
     results = compile_cases("compile_hopper", [f"fp8-forward:bf16:{dim}:4:{kind}" for kind in kinds])
     for result in results:
-        assert not result["serialized"] and result["stack"] <= HOPPER_STACK["fp8-forward"].get(dim, 0), result
+        assert not result["serialized"], result
+        assert result["stack"] <= HOPPER_STACK["fp8-forward"].get(dim, 0), result
         # The first two loops are those over the steps, one per consumer. The others are loops over the work tiles.
         limit = FP8_SPILLS[result["case"].split(":")[-1]] if dim == 256 else 0
-        assert max(result["spills"][:2]) <= limit and result["shared"] <= SHARED_MEMORY, result
+        assert max(result["spills"][:2]) <= limit, result
+        assert result["shared"] <= SHARED_MEMORY, result
 
 
 # Every kernel with every kind of result, and every kind with every group size, but not every combination.

@@ -1,5 +1,6 @@
 """Which backend computes a call, the reason for the choice, and what the dispatcher itself computes."""
 
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,7 +59,8 @@ def test_triton_kernels_are_selected_where_the_hopper_kernels_are_unavailable(
 ):
     simulate_gpu(capability, monkeypatch)
     choice = dispatch.choose_backend(GPU, dtype, "auto", dims, plain)
-    assert choice.backend == "triton" and reason in choice.reason
+    assert choice.backend == "triton"
+    assert reason in choice.reason
     with pytest.raises(ValueError, match=f"hopper.*{reason}.*backend='triton'"):
         dispatch.choose_backend(GPU, dtype, "hopper", dims, plain)
 
@@ -102,7 +104,9 @@ def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("queries, heads, dims", ((1, (32, 8), (128, 128)), (5, (8, 1), (64, 96)), (2, (4, 4), (192, 128))))
+@pytest.mark.parametrize(
+    ("queries", "heads", "dims"), [(1, (32, 8), (128, 128)), (5, (8, 1), (64, 96)), (2, (4, 4), (192, 128))]
+)
 def test_few_queries_on_a_gpu(queries, heads, dims):
     """The third of the queries attends to no key."""
     lo, hi = (torch.tensor([x[:queries]]) for x in ([0, 3000, 4000, 4000, 4000], [4000, 4000, 4000, 4010, 4097]))
@@ -128,7 +132,8 @@ def test_fp8_kernel_is_selected_where_it_can_run(capability, dtype, dims, backen
     assert (choice.backend, choice.reads_fp8) == (backend, reason is None)
     assert dispatch.choose_backend(GPU, dtype, "triton", dims, precision="fp8") == dispatch.Choice("triton", "requested")
     if reason is not None:
-        assert reason in choice.reason and "rounded to FP8" in choice.reason
+        assert reason in choice.reason
+        assert "rounded to FP8" in choice.reason
         with pytest.raises(ValueError, match=f"'hopper' with precision='fp8' is unavailable: .*{reason}"):
             dispatch.choose_backend(GPU, dtype, "hopper", dims, precision="fp8")
 
@@ -179,15 +184,15 @@ def test_fp8_states_continue_over_blocks_of_keys(device):
     )
     forward = partial(dispatch.forward, precision="fp8")
     bounds, state = [0, 128, 256, 300], None
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         part = whole.intervals.restrict(slice(0, 300), slice(first, last))
         state = forward(whole.q, whole.k[:, first:last], whole.v[:, first:last], part, whole.scale, state, last == 300)
     assert_states_close(state, rounded.double().forward(reference, final=True), TOLERANCE[torch.float32])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", ("causal", "window", "full"))
-@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128)), ids=str)
+@pytest.mark.parametrize("mask", ["causal", "window", "full"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (96, 96), (192, 128)], ids=str)
 def test_fp8_on_a_gpu(dims, mask):
     """The output and the lse are compared with those of the rounded inputs. Every query attends to 1 to 300 keys."""
     problem = make_problem(*intervals_of(mask, 300, 300), 300, torch.bfloat16, 2, (4, 2), dims, "cuda")
@@ -238,7 +243,8 @@ def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch)
     simulate_gpu((9, 0), monkeypatch)
     monkeypatch.setitem(sys.modules, "ringattn.kernels.hopper.common", None)  # importing it raises ImportError
     choice = dispatch.choose_backend(GPU, torch.bfloat16)
-    assert choice.backend == "triton" and "Gluon" in choice.reason
+    assert choice.backend == "triton"
+    assert "Gluon" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,8 @@ def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch)
 )
 def test_blockwise_is_selected_where_no_gpu_kernel_runs(device, dtype, dims, reason):
     choice = dispatch.choose_backend(device, dtype, dims=dims)
-    assert choice.backend == "blockwise" and reason in choice.reason
+    assert choice.backend == "blockwise"
+    assert reason in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -279,7 +286,7 @@ def test_triton_kernels_run_on_a_cpu_only_in_the_interpreter(monkeypatch):
 def test_unknown_and_unavailable_backends_are_errors():
     with pytest.raises(ValueError, match="do not run on cpu"):
         dispatch.choose_backend(CPU, torch.bfloat16, "hopper")
-    with pytest.raises(ValueError, match="unknown kernel backend 'fast'.*blockwise"):
+    with pytest.raises(ValueError, match=r"unknown kernel backend 'fast'.*blockwise"):
         dispatch.choose_backend(CPU, torch.float32, "fast")
 
 
@@ -399,7 +406,7 @@ def test_incremental_backward_without_blocks_gives_zero():
     assert torch.equal(dispatch.IncrementalBackward(q, q, q, lse, lse, 1.0).finish(), torch.zeros_like(q))
 
 
-@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("batch", [1, 2])
 def test_partials_are_summed_on_any_device_and_for_any_batch(batch, device):
     generator = torch.Generator().manual_seed(0)
     base, *parts = (torch.randn(batch, n, 3, 40, generator=generator).to(device) for n in (37, 37, 18, 1))

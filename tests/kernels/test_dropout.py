@@ -1,5 +1,6 @@
 """Dropout: the random generator against published vectors, the statistics of the mask, and what the mask depends on."""
 
+import itertools
 import math
 
 import numpy as np
@@ -113,7 +114,7 @@ def observed_mask(module, dropout: Dropout, bounds: list[int], heads: int) -> Te
     q, k = torch.zeros(1, num_queries, heads, 16), torch.zeros(1, num_keys, 1, 16)
     v = torch.eye(num_keys)[None, :, None]
     state = None
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in itertools.pairwise(bounds):
         part = dropout.restrict(slice(None), slice(first, last))
         intervals = full(num_queries, last - first)
         state = module.forward(q, k[:, first:last], v[:, first:last], intervals, 1.0, state, last == num_keys, dropout=part)

@@ -27,22 +27,24 @@ def attention_error(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> float:
     return ((got - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("dim", (1, 16, 64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("dim", [1, 16, 64, 80, 96, 128, 192, 256])
 def test_the_rotation_is_orthogonal_and_does_not_change(dim):
     matrix = fp8.rotation(dim, CPU)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim), atol=1e-5, rtol=0)
     largest_part = 1 << dim.bit_length() - 1
-    assert matrix.abs().amax(1).max().item() <= 1.0 and matrix[0].count_nonzero() == largest_part
+    assert matrix.abs().amax(1).max().item() <= 1.0
+    assert matrix[0].count_nonzero() == largest_part
     # All ranks and all versions must use the same signs, because queries and keys of different ranks are multiplied.
     assert fp8.rotation(16, CPU)[:, 0].sign().tolist() == [1, -1, -1, 1, -1, -1, -1, -1, -1, -1, -1, 1, 1, -1, 1, 1]
 
 
-@pytest.mark.parametrize("tokens", (0, 1, 127, 128, 129, 300))
+@pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129, 300])
 def test_elements_are_rounded_to_four_significant_bits(tokens):
     x = normal(2, tokens, 3, 16) * torch.logspace(-3, 3, 3)[:, None]
     for quantized in (quantize_rows(x, rotate=False), quantize_values(x)):
         got = dequantize(quantized, torch.float64, tokens)
-        assert got.shape == x.shape and got.is_contiguous()
+        assert got.shape == x.shape
+        assert got.is_contiguous()
         smallest = 2**-6 * quantized.scales.double().repeat_interleave(128, 1)[:, :tokens, :, None]  # below, e4m3 is subnormal
         assert ((got - x).abs() <= EPS * torch.maximum(x.double().abs(), smallest)).all()
 
@@ -52,7 +54,8 @@ def test_scales_are_the_smallest_powers_of_two_without_overflow():
     x = torch.zeros(1, 7 * 128, 1, 4)
     x[0, 5::128, 0, 2] = -largest
     for quantized in (quantize_rows(x, rotate=False), quantize_values(x)):
-        assert quantized.scales.shape == (1, 7, 1) and quantized.scales.dtype == torch.float32
+        assert quantized.scales.shape == (1, 7, 1)
+        assert quantized.scales.dtype == torch.float32
         assert quantized.scales.flatten().tolist() == [1.0, 2.0, 2**-8, 1.0, 2.0**-108, 2.0**112, 2.0**-126]
         got = dequantize(quantized, torch.float64)[0, 5::128, 0, 2]
         assert got.tolist() == [-448, -448, -1, 0, -(2.0**-100), -(2.0**120), 0]
@@ -88,7 +91,7 @@ def test_dequantised_numbers_are_exact_in_bf16():
         assert torch.equal(dequantize(x, torch.bfloat16, 150).double(), dequantize(x, torch.float64, 150))
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_inputs_of_any_dtype_and_strides(dtype):
     x = normal(2, 3, 140, 32).to(dtype).transpose(1, 2)
     for quantize_one in (quantize_rows, quantize_values):
@@ -97,7 +100,7 @@ def test_inputs_of_any_dtype_and_strides(dtype):
         assert torch.equal(got.scales, expected.scales)
 
 
-@pytest.mark.parametrize("dim", (16, 80))
+@pytest.mark.parametrize("dim", [16, 80])
 def test_rotated_rows_are_rotated_back(dim):
     x = normal(1, 5, 2, dim).double()
     back = fp8.rotate_back(x @ fp8.rotation(dim, CPU).double())
@@ -113,14 +116,15 @@ def test_autocast_does_not_change_the_rotation():
         assert torch.equal(quantize_rows(x).data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("value", (float("nan"), float("inf"), float("-inf")))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_not_finite_become_nan(value):
     """They must not become 448 times the scale, which would be an error without a message."""
     x = torch.ones(1, 130, 1, 8)
     x[0, 129, 0, 3] = value
     for quantized in (quantize_rows(x, rotate=False), quantize_values(x)):
         got = dequantize(quantized, torch.float32, 130)
-        assert got[0, 129, 0, 3].isnan() and got.isnan().sum() == 1
+        assert got[0, 129, 0, 3].isnan()
+        assert got.isnan().sum() == 1
     assert dequantize(quantize_rows(x), torch.float32)[0, 129].isnan().all()
 
 

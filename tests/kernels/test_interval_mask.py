@@ -1,6 +1,7 @@
 """Interval masks: their transpose, their restriction to a block, and the tables of tiles against plain Python."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_transpose_matches_the_dense_mask(num_queries, num_keys, batch, seed):
     lo, hi = random_intervals(num_queries, num_keys, seed, batch)
     query_lo, query_hi = transpose(lo, hi, num_keys)
     assert query_lo.dtype == query_hi.dtype == torch.int32
-    assert (query_lo.diff() >= 0).all() and (query_hi.diff() >= 0).all()
+    assert (query_lo.diff() >= 0).all()
+    assert (query_hi.diff() >= 0).all()
     assert torch.equal(dense(query_lo, query_hi, num_queries).mT, dense(lo, hi, num_keys))
 
 
@@ -83,9 +85,8 @@ BAD_BOUNDS = {
 @pytest.mark.parametrize("case", BAD_BOUNDS)
 def test_bounds_must_be_ordered_integers_on_the_cpu(case):
     bounds, message = BAD_BOUNDS[case]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         Intervals.of(*bounds, 4)
-    assert message in str(error.value)
 
 
 def plain_loop(lo: list[int], hi: list[int], first: int, end: int, step: int, aligned: bool) -> list:
@@ -102,7 +103,9 @@ def plain_loop(lo: list[int], hi: list[int], first: int, end: int, step: int, al
 def check_table(intervals: Intervals, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> None:
     table = intervals.tiles(rows, step, split_documents, aligned)
     assert table is intervals.tiles(rows, step, split_documents, aligned)
-    assert table.dtype == torch.int32 and table.shape[0] == intervals.batch and table.shape[2] == 6
+    assert table.dtype == torch.int32
+    assert table.shape[0] == intervals.batch
+    assert table.shape[2] == 6
     for tiles, lo, hi in zip(table.tolist(), intervals.lo.tolist(), intervals.hi.tolist(), strict=True):
         lengths = [tile[4] + tile[5] for tile in tiles]
         assert lengths == sorted(lengths, reverse=True)
@@ -183,7 +186,8 @@ def test_batch_entries_with_fewer_tiles_are_padded():
     both = Intervals.of(*(torch.cat(pair) for pair in zip(one.host, two.host, strict=True)), 20)
     table = both.tiles(2, 4)
     assert table.shape == (2, 11, 6)
-    assert torch.equal(table[0, :10], one.tiles(2, 4)[0]) and (table[0, 10] == 0).all()
+    assert torch.equal(table[0, :10], one.tiles(2, 4)[0])
+    assert (table[0, 10] == 0).all()
     assert torch.equal(table[1], two.tiles(2, 4)[0])
 
 
@@ -222,9 +226,12 @@ def test_every_tile_of_every_head_is_one_work_tile(group, num_queries, num_keys,
     tiles = intervals.tiles(8, 4, aligned=group is not None).expand(batch, -1, -1).tolist()
     expected = [[*tile, head, entry] for entry in range(batch) for head in range(heads) for tile in tiles[entry] if tile[1] > 0]
     assert sorted(work_tiles[exists].tolist()) == sorted(expected)
-    assert work_tiles.shape[1] == min(programs, len(expected)) and exists[0].all()
+    assert work_tiles.shape[1] == min(programs, len(expected))
+    assert exists[0].all()
     # A program has no work tile after the zeros that end its list.
-    assert not exists[-1].any() and (work_tiles[~exists] == 0).all() and (exists.int().diff(dim=0) <= 0).all()
+    assert not exists[-1].any()
+    assert (work_tiles[~exists] == 0).all()
+    assert (exists.int().diff(dim=0) <= 0).all()
 
 
 def test_tiles_with_only_empty_intervals_may_be_skipped():
@@ -238,7 +245,8 @@ def test_tiles_with_only_empty_intervals_may_be_skipped():
     # The tile of the rows 16 to 24 is kept, because half of its intervals are not empty.
     assert int(nonempty[..., 0][exists].min()) == 16
     nothing = Intervals.of(lo, lo, 10).work_tiles(8, 4, 1, 2, 1, 3, skip_empty=True)
-    assert nothing.shape[1:] == (1, 8) and not nothing.any()
+    assert nothing.shape[1:] == (1, 8)
+    assert not nothing.any()
 
 
 def test_tables_are_prepared_like_those_of_another_mask():

@@ -35,7 +35,7 @@ def request_tables(mask: Intervals) -> None:
         mask.transposed.ordered_work_tiles(128, 64, BATCH, HEADS, 1, programs, 1)
 
 
-@pytest.mark.parametrize("num_jumps", (0, 3, 60))
+@pytest.mark.parametrize("num_jumps", [0, 3, 60])
 def test_slots_contain_the_masks_that_are_written(num_jumps: int) -> None:
     """Two masks at a time. Tables are padded with zeros to their largest size, which masks of many kinds never exceed."""
     generator = random.Random(num_jumps)
@@ -51,7 +51,8 @@ def test_slots_contain_the_masks_that_are_written(num_jumps: int) -> None:
         slots.write(slots.pack(masks))
         for mask, slot in zip(masks, slots.masks, strict=True):
             for side, found in ((mask, slot), (mask.transposed, slot.transposed)):
-                assert torch.equal(side.lo, found.lo) and torch.equal(side.hi, found.hi)
+                assert torch.equal(side.lo, found.lo)
+                assert torch.equal(side.hi, found.hi)
                 for key, table in side._tables.items():
                     padding = [(0, large - small) for large, small in zip(found._tables[key].shape, table.shape, strict=True)]
                     assert np.array_equal(np.pad(table.numpy(), padding), found._tables[key].numpy())
@@ -66,7 +67,7 @@ def test_slots_have_only_the_tables_that_were_requested() -> None:
     request_tables(mask)
     (slot,) = MaskSlots([mask], torch.device("cpu")).masks
     slot.tiles(64, 32)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not enough values to unpack"):
         slot.tiles(32, 32)
 
 

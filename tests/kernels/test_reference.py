@@ -94,8 +94,10 @@ def test_chain_over_pieces_of_the_keys_equals_one_call(mask):
 def test_without_queries_or_keys_results_are_empty_or_zero(sizes):
     problem = double_problem("full", sizes)
     out, lse = problem.forward(reference, final=True)
-    assert out.shape == (2, sizes[0], 4, 6) and (out == 0).all()
-    assert lse.shape == (2, sizes[0], 4) and (lse == float("-inf")).all()
+    assert out.shape == (2, sizes[0], 4, 6)
+    assert (out == 0).all()
+    assert lse.shape == (2, sizes[0], 4)
+    assert (lse == float("-inf")).all()
     assert all((gradient == 0).all() for gradient in problem.backward(reference))
 
 
@@ -104,7 +106,8 @@ def test_states_are_contiguous_fp32(dtype):
     problem = make_problem(*intervals_of("causal", 9, 9), 9, dtype)
     assert all(x.dtype == torch.float32 and x.is_contiguous() for x in problem.forward(reference))
     out, lse = problem.forward(reference, final=True)
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
 
 
 def test_gradients_are_added_to_accumulators_and_rounded_only_if_new():
@@ -112,8 +115,10 @@ def test_gradients_are_added_to_accumulators_and_rounded_only_if_new():
     exact = problem.backward(reference)
     accumulator = torch.ones_like(problem.q, dtype=torch.float32)
     dq, dk, dv = problem.gradients(reference, dq=accumulator)
-    assert dq is accumulator and torch.equal(dq, 1 + exact[0])
-    assert torch.equal(dk, exact[1].half()) and torch.equal(dv, exact[2].half())
+    assert dq is accumulator
+    assert torch.equal(dq, 1 + exact[0])
+    assert torch.equal(dk, exact[1].half())
+    assert torch.equal(dv, exact[2].half())
 
 
 @st.composite

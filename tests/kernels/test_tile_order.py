@@ -74,7 +74,7 @@ def run_programs(table: Tensor, group: int, step: int, resident: int, seed: int)
 
 
 @pytest.mark.parametrize("programs", [1, 5, 40, 2**31 - 1])
-@pytest.mark.parametrize("group, step", [(1, 128), (3, 64)])
+@pytest.mark.parametrize(("group", "step"), [(1, 128), (3, 64)])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_contributions_to_a_query_have_a_fixed_order(problem, group, step, programs):
     """Two random executions add to each query in the same order. With an unlimited number of programs, three run at a time."""
@@ -96,7 +96,8 @@ def test_contributions_to_a_query_have_a_fixed_order(problem, group, step, progr
     for order in orders:
         assert order.keys() == expected.keys()
         for key, firsts in order.items():
-            assert len(firsts) == len(expected[key]) and set(firsts) == expected[key]
+            assert len(firsts) == len(expected[key])
+            assert set(firsts) == expected[key]
     # Work tiles with no query in common may have any order.
     for key, first_order in orders[0].items():
         place = {first: i for i, first in enumerate(orders[1][key])}
@@ -107,7 +108,7 @@ def test_contributions_to_a_query_have_a_fixed_order(problem, group, step, progr
                     assert place[x] < place[y]
 
 
-@pytest.mark.parametrize("length, step, heads", [(4096, 64, 4), (16384, 64, 2), (16384, 128, 4), (32768, 64, 1)])
+@pytest.mark.parametrize(("length", "step", "heads"), [(4096, 64, 4), (16384, 64, 2), (16384, 128, 4), (32768, 64, 1)])
 def test_long_sequences_have_few_heads_per_head_group(length, step, heads):
     """The heads of a head group take turns, so the first work tiles belong to different heads."""
     by_key = Intervals.of(*intervals_of("causal", length, length), length).transposed

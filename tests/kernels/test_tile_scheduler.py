@@ -20,7 +20,8 @@ def packed(lengths: list[int]) -> Intervals:
 def test_rows_are_split_where_a_bound_jumps_and_between_batch_entries():
     bound = np.array([[0, 0, 4, 5], [3, 3, 3, 7]])
     first, end = tile_scheduler.split_at_jumps(bound, 4)
-    assert first.tolist() == [0, 2, 4, 7] and end.tolist() == [2, 4, 7, 8]
+    assert first.tolist() == [0, 2, 4, 7]
+    assert end.tolist() == [2, 4, 7, 8]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_long_work_tiles_at_the_end_start_earlier():
     """In its order, the work tile that takes 8 would start at 4 and end at 12, though the mean is 8."""
     work_tiles = np.arange(9, dtype=np.int32)[:, None].repeat(8, 1) + 1
     times = np.array([1] * 8 + [8])
-    program, end = tile_scheduler._assign_greedily(times, 2)
+    _, end = tile_scheduler._assign_greedily(times, 2)
     assert end == 12
     assigned = tile_scheduler.assign_work_tiles(work_tiles, times, 2)
     totals = [sum(8 if tile == 9 else 1 for tile in column if tile) for column in assigned[..., 0].T.tolist()]
@@ -87,7 +88,8 @@ def test_a_limited_program_receives_no_more_work_tiles():
 
 def test_no_work_tiles_give_one_program_without_work():
     assigned = tile_scheduler.assign_work_tiles(np.zeros((0, 8), dtype=np.int32), np.zeros(0), 4)
-    assert assigned.shape == (1, 1, 8) and not assigned.any()
+    assert assigned.shape == (1, 1, 8)
+    assert not assigned.any()
 
 
 @pytest.mark.parametrize("lengths", [[8192], [50, 2000, 700, 4000, 90, 1100, 252]], ids=str)
@@ -115,7 +117,8 @@ def test_work_tiles_of_the_backward_and_of_a_full_last_wave_stay_whole():
     backward = everything.work_tiles(192, 64, 1, 1, 1, 10, group=1)
     assert backward[..., 0].count_nonzero() == 24  # the first of the 25 tiles starts at row 0
     whole = everything.work_tiles(192, 64, 1, 1, 1, 25)
-    assert whole.shape[:2] == (2, 25) and (whole[0, :, 1] - whole[0, :, 0] == 192).all()
+    assert whole.shape[:2] == (2, 25)
+    assert (whole[0, :, 1] - whole[0, :, 0] == 192).all()
 
 
 def test_times_count_steps_rows_and_heads():

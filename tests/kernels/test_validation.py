@@ -46,7 +46,7 @@ def test_tensors_must_fit_together(case):
 
 def test_tensors_must_be_dense():
     for x in (None, [1.0], K.numpy(), K.to_sparse(), torch.nested.nested_tensor([K[0]])):
-        with pytest.raises(ValueError, match="q, k, v are .*: give"):
+        with pytest.raises(ValueError, match=r"q, k, v are .*: give"):
             validation.check_tensors(Q, x, K)
     validation.check_dense(torch.nn.Parameter(Q), K, K)
 
@@ -62,25 +62,26 @@ BAD_INTEGERS = [True, np.bool_(True), torch.tensor(True), None, "3", 2.0, [3], t
 
 @pytest.mark.parametrize("value", BAD_INTEGERS, ids=str)
 def test_other_values_are_no_integers(value):
-    with pytest.raises(ValueError, match="n=.*: it must be an integer from 1 to 5, of my hand"):
+    with pytest.raises(ValueError, match=r"n=.*: it must be an integer from 1 to 5, of my hand"):
         validation.as_integer("n", value, 1, 5, ", of my hand")
 
 
 def test_numbers_flags_and_names():
     assert all(type(validation.as_number("x", x)) is float for x in (1, 0.5, np.float32(0.5), torch.tensor(0.5)))
     for value in ("0.5", b"1", True, None, [0.5], 1j, torch.ones(2)):
-        with pytest.raises(ValueError, match="x=.*: it must be a number"):
+        with pytest.raises(ValueError, match=r"x=.*: it must be a number"):
             validation.as_number("x", value)
     for value in (0, 1, None, np.bool_(True), "yes"):
-        with pytest.raises(ValueError, match="x=.*: it must be True or False"):
+        with pytest.raises(ValueError, match=r"x=.*: it must be True or False"):
             validation.check_flag("x", value)
     for value in ("c", None, ["a"], np.array(["a"])):
-        with pytest.raises(ValueError, match="unknown x .*: it must be one of a, b"):
+        with pytest.raises(ValueError, match=r"unknown x .*: it must be one of a, b"):
             validation.check_name("x", value, ("a", "b"))
 
 
 def test_an_error_message_has_one_line():
-    assert validation.shown(torch.ones(3, 3)) == "<Tensor>" and validation.shown([1] * 99) == "<list>"
+    assert validation.shown(torch.ones(3, 3)) == "<Tensor>"
+    assert validation.shown([1] * 99) == "<list>"
     assert validation.shown(7) == "7"
 
 
@@ -111,7 +112,7 @@ def test_seed_must_be_an_integer_of_63_bits(seed):
 
 
 def test_precision_must_be_known():
-    with pytest.raises(ValueError, match="unknown precision 'bf16x3'.*ieee, tf32"):
+    with pytest.raises(ValueError, match=r"unknown precision 'bf16x3'.*ieee, tf32"):
         validation.check_precision("bf16x3")
 
 
@@ -199,7 +200,7 @@ def test_arguments_of_the_backward_must_fit_the_inputs():
     for message, accumulators in bad.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             p.gradients(dispatch, **dict(zip(("dq", "dk", "dv"), accumulators, strict=True)))
-    with pytest.raises(ValueError, match="grad_dtype=torch.float64"):
+    with pytest.raises(ValueError, match=r"grad_dtype=torch\.float64"):
         p.gradients(dispatch, grad_dtype=torch.float64)
 
 

@@ -29,7 +29,7 @@ def tiles_of_two(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
 
 
 # Copies of each key fill several tiles of the Triton kernel.
-@pytest.mark.parametrize("copies", (1, pytest.param(16, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("copies", [1, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_give_the_known_answers(

@@ -59,7 +59,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("changes, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("changes", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_arguments_raise_an_error(changes: dict, message: str) -> None:
     """The message names the value that was given, and what to do."""
     with pytest.raises(ValueError, match=message):

@@ -56,6 +56,7 @@ def test_a_forward_pass_goes_through_few_files() -> None:
         return trace_forward(rank, group)
 
     for stack, entered in simulate(2, call_twice):
-        assert stack[0] == "ringattn/attention.py" and stack[-1] == "kernels/blockwise.py"
+        assert stack[0] == "ringattn/attention.py"
+        assert stack[-1] == "kernels/blockwise.py"
         assert len(stack) <= MAX_FILES_ON_THE_STACK, stack
         assert len(entered) <= MAX_FILES_ENTERED, entered

@@ -92,7 +92,7 @@ def call_all_three(x: Tensor) -> Tensor:
     return flash_attention(x.sin(), x.cos(), x, is_causal=True).sin()
 
 
-@pytest.mark.parametrize("options", ({}, {"context_fn": save_attention}), ids=("recompute", "save"))
+@pytest.mark.parametrize("options", [{}, {"context_fn": save_attention}], ids=("recompute", "save"))
 def test_first_derivatives_with_create_graph(options: dict) -> None:
     """Autograd unpacks the saved tensors of a call only once. Second derivatives raise an error, as without a checkpoint."""
     (x, *_) = inputs()
@@ -105,7 +105,7 @@ def test_first_derivatives_with_create_graph(options: dict) -> None:
         found.sum().backward()
 
 
-@pytest.mark.parametrize("run", (block, lambda q, k, v: call_all_three(q)), ids=("ring", "all-three"))
+@pytest.mark.parametrize("run", [block, lambda q, k, v: call_all_three(q)], ids=("ring", "all-three"))
 def test_a_compiled_checkpoint(run, calls: list[int]) -> None:
     """torch.compile of the whole checkpoint saves attention by a selective policy."""
     operands = inputs()[: 3 if run is block else 1] * (1 if run is block else 3)
@@ -116,7 +116,7 @@ def test_a_compiled_checkpoint(run, calls: list[int]) -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("use_graph", (True, False), ids=("after-backward", "unused"))
+@pytest.mark.parametrize("use_graph", [True, False], ids=("after-backward", "unused"))
 def test_saved_results_are_released_with_the_graph(use_graph: bool) -> None:
     """Saved tensors form no reference cycle, so they are released without the garbage collector."""
     contexts = []
@@ -180,11 +180,11 @@ def test_modifying_the_output_in_place_raises_an_error(change) -> None:
         change(x)
         return x.square()
 
-    with pytest.raises(RuntimeError, match="modified in place.*out = out . x"):
+    with pytest.raises(RuntimeError, match=r"modified in place.*out = out . x"):
         checkpointed(*operands, run=modify).sum().backward()
     out = checkpointed(*operands, run=attend)
     change(out)
-    with pytest.raises(RuntimeError, match="modified in place.*out = out . x"):
+    with pytest.raises(RuntimeError, match=r"modified in place.*out = out . x"):
         out.square().sum().backward()
 
 

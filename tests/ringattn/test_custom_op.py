@@ -76,7 +76,7 @@ def test_compiled_code_contains_one_node_and_follows_the_mask() -> None:
         assert sum("ring_attention" in str(node.target) for node in graph.graph.nodes) == 1
 
 
-@pytest.mark.parametrize("saved", (True, False), ids=("saved", "recomputed"))
+@pytest.mark.parametrize("saved", [True, False], ids=("saved", "recomputed"))
 def test_selective_checkpointing_saves_the_output(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a policy that saves this operator, the backward does not run the forward pass of the ring."""
     calls, forward = [], Ring.forward

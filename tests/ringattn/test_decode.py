@@ -45,7 +45,8 @@ def on_ring(case: Case, prompt: int, step: int, layout: Layout, window: int | No
 def assert_rows_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """Check the error of the worst row relative to the largest row."""
     error = (got.double() - expected).norm(dim=-1).max() / expected.norm(dim=-1).max()
-    assert got.shape == expected.shape and error <= tolerance, error
+    assert got.shape == expected.shape, error
+    assert error <= tolerance, error
 
 
 @every_pair(ranks=RANKS, kind=KINDS, window=(None, 1, 7))
@@ -58,7 +59,7 @@ def test_every_rank_gets_the_same_result(ranks: int, kind: str, window: int | No
     assert all(torch.equal(one, by_rank[0]) for one in by_rank)
 
 
-@pytest.mark.parametrize("ranks", (1, 4))
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_decoding_without_a_prompt(ranks: int) -> None:
     """The first tokens go to one rank, so that other ranks have no key."""
     case = Case.random(seq_len=9)
@@ -66,7 +67,7 @@ def test_decoding_without_a_prompt(ranks: int) -> None:
     assert_rows_close(by_rank[-1], case.unsharded(Mask.causal())[0], TOLERANCE)
 
 
-@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("batch", [1, 2])
 def test_a_long_shard(batch: int) -> None:
     """Thousands of keys on one rank, with a window that begins inside the cache."""
     case = Case.random(seq_len=5000, batch=batch, heads=2, key_heads=1, dim=4, value_dim=4)
@@ -105,7 +106,8 @@ def test_each_block_goes_to_the_rank_with_the_fewest_tokens(ranks: int, block: i
         rows[owner] += 1
     for n in numbers:
         cache.append(*torch.zeros(2, 1, n, 1, 4))
-    assert cache.rows == rows and cache.shard[2][: rows[0]].tolist() == [i for i, owner in enumerate(expected) if owner == 0]
+    assert cache.rows == rows
+    assert cache.shard[2][: rows[0]].tolist() == [i for i, owner in enumerate(expected) if owner == 0]
 
 
 @every_pair(ranks=(1, 2, 5), kind=KINDS, sinks=(0, 1, 9, 50), window=(1, 7))
@@ -121,7 +123,7 @@ def test_sinks(ranks: int, kind: str, sinks: int, window: int) -> None:
     assert all(torch.equal(one, by_rank[0]) for one in by_rank)
 
 
-@pytest.mark.parametrize("backend", ("auto", "triton"))
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_rows_and_bounds_on_the_device(backend: str, device: torch.device) -> None:
     """Every batch entry appends its tokens at its own rows and has its own length and window."""
     dtype = torch.float64 if backend == "auto" else torch.float32
@@ -191,7 +193,9 @@ def test_shards_stay_sorted_and_balanced(kind: str, prompt: int, ranks: int, blo
     for cache in caches:
         k, _, positions = cache.shard
         mine = positions[: rows[cache.rank]]
-        assert cache.rows == rows and (mine.diff() > 0).all() and torch.equal(k[0, : len(mine), 0, 0].long(), mine)
+        assert cache.rows == rows
+        assert (mine.diff() > 0).all()
+        assert torch.equal(k[0, : len(mine), 0, 0].long(), mine)
         positions_of_all.append(mine)
     assert torch.cat(positions_of_all).sort().values.tolist() == list(range(prompt + new + 1))
 
@@ -218,7 +222,8 @@ def test_a_truncated_cache_equals_a_new_one(kind: str, prompt: int, ranks: int, 
         begin = cache.length
         cache.append(case.k[:, begin : begin + 2], case.v[:, begin : begin + 2])
         mine = cache.shard[2][: cache.rows[rank]]
-        assert sum(cache.rows) == cache.length == begin + 2 and (mine.diff() > 0).all()
+        assert sum(cache.rows) == cache.length == begin + 2
+        assert (mine.diff() > 0).all()
         assert (cache.shard[2][cache.rows[rank] :] > 40).all()
         return decode_attention(case.q[:, begin : begin + 2], cache, group=group)
 
@@ -239,7 +244,7 @@ def test_tokens_after_truncation_go_to_the_rank_with_fewest() -> None:
         assert cache.rows == [4, 3]
 
 
-@pytest.mark.parametrize("length", (-1, 4, 2.0))
+@pytest.mark.parametrize("length", [-1, 4, 2.0])
 def test_truncate_requires_a_length_that_the_cache_has(length: int) -> None:
     """The message names the length that was given, and the valid lengths."""
     cache = KVCache(9)
@@ -257,7 +262,8 @@ def test_an_emptied_cache_accepts_a_longer_shard() -> None:
     cache.append(k[:, :3], v[:, :3])
     cache.truncate(0)
     cache.prefill(k, v, layout)
-    assert cache.rows == [200, 0] and torch.equal(cache.shard[0][:, :200], k)
+    assert cache.rows == [200, 0]
+    assert torch.equal(cache.shard[0][:, :200], k)
 
 
 def check_processes() -> None:
@@ -271,7 +277,7 @@ def check_processes() -> None:
     assert torch.equal(out, first)
 
 
-@pytest.mark.parametrize("ranks", (2, 3), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"P{n}")
 def test_processes_over_gloo(ranks: int, tmp_path: Path) -> None:
     """Real processes give the same results as a simulated ring."""
     run_ranks(check_processes, ranks, tmp_path / "ranks")
@@ -363,7 +369,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("call, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("call", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_arguments_raise_an_error(call: Callable[[], object], message: str) -> None:
     """The message names the value that was given."""
     with pytest.raises(ValueError, match=message):

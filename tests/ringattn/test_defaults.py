@@ -134,12 +134,14 @@ def test_results_do_not_depend_on_the_defaults(call, defaults):
     clear_caches()
     expected = CALLS[call](partial(torch.device, "cpu"))
     for x, y, z in zip(results, again, expected, strict=True):
-        assert x.dtype == y.dtype == z.dtype and torch.equal(x, y) and torch.equal(x, z)
+        assert x.dtype == y.dtype == z.dtype
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ("ieee", "fp8"))
-@pytest.mark.parametrize("dim", (64, 80, 256))
+@pytest.mark.parametrize("precision", ["ieee", "fp8"])
+@pytest.mark.parametrize("dim", [64, 80, 256])
 @pytest.mark.parametrize("defaults", DEFAULTS)
 def test_results_on_a_gpu_do_not_depend_on_the_defaults(defaults, dim, precision):
     inputs = [torch.randn(1, 64, 2, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]

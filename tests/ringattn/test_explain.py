@@ -15,13 +15,17 @@ def shapes(rows: int, heads: int = 16, key_heads: int = 16) -> list[Tensor]:
 def test_the_text_describes_every_hop() -> None:
     """Zigzag on two ranks: rank 0 sends the first half of its keys and receives all keys of rank 1."""
     lines = explain(*shapes(8192), layout=Layout.zigzag(16384, 2), mask=Mask.causal(), schedule="kv").splitlines()
-    assert lines[0].startswith("2 ranks over nvlink") and "330 GB/s" in lines[0] and "580 TFLOP/s" in lines[0]
+    assert lines[0].startswith("2 ranks over nvlink")
+    assert "330 GB/s" in lines[0]
+    assert "580 TFLOP/s" in lines[0]
     assert lines[1].startswith("rank 0 holds 8,192 of 16,384 positions (zigzag); batch 1, 16 query and 16 key heads")
     assert lines[3].startswith("forward: kv ring of 2 ranks over nvlink; (k, v) go directly")
     assert lines[3].endswith("state 0.966 ms and 97.0 MiB, kv 0.948 ms and 64.0 MiB")
     sends = "sends k, v rows 0:4096 of rank 0 to rank 1, receives k, v rows 0:8192 of rank 1 from rank 1"
     assert lines[4].startswith(f"  hop 0: computes with rows 0:8192 of rank 0, {sends}; 474 us of kernels")
-    assert "64.0 MiB" in lines[4] and "215 us" in lines[4] and lines[4].endswith("hidden")
+    assert "64.0 MiB" in lines[4]
+    assert "215 us" in lines[4]
+    assert lines[4].endswith("hidden")
     assert lines[5] == "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels"
     assert any(line.startswith("backward: kv ring ") and "results (dk, dv)" in line for line in lines)
 
@@ -30,7 +34,8 @@ def test_the_text_describes_an_fp8_forward() -> None:
     """The keys and values need 129 of 256 bytes per row and head in the forward pass, and all bytes in the backward pass."""
     options = dict(layout=Layout.zigzag(16384, 2), mask=Mask.causal(), schedule="kv")
     plain, fp8 = (explain(*shapes(8192), **options, precision=precision).splitlines() for precision in ("ieee", "fp8"))
-    assert "while 64.0 MiB move" in plain[4] and "while 32.2 MiB move" in fp8[4]
+    assert "while 64.0 MiB move" in plain[4]
+    assert "while 32.2 MiB move" in fp8[4]
     backward = [next(i for i, line in enumerate(lines) if line.startswith("backward")) for lines in (plain, fp8)]
     assert plain[backward[0] :] == fp8[backward[1] :]
     with pytest.raises(ValueError, match="unknown precision 'fp4'"):
@@ -72,7 +77,9 @@ def test_the_text_names_communication_that_is_not_hidden() -> None:
 def test_tensors_on_a_cpu_use_gloo(options: dict) -> None:
     q = torch.zeros(1, 4, 2, 8)
     text = explain(q, q, q, layout=Layout.zigzag(8, 2), mask=Mask.causal(), **options)
-    assert text.startswith("2 ranks over gloo") and "1 GB/s" in text and "nvlink" not in text.lower()
+    assert text.startswith("2 ranks over gloo")
+    assert "1 GB/s" in text
+    assert "nvlink" not in text.lower()
     with pytest.raises(ValueError, match="transport='nvlink' is unavailable: the tensors are on cpu"):
         explain(q, q, q, layout=Layout.zigzag(8, 2), mask=Mask.causal(), transport="nvlink")
 
@@ -107,7 +114,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("tensors, changes, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("tensors", "changes", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_arguments_raise_an_error(tensors: list[Tensor], changes: dict, message: str) -> None:
     """The same arguments are invalid as for `ring_attention`."""
     with pytest.raises(ValueError, match=message):

@@ -50,9 +50,9 @@ def dense_mask(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
     return interval_mask.dense(*mask.intervals(num_keys, num_queries), num_keys)[:, None]
 
 
-@pytest.mark.parametrize("backend", ("reference", "blockwise"))
-@pytest.mark.parametrize("rows", ((9, 9), (3, 9), (9, 3), (1, 12)), ids=lambda n: f"{n[0]}x{n[1]}")
-@pytest.mark.parametrize("mask", (Mask.full(), Mask.causal(), Mask.causal(window=4), Mask.full(window=3)), ids=str)
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("rows", [(9, 9), (3, 9), (9, 3), (1, 12)], ids=lambda n: f"{n[0]}x{n[1]}")
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.causal(window=4), Mask.full(window=3)], ids=str)
 def test_masks_and_lengths(mask: Mask, rows: tuple[int, int], backend: str) -> None:
     """Queries may be fewer or more than keys."""
     allowed = dense_mask(mask, *rows)
@@ -80,7 +80,7 @@ def test_results_equal_those_of_torch() -> None:
     torch.testing.assert_close(flash_attention(q, k, v, is_causal=True), expected)
 
 
-@pytest.mark.parametrize("backend", ("reference", "blockwise"))
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
 def test_dropout(backend: str) -> None:
     """Output and gradients equal those of a dense softmax with the same entries dropped."""
     positions = torch.arange(40, dtype=torch.int32)
@@ -115,7 +115,7 @@ def test_blocks_modified_before_the_backward_raise_an_error() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_fp8_computes_attention_on_rounded_inputs(dtype: torch.dtype) -> None:
     """Output and gradients are those of the rounded inputs. The gradients of the rotated q and k are rotated back."""
     q, k, v = inputs(200, 300, dtype=dtype)
@@ -131,7 +131,8 @@ def test_fp8_computes_attention_on_rounded_inputs(dtype: torch.dtype) -> None:
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     dq, dk, dv = torch.autograd.grad(expected.sum(), rounded)
     for got, exact in zip(gradients, (fp8.rotate_back(dq), fp8.rotate_back(dk), dv), strict=True):
-        assert got.dtype == dtype and (got - exact).norm() < tolerance * exact.norm()
+        assert got.dtype == dtype
+        assert (got - exact).norm() < tolerance * exact.norm()
 
 
 KEYLESS = {  # numbers of queries and keys, and options
@@ -146,7 +147,7 @@ KEYLESS = {  # numbers of queries and keys, and options
 }
 
 
-@pytest.mark.parametrize("backend", ("blockwise", "reference", pytest.param("triton", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("backend", ["blockwise", "reference", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", KEYLESS)
 def test_gradients_of_queries_without_keys_have_no_effect(case: str, backend: str, device: torch.device) -> None:
     """They may be NaN or infinite, because out and lse of such a query do not depend on q, k and v."""
@@ -176,7 +177,7 @@ def test_partial_results_merged_by_the_caller_have_finite_gradients() -> None:
     assert all(x.isfinite().all() for x in gradients)
 
 
-@pytest.mark.parametrize("queries, keys, scale", ((3e4, 1e-5, None), (1e-5, 3e4, None), (3.0, 2e-6, 200.0)))
+@pytest.mark.parametrize(("queries", "keys", "scale"), [(3e4, 1e-5, None), (1e-5, 3e4, None), (3.0, 2e-6, 200.0)])
 def test_gradients_of_fp16_inputs_with_fp8_do_not_overflow(queries: float, keys: float, scale: float | None) -> None:
     """Rotated queries and keys may be larger than the largest fp16 number, and smaller than the smallest one."""
     q, k, v = (x.detach()[..., :1] for x in inputs(100, 100, dtype=torch.float16))
@@ -190,7 +191,8 @@ def test_gradients_of_fp16_inputs_with_fp8_do_not_overflow(queries: float, keys:
         gradients[dtype] = torch.autograd.grad(0.25 * out.sum(), tensors)
     for got, exact in zip(*gradients.values(), strict=True):
         # Some gradients are subnormal fp16 numbers, which are multiples of 2**-24.
-        assert got.dtype == torch.float16 and (got - exact).abs().max() < 0.01 * exact.abs().max() + 2**-24
+        assert got.dtype == torch.float16
+        assert (got - exact).abs().max() < 0.01 * exact.abs().max() + 2**-24
 
 
 def test_gradients_of_large_scores_with_fp8_have_the_right_size() -> None:
@@ -212,7 +214,7 @@ def test_the_operator_passes_the_checks_of_torch() -> None:
     torch.library.opcheck(OPERATOR, (*inputs(7, 9), None, *settings, 0.0, 0, "auto", "fp8"))
 
 
-@pytest.mark.parametrize("backend", ("blockwise", "reference"))
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
 def test_results_are_contiguous(backend: str) -> None:
     """A compiler assumes contiguous results, even of transposed inputs such as those of `scaled_dot_product_attention`."""
     tensors = [torch.randn(2, 3, 7, 4).transpose(1, 2).requires_grad_() for _ in range(3)]
@@ -282,14 +284,14 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("shape", ((), (4,), (1, 2, 1, 4, 1)), ids=("0-d", "1-d", "5-d"))
+@pytest.mark.parametrize("shape", [(), (4,), (1, 2, 1, 4, 1)], ids=("0-d", "1-d", "5-d"))
 def test_tensors_must_have_four_dimensions(shape: tuple[int, ...]) -> None:
     """The message names the number of dimensions."""
     with pytest.raises(ValueError, match=f"{len(shape)}, {len(shape)}, {len(shape)} dimensions"):
         flash_attention(*(torch.zeros(shape) for _ in range(3)))
 
 
-@pytest.mark.parametrize("changes, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("changes", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_arguments_raise_an_error(changes: dict, message: str) -> None:
     """The message names the value that was given."""
     with pytest.raises(ValueError, match=message):
@@ -318,7 +320,8 @@ def test_dropout_without_a_seed_follows_the_generator_of_torch() -> None:
     torch.manual_seed(3)
     first, second = attend(), attend()
     torch.manual_seed(3)
-    assert torch.equal(attend(), first) and not torch.equal(first, second)
+    assert torch.equal(attend(), first)
+    assert not torch.equal(first, second)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert attend().shape == first.shape
     state = torch.get_rng_state()
@@ -377,8 +380,8 @@ def test_block_masks_in_inference_mode() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stride", (2**30, 2**31))
-@pytest.mark.parametrize("precision", ("ieee", "fp8"))
+@pytest.mark.parametrize("stride", [2**30, 2**31])
+@pytest.mark.parametrize("precision", ["ieee", "fp8"])
 def test_heads_beyond_32_bits(precision: str, stride: int) -> None:
     """Heads-first queries with more than 2**31 elements. The results have the same bits as those of contiguous queries."""
     q, k, v = (torch.randn(1, 300, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

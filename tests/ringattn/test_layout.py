@@ -26,7 +26,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("layout, expected", EXPECTED.values(), ids=EXPECTED)
+@pytest.mark.parametrize(("layout", "expected"), EXPECTED.values(), ids=EXPECTED)
 def test_positions(layout: Layout, expected: list[list[int]]) -> None:
     """The positions and the number of rows of every rank."""
     assert [layout.positions(rank).tolist() for rank in range(layout.ranks)] == expected
@@ -75,7 +75,8 @@ def test_results_belong_to_the_caller(layout: Layout) -> None:
     x = torch.arange(layout.seq_len)
     expected = layout.shard(x, 0, dim=0)
     layout.positions(0).zero_()
-    assert torch.equal(layout.shard(x, 0, dim=0), expected) and torch.equal(layout.positions(0), expected)
+    assert torch.equal(layout.shard(x, 0, dim=0), expected)
+    assert torch.equal(layout.positions(0), expected)
     for numbers in layout.pieces(0):
         with pytest.raises(ValueError, match="read-only"):
             numbers -= 1
@@ -91,12 +92,14 @@ def test_a_layout_used_in_inference_mode_works_in_training() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seq_len", (1, 7, 40))
+@pytest.mark.parametrize("seq_len", [1, 7, 40])
 def test_a_ulysses_group_holds_a_shard_of_the_ring(kind: str, seq_len: int) -> None:
     """The tokens of the ranks of a Ulysses group, in the order of the ranks, are one shard of the ring's layout."""
     whole = Layout(kind, seq_len, 3)
     layout = whole.split(4)
-    assert layout.ranks == 12 and layout.whole == whole and layout.parts == 4
+    assert layout.ranks == 12
+    assert layout.whole == whole
+    assert layout.parts == 4
     for rank in range(3):
         of_group = torch.cat([layout.positions(4 * rank + peer) for peer in range(4)])
         assert torch.equal(of_group, whole.positions(rank))
@@ -132,7 +135,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("call, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("call", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_layouts_raise_an_error(call: Callable[[], object], message: str) -> None:
     """The message names the value that was given."""
     with pytest.raises(ValueError, match=message):

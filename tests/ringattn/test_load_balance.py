@@ -31,7 +31,7 @@ def excess(x: torch.Tensor) -> float:
     return float(x.max() / x.double().mean()) - 1
 
 
-@pytest.mark.parametrize("ranks", (4, 8))
+@pytest.mark.parametrize("ranks", [4, 8])
 def test_work_of_packed_documents_is_within_5_percent_of_the_mean(ranks: int) -> None:
     """In tiles of queries, in tiles of keys, and in (query, key) pairs, for sixty random packings."""
     for seed in range(60):
@@ -45,7 +45,7 @@ def test_work_of_packed_documents_is_within_5_percent_of_the_mean(ranks: int) ->
         assert max(rows) - min(rows) <= 2 * TILE
 
 
-@pytest.mark.parametrize("kind", ("contiguous", "zigzag"))
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_fixed_layouts_are_not_balanced(kind: str) -> None:
     """For half of the same packings, a rank of a fixed layout has more than 1.3 times the mean work."""
     worst = [excess(work(Mask.causal(documents=packing(seed)), Layout(kind, S, 4)).sum(1)) for seed in range(20)]
@@ -104,7 +104,7 @@ def test_work_of_batch_entries_is_added() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_attention_with_an_assigned_layout(schedule: str) -> None:
     """A ring whose layout was chosen for its documents, and whose last chunk is short, equals one rank in fp64."""
     seq_len = 2 * 8 * TILE + 37
@@ -117,9 +117,9 @@ def test_attention_with_an_assigned_layout(schedule: str) -> None:
 
 def test_invalid_arguments_raise_an_error() -> None:
     """The message names the value that was given."""
-    with pytest.raises(ValueError, match="7 .* 8"):
+    with pytest.raises(ValueError, match=r"7 .* 8"):
         balanced_layout(Mask.causal(documents=[7]), 8, 2)
-    with pytest.raises(ValueError, match="ranks=0: .*at least 1"):
+    with pytest.raises(ValueError, match=r"ranks=0: .*at least 1"):
         balanced_layout(Mask.causal(), 8, 0)
     for wrong, kind in ((None, "NoneType"), ([5, 3], "list")):
         with pytest.raises(ValueError, match=f"mask is a {kind}"):

@@ -39,7 +39,8 @@ def test_intervals_equal_the_definition(documents: list[int], is_causal: bool, w
     expected = dense_mask(seq_len, is_causal, window, documents)
     clipped = lo.clamp(0, seq_len), hi.clamp(0, seq_len)
     assert torch.equal(interval_mask.dense(*clipped, seq_len)[0], expected)
-    assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
+    assert (lo.diff() >= 0).all()
+    assert (hi.diff() >= 0).all()
     assert mask.pairs(seq_len) == [int(expected.sum())]
 
 
@@ -75,14 +76,14 @@ def test_each_batch_entry_has_its_own_documents() -> None:
     assert mask.pairs(3) == [4, 6]
 
 
-@pytest.mark.parametrize("documents", (None, [3, 1, 2], [[3, 1, 2], [6], [1] * 6]), ids=("none", "one", "per-entry"))
+@pytest.mark.parametrize("documents", [None, [3, 1, 2], [[3, 1, 2], [6], [1] * 6]], ids=("none", "one", "per-entry"))
 def test_a_mask_can_be_rebuilt_from_its_lengths(documents: list | None) -> None:
     """Operators carry the documents of a mask as one tensor of lengths."""
     mask = Mask.causal(window=4, documents=documents)
     assert Mask.from_lengths(True, 4, mask.lengths, 6) == mask
 
 
-@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_the_widest_window_equals_no_window(is_causal: bool) -> None:
     """A window of sys.maxsize does not overflow."""
     wide, none = Mask(is_causal, window=sys.maxsize), Mask(is_causal)
@@ -91,7 +92,7 @@ def test_the_widest_window_equals_no_window(is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "documents", (torch.tensor([2, 3]), [torch.tensor([2, 3]), torch.tensor([5])]), ids=("one", "per-entry")
+    "documents", [torch.tensor([2, 3]), [torch.tensor([2, 3]), torch.tensor([5])]], ids=("one", "per-entry")
 )
 def test_documents_may_be_tensors(documents) -> None:
     """Tensors of lengths give the same mask as lists."""
@@ -114,24 +115,26 @@ def test_documents_may_be_tensors(documents) -> None:
 def test_empty_documents_have_no_effect(documents: object, expected: list) -> None:
     """Collators pad cu_seqlens by repeating its last entry."""
     mask = Mask.causal(documents=documents)
-    assert mask == Mask.causal(documents=expected) and mask.lengths.equal(Mask.causal(documents=expected).lengths)
+    assert mask == Mask.causal(documents=expected)
+    assert mask.lengths.equal(Mask.causal(documents=expected).lengths)
 
 
 def test_offsets_instead_of_lengths_raise_an_error() -> None:
-    with pytest.raises(ValueError, match="sum to 8 tokens but the sequence has 5: .* pass cu_seqlens.diff"):
+    with pytest.raises(ValueError, match=r"sum to 8 tokens but the sequence has 5: .* pass cu_seqlens\.diff"):
         Mask.causal(documents=torch.tensor([0, 3, 5])).check(5)
 
 
 def test_a_mask_holds_integers_of_python() -> None:
     """The ranks exchange the window as JSON, and operators receive it as an integer of 64 bits."""
     for window in (np.int64(5), torch.tensor(5)):
-        assert type(Mask.causal(window).window) is int and Mask.causal(window) == Mask.causal(5)
+        assert type(Mask.causal(window).window) is int
+        assert Mask.causal(window) == Mask.causal(5)
     assert Mask.causal(2**70) == Mask.causal(2**62)
     with pytest.raises(ValueError, match="is_causal=1: it must be True or False"):
         Mask(1)
 
 
-@pytest.mark.parametrize("window", (0, True, 2.5, (4, 0)), ids=str)
+@pytest.mark.parametrize("window", [0, True, 2.5, (4, 0)], ids=str)
 def test_an_invalid_window_raises_an_error(window: object) -> None:
     """The message names the value, and how to request no window."""
     with pytest.raises(ValueError, match=f"window={re.escape(str(window))}.*window=None"):
@@ -139,8 +142,8 @@ def test_an_invalid_window_raises_an_error(window: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "documents, message",
-    (
+    ("documents", "message"),
+    [
         ([3, -1, 0], "length -1: lengths must not be negative"),
         ([[], [2], [-3, 4]], "length -3"),
         (torch.tensor(16), "integer"),
@@ -154,7 +157,7 @@ def test_an_invalid_window_raises_an_error(window: object) -> None:
         ([5, [3, 2]], "integer"),
         (5, "integer"),
         ([True, 3], "integer"),
-    ),
+    ],
 )
 def test_invalid_documents_raise_an_error(documents: object, message: str) -> None:
     """Documents are lengths, not offsets."""
@@ -162,11 +165,11 @@ def test_invalid_documents_raise_an_error(documents: object, message: str) -> No
         Mask.causal(documents=documents)
 
 
-@pytest.mark.parametrize("method", ("intervals", "pairs"))
+@pytest.mark.parametrize("method", ["intervals", "pairs"])
 def test_documents_must_fill_the_sequence(method: str) -> None:
     """The message names the sum of the lengths and the length of the sequence."""
     for mask in (Mask.full(documents=[3, 4]), Mask.causal(documents=[7])):
-        with pytest.raises(ValueError, match="7 .* 9"):
+        with pytest.raises(ValueError, match=r"7 .* 9"):
             getattr(mask, method)(9)
 
 
@@ -181,4 +184,6 @@ def test_fsdp_may_copy_a_mask() -> None:
     """FSDP copies the arguments of a module field by field, to cast the tensors in them."""
     mask = Mask.causal(window=3, documents=[[2, 3], [5]])
     copy = _apply_to_tensors(lambda x: x, {"mask": mask})["mask"]
-    assert copy == mask and copy.lengths.tolist() == [2, 3, 5] and copy.totals == (5, 5)
+    assert copy == mask
+    assert copy.lengths.tolist() == [2, 3, 5]
+    assert copy.totals == (5, 5)

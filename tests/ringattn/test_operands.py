@@ -53,7 +53,7 @@ def check_ring(case: Case, mask: Mask, layout: Layout, schedule: str, route: str
 
 
 @pytest.mark.parametrize(
-    "ranks, mask, layout, schedule, route, dtype, heads",
+    ("ranks", "mask", "layout", "schedule", "route", "dtype", "heads"),
     pairs(
         ranks=(1, 2, 3, 5),
         mask=MASK_NAMES,
@@ -71,7 +71,7 @@ def test_ring_equals_attention_on_rounded_inputs(ranks, mask, layout, schedule, 
     check_ring(case, masks(701)[mask], Layout(layout, 701, ranks), schedule, route, dtype)
 
 
-@pytest.mark.parametrize("layout, schedule, route", pairs(layout=KINDS, schedule=SCHEDULES, route=ROUTES))
+@pytest.mark.parametrize(("layout", "schedule", "route"), pairs(layout=KINDS, schedule=SCHEDULES, route=ROUTES))
 def test_batch_entries_with_their_own_documents(layout: str, schedule: str, route: str) -> None:
     """A document ends inside a block of 128 rows. With several batch entries, parts of a block are not contiguous."""
     case = Case.random(600, batch=2, dim=8, value_dim=16)
@@ -79,14 +79,14 @@ def test_batch_entries_with_their_own_documents(layout: str, schedule: str, rout
     check_ring(case, mask, Layout(layout, 600, 2), schedule, route, torch.float64)
 
 
-@pytest.mark.parametrize("schedule, route, mask", pairs(schedule=SCHEDULES, route=ROUTES, mask=("causal", "documents")))
+@pytest.mark.parametrize(("schedule", "route", "mask"), pairs(schedule=SCHEDULES, route=ROUTES, mask=("causal", "documents")))
 def test_ranks_without_tokens(schedule: str, route: str, mask: str) -> None:
     """9 tokens on 16 ranks."""
     check_ring(Case.random(9), masks(9)[mask], Layout.zigzag(9, 16), schedule, route, torch.float64, backend="reference")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ring_equals_one_rank_where_the_blocks_are_the_same(ranks: int, schedule: str) -> None:
     """The chunks of this zigzag layout have 128 or 256 tokens, so the ring and one rank round the inputs in the same way."""
     case = Case.random(1024, dim=32, value_dim=32, dtype=torch.float32)
@@ -98,7 +98,8 @@ def test_ring_equals_one_rank_where_the_blocks_are_the_same(ranks: int, schedule
     assert torch.equal(one_rank[0], flash_attention(q, k, v, mask=mask, backend="blockwise", precision="fp8"))
     # The rounding of the inputs has an effect, but a small one.
     errors = relative_errors(ring, case.to(torch.float64).unsharded(mask))
-    assert 0.01 < errors["out"] and all(errors[name] < limit for name, limit in FP8_ERRORS.items()), errors
+    assert errors["out"] > 0.01, errors
+    assert all(errors[name] < limit for name, limit in FP8_ERRORS.items()), errors
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -180,14 +181,16 @@ def test_parts_of_a_circulating_block() -> None:
     case = Case.random(300, batch=2, dim=16, value_dim=8)
     operands = QuantizedOperands(case.q, case.k, case.v)
     assert all(x.dtype == torch.uint8 and x.is_contiguous() for x in (*operands.queries, *operands.keys))
-    assert [x.shape[1] for x in operands.queries] == [300] * 2 and [x.shape[1] for x in operands.keys] == [384] * 3
+    assert [x.shape[1] for x in operands.queries] == [300] * 2
+    assert [x.shape[1] for x in operands.keys] == [384] * 3
     for first, last in ((0, 300), (0, 128), (128, 256), (128, 300), (256, 300)):
         padded_last = -(-last // 128) * 128
         q = _queries(*take_rows(operands.queries, range(first, last)))
         k, v = _keys(*take_rows(operands.keys, range(first, padded_last)))
         expected = fp8.quantize(*(x[:, first:last] for x in (case.q, case.k, case.v)))
         for got, x in zip((q, k, v), expected, strict=True):
-            assert torch.equal(got.scales, x.scales) and got.scales.is_contiguous()
+            assert torch.equal(got.scales, x.scales)
+            assert got.scales.is_contiguous()
         for got, x in zip((q, k, v), expected, strict=True):
             dense = [fp8.dequantize(y, torch.float64, last - first)[:, : last - first] for y in (got, x)]
             assert torch.equal(*dense)
@@ -218,7 +221,7 @@ def test_dropout_raises_an_error() -> None:
         case.on_ring(layout, Mask.causal(), precision="fp8", dropout_p=0.1)
 
 
-@pytest.mark.parametrize("ulysses, ring", (pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)), ids=str)
+@pytest.mark.parametrize(("ulysses", "ring"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)], ids=str)
 def test_ulysses(ulysses: int, ring: int, tmp_path: Path) -> None:
     """The ranks of a Ulysses group round the tokens of the whole group, in blocks of 128."""
     run_ranks(check_ulysses, ulysses * ring, tmp_path / "ranks", ulysses)
@@ -237,7 +240,7 @@ def check_ulysses(ulysses: int) -> None:
         assert_close([split.unshard(x) for x in got], expected_results(case, layout, mask), 1e-10)
 
 
-@pytest.mark.parametrize("ranks", (2, pytest.param(3, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_over_gloo(ranks: int, tmp_path: Path) -> None:
     """Every pair of mask, layout and schedule."""
     run_ranks(check_gloo, ranks, tmp_path / "ranks")

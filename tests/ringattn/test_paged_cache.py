@@ -75,18 +75,21 @@ def test_sequences_grow_and_shrink(steps: list[tuple[str, int, int]], page_size:
             entry = None if action == "append_all" else entry
             grown = [length + n * (entry in (None, i)) for i, length in enumerate(sequences.lengths)]
             if sum(-(-length // page_size) for length in grown) > pages or max(grown) > 600:
-                with pytest.raises(ValueError, match="pages are free|exceed the capacity"):
+                with pytest.raises(ValueError, match=r"pages are free|exceed the capacity"):
                     sequences.append(cache, n, entry)
                 continue
             sequences.append(cache, n, entry)
         used = [-(-length // page_size) for length in sequences.lengths]
         owned = [cache.page_table[i, :n].tolist() for i, n in enumerate(used)]
-        assert len(set(sum(owned, []))) == sum(used) and cache.free_pages == pages - sum(used)
+        assert len(set().union(*owned)) == sum(used)
+        assert cache.free_pages == pages - sum(used)
     sequences.check(cache)
 
 
-@pytest.mark.parametrize("backend, dtype, tolerance", (("auto", torch.float64, TOLERANCE), ("triton", torch.float32, 1e-5)))
-@pytest.mark.parametrize("window, sinks", ((None, None), (20, None), (20, 70)))
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"), [("auto", torch.float64, TOLERANCE), ("triton", torch.float32, 1e-5)]
+)
+@pytest.mark.parametrize(("window", "sinks"), [(None, None), (20, None), (20, 70)])
 def test_windows_and_sinks(backend, dtype, tolerance, window, sinks, device) -> None:
     """Two queries per sequence. One sequence is empty, and one is longer than a page."""
     cache, sequences = PagedKVCache(6, 4, 200), Sequences(4, 200, dtype, device)
@@ -95,7 +98,7 @@ def test_windows_and_sinks(backend, dtype, tolerance, window, sinks, device) -> 
     sequences.check(cache, 2, backend, tolerance, window=window, sinks=sinks)
 
 
-@pytest.mark.parametrize("backend, dtype", (("auto", torch.float64), ("triton", torch.float32)))
+@pytest.mark.parametrize(("backend", "dtype"), [("auto", torch.float64), ("triton", torch.float32)])
 def test_rows_on_the_device(backend, dtype, device) -> None:
     """Tokens are appended at rows in reserved pages. Tokens without a page do not change other sequences."""
     cache, sequences = PagedKVCache(4, 3, 128), Sequences(3, 128, dtype, device)
@@ -112,7 +115,7 @@ def test_rows_on_the_device(backend, dtype, device) -> None:
     assert_rows_close(out, sequences.expected(1), TOLERANCE if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("backend", ("blockwise", "reference"))
+@pytest.mark.parametrize("backend", ["blockwise", "reference"])
 def test_a_page_is_used_again(backend: str) -> None:
     """NaN in the tokens of an earlier sequence does not reach the sequence that gets its page."""
     cache, sequences = PagedKVCache(1, 2, 64), Sequences(2, 64)
@@ -197,7 +200,7 @@ INVALID = {  # a function that makes a mistake, and what the message says
 }
 
 
-@pytest.mark.parametrize("call, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("call", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_arguments_raise_an_error(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

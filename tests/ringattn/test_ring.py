@@ -58,7 +58,7 @@ QUICK_64_RANKS = ("window+documents", "striped", "kv")
 
 
 @pytest.mark.parametrize(
-    "mask, layout, schedule",
+    ("mask", "layout", "schedule"),
     [
         pytest.param(*case, marks=() if case == QUICK_64_RANKS else pytest.mark.slow)
         for case in {QUICK_64_RANKS: None} | dict.fromkeys(pairs(mask=MASK_NAMES, layout=KINDS, schedule=SCHEDULES))
@@ -75,7 +75,7 @@ QUICK_TRITON = {("zigzag", "causal", "state"), ("striped", "window", "kv")}
 
 
 @pytest.mark.parametrize(
-    "layout, mask, schedule",
+    ("layout", "mask", "schedule"),
     [
         pytest.param(*case, schedule, marks=() if (*case, schedule) in QUICK_TRITON else pytest.mark.slow)
         for case in TRITON
@@ -101,8 +101,8 @@ def test_batch_entries_with_their_own_documents(layout: str, schedule: str, rout
     assert_close(got, case.unsharded(mask, scale=0.7), 1e-10)
 
 
-@pytest.mark.parametrize("ranks", (8, pytest.param(64, marks=pytest.mark.slow)))
-@pytest.mark.parametrize("mask, schedule, route", pairs(mask=("causal", "full"), schedule=SCHEDULES, route=ROUTES))
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mask", "schedule", "route"), pairs(mask=("causal", "full"), schedule=SCHEDULES, route=ROUTES))
 def test_error_does_not_grow_with_the_ring(mask: str, schedule: str, route: str, ranks: int) -> None:
     """The fp32 error relative to fp64, over the whole tensor, is on many ranks at most 1.2 times that on one rank."""
     case, mask = Case.random(seq_len=1024, dim=32, value_dim=32), masks(1024)[mask]
@@ -155,7 +155,7 @@ def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str,
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("heads, key_heads, chunks", [(4, 4, 4), (8, 2, 2), (3, 1, 1)], ids=str)
+@pytest.mark.parametrize(("heads", "key_heads", "chunks"), [(4, 4, 4), (8, 2, 2), (3, 1, 1)], ids=str)
 def test_head_chunks_give_the_same_result(
     heads: int, key_heads: int, chunks: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_the_requested_schedule_runs_in_both_directions(schedule: str, monkeypat
     assert sorted(passes) == [f"_backward_{schedule}"] * 2 + [f"_forward_{schedule}"] * 2
 
 
-@pytest.mark.parametrize("uses_sms", (False, True), ids=("copy-engines", "kernels"))
+@pytest.mark.parametrize("uses_sms", [False, True], ids=("copy-engines", "kernels"))
 def test_attention_shares_sms_with_the_kernels_of_the_transport(uses_sms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If messages are moved by kernels, attention must not occupy every SM with a persistent grid."""
     seen, forward = [], ring.dispatch.forward
@@ -217,8 +217,8 @@ def test_a_query_without_keys_on_its_own_rank_is_exact() -> None:
     assert torch.allclose(dv, case.dout, atol=1e-12)
 
 
-@pytest.mark.parametrize("all_pairs", (False, True))
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("all_pairs", [False, True])
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_passes_that_reuse_memory_are_exact(schedule: str, all_pairs: bool) -> None:
     """Several passes of the same shapes, with other data. The messages of a pass use the memory of earlier messages."""
     ranks, layout, mask = 5, Layout.zigzag(40, 5), Mask.causal()
@@ -231,7 +231,7 @@ def test_passes_that_reuse_memory_are_exact(schedule: str, all_pairs: bool) -> N
         assert_close(unshard_results(layout, list(by_rank)), case.unsharded(mask), 1e-10)
 
 
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_passes_after_a_pass_in_inference_mode(schedule: str) -> None:
     """Training uses the memory of messages that an evaluation has allocated."""
     layout, mask, case = Layout.zigzag(40, 3), Mask.causal(), Case.random(40)

@@ -36,7 +36,9 @@ def create(mask: Mask, layout: Layout, **changes: object) -> AttentionSpec:
 def test_a_spec_carries_mask_and_layout_as_values() -> None:
     """A compiler can trace tensors, numbers and strings."""
     spec = create(Mask.causal(window=3, documents=[[2, 4], [6]]), Layout.zigzag(6, 1))
-    assert spec.documents.tolist() == [2, 4, 6] and spec.is_causal and spec.window == 3
+    assert spec.documents.tolist() == [2, 4, 6]
+    assert spec.is_causal
+    assert spec.window == 3
     assert (spec.layout, spec.seq_len, spec.ranks) == ("zigzag", 6, 1)
     assert create(Mask.full(), Layout.contiguous(6, 1)).window == 0
 
@@ -45,10 +47,13 @@ def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
     """The seed matters only with dropout. The backend and "tf32" may differ between ranks, but FP8 changes the messages."""
     call = create(Mask.causal(), Layout.zigzag(6, 1)).as_call("forward", Q, K, K)
     assert (call["batch size"], call["heads"], call["key heads"], call["dtype"]) == (2, 4, 2, "torch.float32")
-    assert call["window"] is None and call["seed"] is None and "backend" not in call
+    assert call["window"] is None
+    assert call["seed"] is None
+    assert "backend" not in call
     assert create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1).as_call("forward", Q, K, K)["seed"] == 7
     other = create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1, first_head=4).as_call("forward", Q, K, K)
-    assert call["first_head"] is None and other["first_head"] == 4
+    assert call["first_head"] is None
+    assert other["first_head"] == 4
     assert not call["FP8 forward"]
     assert create(Mask.causal(), Layout.zigzag(6, 1), precision="fp8").as_call("forward", Q, K, K)["FP8 forward"]
 
@@ -68,9 +73,9 @@ def test_resolve_scale() -> None:
     """The default is D ** -0.5. A learnable scale would silently get no gradient, so it raises an error."""
     assert resolve_scale(Q, None) == 8**-0.5
     assert resolve_scale(Q, torch.tensor(0.25)) == 0.25
-    with pytest.raises(ValueError, match="scale='0.5': it must be a number"):
+    with pytest.raises(ValueError, match=r"scale='0\.5': it must be a number"):
         resolve_scale(Q, "0.5")
-    with pytest.raises(ValueError, match="scale=1.0"):
+    with pytest.raises(ValueError, match=r"scale=1\.0"):
         resolve_scale(Q, torch.ones((), requires_grad=True))
 
 
@@ -85,11 +90,11 @@ def test_check_layout() -> None:
     """The layout must be a Layout for as many ranks as the group has."""
     check_layout(Layout.zigzag(6, 2), 2)
     check_layout(Layout.zigzag(6, 2))
-    with pytest.raises(ValueError, match="layout is a str.*Layout.zigzag"):
+    with pytest.raises(ValueError, match=r"layout is a str.*Layout\.zigzag"):
         check_layout("zigzag")
     with pytest.raises(ValueError, match="2 ranks but the group has 3: "):
         check_layout(Layout.zigzag(6, 2), 3)
-    with pytest.raises(ValueError, match="2 ranks but the group has 1 .group=None"):
+    with pytest.raises(ValueError, match=r"2 ranks but the group has 1 .group=None"):
         check_layout(Layout.zigzag(6, 2), 1)
 
 
@@ -124,7 +129,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("changes, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("changes", "message"), INVALID.values(), ids=INVALID)
 def test_check_attention(changes: dict, message: str) -> None:
     """Every invalid argument raises an error that names its value."""
     arguments = dict(mask=Mask.causal(), seq_len=6, scale=0.5, dropout_p=0.0, seed=0, backend="auto", precision="ieee")

@@ -42,19 +42,26 @@ def test_the_empty_state_is_the_identity(a: PartialState) -> None:
 def test_a_query_without_keys_yields_zero_and_minus_infinity() -> None:
     """The output has the requested dtype, and lse is fp32."""
     out, lse = PartialState.empty(torch.zeros(2, 3, 4, 5), value_dim=6).finalize(torch.bfloat16)
-    assert out.shape == (2, 3, 4, 6) and out.dtype == torch.bfloat16 and (out == 0).all()
-    assert lse.shape == (2, 3, 4) and lse.dtype == torch.float32 and (lse == float("-inf")).all()
+    assert out.shape == (2, 3, 4, 6)
+    assert out.dtype == torch.bfloat16
+    assert (out == 0).all()
+    assert lse.shape == (2, 3, 4)
+    assert lse.dtype == torch.float32
+    assert (lse == float("-inf")).all()
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
     """The larger of two scores that differ by 2,000 determines the result."""
     out, lse = state_of([-1000.0]).merge(state_of([1000.0])).finalize(torch.float64)
-    assert out.item() == 1.0 and lse.item() == 1000.0
+    assert out.item() == 1.0
+    assert lse.item() == 1000.0
 
 
 def test_merging_two_states_by_hand() -> None:
     """Scores [1, 3] and then [2, 5]: the first sum is scaled by exp(3 - 5)."""
     first = state_of([1.0, 3.0])
     both = first.merge(state_of([2.0, 5.0]))
-    assert round(first.m.item(), 3) == 3 and round(first.l.item(), 3) == 1.135
-    assert both.m.item() == 5 and round(both.l.item(), 3) == 1.203
+    assert round(first.m.item(), 3) == 3
+    assert round(first.l.item(), 3) == 1.135
+    assert both.m.item() == 5
+    assert round(both.l.item(), 3) == 1.203

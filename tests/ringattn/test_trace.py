@@ -18,7 +18,8 @@ LONG = Problem.of_scores([0.5, -2, 3, 3, 1, -1, 4, 0, 2.5, -0.5, 1.5])
 def test_a_row_of_four_scores_on_one_rank() -> None:
     """The states after both tiles are those of docs/maths.md."""
     first, second = trace_tiles(ROW, 2).events
-    assert (first.m, second.m) == (3, 5) and first.alpha == (0,)
+    assert (first.m, second.m) == (3, 5)
+    assert first.alpha == (0,)
     assert second.alpha == pytest.approx((math.exp(3 - 5),), rel=1e-14)
     assert (first.l, second.l) == pytest.approx((1 + math.exp(-2), sum(math.exp(s - 5) for s in (1, 3, 2, 5))), rel=1e-14)
     assert first.o == pytest.approx((2 + math.exp(-2),), rel=1e-14)
@@ -43,8 +44,8 @@ def test_the_five_tokens() -> None:
     assert 0.6065 in [round(alpha, 4) for event in trace_ring(problem, 2, 2).events for alpha in event.alpha]
 
 
-@pytest.mark.parametrize("problem", (ROW, LONG, Problem.five_tokens()), ids=("row", "long", "five-tokens"))
-@pytest.mark.parametrize("tile", (1, 2, 3, 100))
+@pytest.mark.parametrize("problem", [ROW, LONG, Problem.five_tokens()], ids=("row", "long", "five-tokens"))
+@pytest.mark.parametrize("tile", [1, 2, 3, 100])
 def test_every_state_is_the_state_of_its_keys(problem: Problem, tile: int) -> None:
     """On every ring, each event has the state of exactly the keys that it names, and no event is missing or double."""
     scores = problem.scores
@@ -53,7 +54,8 @@ def test_every_state_is_the_state_of_its_keys(problem: Problem, tile: int) -> No
         for event in found.events:
             seen = list(event.seen)
             p = torch.exp(scores[seen] - event.m)
-            assert event.m == scores[seen].max() and event.l == pytest.approx(p.sum().item(), rel=1e-13)
+            assert event.m == scores[seen].max()
+            assert event.l == pytest.approx(p.sum().item(), rel=1e-13)
             assert event.o == pytest.approx((p @ problem.v[seen]).tolist(), rel=1e-13)
         assert sorted(i for event in found.events for i in event.tile) == list(range(len(scores)))
         assert sum(not event.tile for event in found.events) == ranks - 1
@@ -62,7 +64,7 @@ def test_every_state_is_the_state_of_its_keys(problem: Problem, tile: int) -> No
         assert found.lse == pytest.approx(torch.logsumexp(scores, 0).item(), rel=1e-13)
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_result_is_that_of_ring_attention(ranks: int) -> None:
     """The observed ring computes the same numbers as the public call."""
     problem = Problem.five_tokens()
@@ -80,7 +82,9 @@ def test_the_result_is_that_of_ring_attention(ranks: int) -> None:
 def test_the_command_prints_both_tables_and_draws_the_picture(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     trace.main(["--tile", "2", "--ranks", "3", "--output", str(tmp_path / "x.png")])
     text = capsys.readouterr().out
-    assert text.count("| hop | rank |") == 2 and "| 0.6065 |" in text and "1 and 0.6065" in text
+    assert text.count("| hop | rank |") == 2
+    assert "| 0.6065 |" in text
+    assert "1 and 0.6065" in text
     assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
@@ -99,12 +103,14 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("arguments, named", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("arguments", "named"), INVALID.values(), ids=INVALID)
 def test_an_error_is_one_line(arguments: list[str], named: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exited:
         trace.main(arguments)
     (line,) = capsys.readouterr().err.splitlines()
-    assert exited.value.code == 2 and line.startswith("error: ") and named in line
+    assert exited.value.code == 2
+    assert line.startswith("error: ")
+    assert named in line
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def test_one_group_equals_one_rank(mask: str, heads: str) -> None:
     assert_close(got, case.unsharded(mask), 1e-10)
 
 
-@pytest.mark.parametrize("seq_len", (2, 5))
+@pytest.mark.parametrize("seq_len", [2, 5])
 def test_ranks_without_tokens(seq_len: int) -> None:
     """With two tokens on four ranks, two ranks contribute nothing to the all-to-all."""
     case = random_case(seq_len, "grouped")
@@ -124,20 +124,20 @@ def check_mesh(ulysses: int, quick: bool = True) -> None:
         check(recompute_all_to_all=recompute)
 
 
-@pytest.mark.parametrize("ulysses", (2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))), ids=lambda n: f"U{n}")
+@pytest.mark.parametrize("ulysses", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))], ids=lambda n: f"U{n}")
 def test_meshes_of_processes(ulysses: int, tmp_path: Path) -> None:
     """Four processes over gloo."""
     run_ranks(check_mesh, 4, tmp_path / "ranks", ulysses)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ulysses", (1, 2, 4), ids=lambda n: f"U{n}")
+@pytest.mark.parametrize("ulysses", [1, 2, 4], ids=lambda n: f"U{n}")
 def test_meshes_of_processes_with_every_mask(ulysses: int, tmp_path: Path) -> None:
     """The full product of layouts, masks and numbers of heads."""
     run_ranks(check_mesh, 4, tmp_path / "ranks", ulysses, False)
 
 
-@pytest.mark.parametrize("uses_sms", (False, True), ids=("copy-engines", "kernels"))
+@pytest.mark.parametrize("uses_sms", [False, True], ids=("copy-engines", "kernels"))
 def test_attention_shares_sms_with_the_kernels_of_an_all_to_all(uses_sms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the all-to-all runs kernels, attention must not occupy every SM with a persistent grid."""
     seen, forward = [], Ring.forward
@@ -158,7 +158,7 @@ def test_attention_shares_sms_with_the_kernels_of_an_all_to_all(uses_sms: bool, 
 
 
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("with_lse", (False, True), ids=("out", "out-lse"))
+@pytest.mark.parametrize("with_lse", [False, True], ids=("out", "out-lse"))
 def test_the_operator_passes_the_checks_of_torch(with_lse: bool, saved: str) -> None:
     """Schema, fake tensors and autograd, on a group of one rank with two head chunks."""
 
@@ -172,7 +172,7 @@ def test_the_operator_passes_the_checks_of_torch(with_lse: bool, saved: str) -> 
     simulate(1, check)
 
 
-@pytest.mark.parametrize("result", (0, 1), ids=("out", "lse"))
+@pytest.mark.parametrize("result", [0, 1], ids=("out", "lse"))
 def test_gradient_of_one_of_two_results(result: int) -> None:
     """A loss may use only the output or only lse."""
     case, mask = random_case(12, "grouped"), Mask.causal()
@@ -258,7 +258,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("q, k, v, changes, message", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("q", "k", "v", "changes", "message"), INVALID.values(), ids=INVALID)
 def test_invalid_arguments_raise_an_error(q: Tensor, k: Tensor, v: Tensor, changes: dict, message: str) -> None:
     """Every rank raises the error before any message is sent."""
     options = {"layout": LAYOUT, "mask": Mask.causal()} | changes

@@ -25,16 +25,16 @@ def on_ring(example: Example, ranks: int, schedule: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
-@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
-@pytest.mark.parametrize("schedule", ("state", "kv"))
-@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("schedule", ["state", "kv"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rings_give_the_known_answers(ranks: int, schedule: str, layout: str, example: Example) -> None:
     """The state ring merges states on their way, and the KV ring merges them in the kernel."""
     on_ring(example, ranks, schedule, layout)
 
 
-@pytest.mark.parametrize("schedule", ("state", "kv"))
-@pytest.mark.parametrize("ranks", (1, 2, 3))
+@pytest.mark.parametrize("schedule", ["state", "kv"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_ring_whose_kernel_drops_its_last_tile_gives_other_answers(
     ranks: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,8 @@ def help_text(module: str) -> str:
 @pytest.mark.parametrize("module", SCRIPTS)
 def test_script_starts_and_describes_itself(module):
     text = help_text(module)
-    assert text.startswith("usage: ") and f"-m {module}" in text
+    assert text.startswith("usage: ")
+    assert f"-m {module}" in text
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
@@ -76,7 +77,8 @@ def test_child_finds_the_packages_that_the_user_provides(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}yours")
     environment = command.child_environment(Path("/tree"), NAME="value")
     assert environment["PYTHONPATH"].split(os.pathsep) == ["/tree", "mine", "yours"]
-    assert environment["NAME"] == "value" and environment["PATH"] == os.environ["PATH"]
+    assert environment["NAME"] == "value"
+    assert environment["PATH"] == os.environ["PATH"]
     monkeypatch.delenv("PYTHONPATH")
     assert command.child_environment()["PYTHONPATH"] == str(command.ROOT)
 

@@ -5,8 +5,8 @@ from scripts import gpus
 
 
 @pytest.mark.parametrize(
-    "environment, message",
-    (({}, "start this script with torchrun"), ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "this machine has 0")),
+    ("environment", "message"),
+    [({}, "start this script with torchrun"), ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "this machine has 0")],
 )
 def test_rank_without_a_gpu_exits_with_a_message(environment, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

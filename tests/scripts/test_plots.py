@@ -3,7 +3,9 @@ import pytest
 from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis, short_length
 
 
-@pytest.mark.parametrize("length, text", ((128, "128"), (1500, "1500"), (16384, "16k"), (2**20, "1m"), (3 * 2**19, "1536k")))
+@pytest.mark.parametrize(
+    ("length", "text"), [(128, "128"), (1500, "1500"), (16384, "16k"), (2**20, "1m"), (3 * 2**19, "1536k")]
+)
 def test_lengths_are_written_with_suffixes(length, text):
     assert short_length(length) == text
 
@@ -15,7 +17,8 @@ def test_plot_is_a_small_png_file(tmp_path):
     plot_points(axes, [], 1, "no points")
     set_length_axis(axes, (4096, 1024, 4096), "length")
     (curve,) = axes.lines
-    assert list(curve.get_xdata()) == [1024, 4096] and curve.get_label() == "a line"
+    assert list(curve.get_xdata()) == [1024, 4096]
+    assert curve.get_label() == "a line"
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1k", "4k"]
     save_plot(figure, tmp_path / "x.png")
     assert not plt.get_fignums()

@@ -51,7 +51,8 @@ def only_error(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
     def read_error() -> str:
         output = capfd.readouterr().err
         errors = [text for text in output.splitlines() if text.startswith("error: ")]
-        assert len(errors) == 1 and "Traceback" not in output, output
+        assert len(errors) == 1, output
+        assert "Traceback" not in output, output
         return errors[0]
 
     return read_error

@@ -270,12 +270,12 @@ def test_settings_that_depend_on_another_one_are_valid_with_it():
 
 
 def test_configs_are_next_to_the_package():
-    assert CONFIGS == Path(__file__).resolve().parents[2] / "configs"
+    assert Path(__file__).resolve().parents[2] / "configs" == CONFIGS
 
 
 def test_deprecated_kernels_are_accepted_but_not_offered():
     config = Config(parallel=ParallelConfig(kernel="tiled"))
     check_values(config)
     config.parallel.kernel = "nonsense"
-    with pytest.raises(ConfigError, match="choose one of auto, hopper, triton, blockwise, reference$"):
+    with pytest.raises(ConfigError, match=r"choose one of auto, hopper, triton, blockwise, reference$"):
         check_values(config)

@@ -32,10 +32,13 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
     entries = dict(message.split(maxsplit=1) for message in caplog.messages)
     assert entries["directory"] == "outputs/name"
     assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
-    assert corpus in entries["data"] and "61 tokens" in entries["data"] and "held-out" in entries["data"]
+    assert corpus in entries["data"]
+    assert "61 tokens" in entries["data"]
+    assert "held-out" in entries["data"]
     assert entries["ring"] == "layout auto, 61 tokens per rank, schedule kv, route relay"
     assert "4 sequences, 244 tokens" in entries["step"]
-    assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]
+    assert entries["precision"] == "fp32"
+    assert "blockwise" in entries["kernel"]
     assert entries["model"].endswith(" parameters, vocabulary 257")
     caplog.clear()
     run.config.model.vocab_size, run.init_from = 300, tmp_path / "hf"

@@ -38,7 +38,10 @@ def test_external_error_is_reported_without_a_traceback(error, reason, monkeypat
     monkeypatch.setattr(errors.dist, "get_rank", lambda: 1)
     errors.terminate_on_error(None, error)
     _, text, status = terminate.call_args.args
-    assert text.startswith("rank 1 failed: ") and reason in text and status == 1 and "\n" not in text
+    assert text.startswith("rank 1 failed: ")
+    assert reason in text
+    assert status == 1
+    assert "\n" not in text
 
 
 def test_internal_error_is_reported_with_a_traceback(monkeypatch):
@@ -55,7 +58,8 @@ def test_second_failure_exits_without_a_message(monkeypatch, capfd):
     store = dist.HashStore()
     for text in ("rank 1 failed", "rank 0 failed"):
         errors.terminate(store, text, 3)
-    assert capfd.readouterr().err == "rank 1 failed\n" and exit_process.call_args_list == [((3,),), ((3,),)]
+    assert capfd.readouterr().err == "rank 1 failed\n"
+    assert exit_process.call_args_list == [((3,),), ((3,),)]
 
 
 def report_invalid_value() -> None:
@@ -90,7 +94,8 @@ def test_error_file_that_cannot_be_written_is_not_an_error(monkeypatch, tmp_path
 @pytest.mark.slow
 def test_last_lines_of_torchrun_contain_the_error(tmp_path):
     result = launch(1, tmp_path, "model.window=0", "trainer.device=cpu")
-    assert result.returncode == 1 and "model.window=0: must be" in "".join(result.stderr.splitlines()[-3:])
+    assert result.returncode == 1
+    assert "model.window=0: must be" in "".join(result.stderr.splitlines()[-3:])
     assert "To enable traceback" not in result.stderr
 
 
@@ -134,5 +139,7 @@ def test_error_of_a_compilation_names_the_cache_to_remove(cause, is_one_line, mo
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     errors.terminate_on_error(None, InductorError(cause, None))
     text = printed.call_args.args[1]
-    assert text.startswith("rank 0 failed: ") and str(cause).splitlines()[0] in text
-    assert f"remove {cache_dir()}" in text.splitlines()[-1] and (len(text.splitlines()) == 1) == is_one_line
+    assert text.startswith("rank 0 failed: ")
+    assert str(cause).splitlines()[0] in text
+    assert f"remove {cache_dir()}" in text.splitlines()[-1]
+    assert (len(text.splitlines()) == 1) == is_one_line

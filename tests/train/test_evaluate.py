@@ -75,7 +75,8 @@ def test_lengths_beyond_the_window_of_the_model_have_the_same_loss(mask_document
     config.data, config.trainer.eval_tokens = replace(data, mask_documents=mask_documents), 2048
     with one_rank():
         losses = evaluate.evaluate_lengths(run_setup.build(config), [256, 1024, 4096])
-    assert losses.tokens.sum() == 2048 and len(losses.tokens) > 10
+    assert losses.tokens.sum() == 2048
+    assert len(losses.tokens) > 10
     assert losses.means == pytest.approx(losses.means[0], abs=1e-4)
 
 
@@ -90,15 +91,18 @@ def test_runs_of_different_lengths_have_the_same_targets(eval_tokens, expected, 
         runs = [run_setup.build(each) for each in (config, longer)]
         first, second = (evaluate.evaluate_lengths(run, [16, 61]) for run in runs)
         metrics = evaluate.evaluate(runs[0])
-    assert first.tokens.sum() == expected and first.checksum == second.checksum
-    assert (first.tokens == second.tokens).all() and first.sums == pytest.approx(second.sums, rel=1e-4)
+    assert first.tokens.sum() == expected
+    assert first.checksum == second.checksum
+    assert (first.tokens == second.tokens).all()
+    assert first.sums == pytest.approx(second.sums, rel=1e-4)
     assert metrics["eval_loss"] == metrics["eval_loss_at/61"] == pytest.approx(first.means[1], rel=1e-6)
 
 
 def test_default_lengths():
     assert evaluate.default_lengths(512, "text") == [64, 256, 512]
     assert evaluate.default_lengths(1024, "text") == [64, 256, 1024]
-    assert evaluate.default_lengths(64, "text") == [64] and evaluate.default_lengths(5, "text") == [5]
+    assert evaluate.default_lengths(64, "text") == [64]
+    assert evaluate.default_lengths(5, "text") == [5]
     assert evaluate.default_lengths(512, "recall") == [512]
 
 

@@ -66,7 +66,8 @@ def test_perfect_and_random_predictors():
     guesses = F.one_hot(guesses, VOCABULARY).float()
     correct, total = count_correct(guesses, head, batch.labels, VOCABULARY).sum(0).tolist()
     # Of 3,200 guesses, 267 are correct on average, with a standard deviation of 16.
-    assert total == 3200 and 190 < correct < 345
+    assert total == 3200
+    assert 190 < correct < 345
 
 
 def test_cells_show_where_a_predictor_finds_the_answers():
@@ -79,7 +80,9 @@ def test_cells_show_where_a_predictor_finds_the_answers():
     assert list(accuracies) == [(length, position) for length in (1100, 550) for position in range(0, 101, 10)]
     assert all(accuracies[550, position] == 1 for position in range(0, 101, 10))
     found = [accuracies[1100, position] for position in range(0, 101, 10)]
-    assert found[0] == 0 and found[-1] == 1 and found == sorted(found)
+    assert found[0] == 0
+    assert found[-1] == 1
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize("batch_size", [1, 44], ids=["between batches", "between lengths"])
@@ -138,7 +141,8 @@ def test_training_writes_the_accuracies_and_resumes_exactly(run_command_line, on
     assert list(accuracies) == [(100, position) for position in range(0, 101, 10)]
     assert last["recall_accuracy"] == accuracies[100, 0]
     assert json.loads(Path("outputs/whole/summary.json").read_text())["recall_accuracy"] == last["recall_accuracy"]
-    assert Path("outputs/whole/recall.png").stat().st_size > 1000 and ("recall_heat_map", 4, "recall.png") in pictures
+    assert Path("outputs/whole/recall.png").stat().st_size > 1000
+    assert ("recall_heat_map", 4, "recall.png") in pictures
 
     branch = [*settings, "trainer.resume=outputs/whole/checkpoints/step_00000002", "name=branch"]
     assert run_command_line(*branch) == 0
@@ -146,7 +150,8 @@ def test_training_writes_the_accuracies_and_resumes_exactly(run_command_line, on
         {name: record[name] for name in record if not name.endswith(("_s", "seconds", "rank", "gib"))}
         for record in [*records("whole")[2:], *records("branch")]
     ]
-    assert [each["step"] for each in steps] == [3, 4, 3, 4] and steps[:2] == steps[2:]
+    assert [each["step"] for each in steps] == [3, 4, 3, 4]
+    assert steps[:2] == steps[2:]
     assert run_command_line(*branch[:-1], "data.seed=1", "name=other") == 1
     assert "another corpus" in only_error()
 

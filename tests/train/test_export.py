@@ -87,7 +87,9 @@ def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(d
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor.to(export.DTYPES[dtype]), rtol=0, atol=0)
     config = json.loads((out / "config.json").read_text())
-    assert config["vocab_size"] == 259 and config["rope_theta"] == 10_000 and config["max_position_embeddings"] == 61
+    assert config["vocab_size"] == 259
+    assert config["rope_theta"] == 10_000
+    assert config["max_position_embeddings"] == 61
     assert settings_of(out) == replace(MODEL, vocab_size=259)
     with pytest.raises(ConfigError, match="out already exists and is not an empty folder"):
         run_export(f"run={path}", f"output={out}", f"dtype={dtype}")
@@ -123,19 +125,22 @@ def test_folder_is_trained_without_model_settings_exported_and_loaded(adds_bos, 
     settings += [f"trainer.init_from={folder}", "name=a", "trainer.steps=2", "trainer.sample_tokens=2"]
     assert run_command_line(*settings) == 0
     saved = storage.latest(tmp_path / "outputs" / "a" / "checkpoints")
-    assert run_command_line("name=a") == 0 and "all 2 steps" in capfd.readouterr().out
+    assert run_command_line("name=a") == 0
+    assert "all 2 steps" in capfd.readouterr().out
     run_export("run=a", "output=out", "dtype=fp32")
 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_tokenizer(str(folder / "tokenizer.json"))
     text = "the ring of é"
     expected = ([ours.bos] if adds_bos else []) + ours.encode(text).tolist()
-    assert theirs(text)["input_ids"] == expected and theirs.eos_token_id == ours.eos
+    assert theirs(text)["input_ids"] == expected
+    assert theirs.eos_token_id == ours.eos
     assert theirs.decode(expected, skip_special_tokens=True) == ours.decode(expected) == text
     names = {"bos_token_id": 0 if adds_bos else 1, "eos_token_id": 1}
     assert not (tmp_path / "out" / "generation_config.json").exists()  # transformers reads config.json, as for the folder
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert names.items() <= config.items() and config["max_position_embeddings"] == 4096
+    assert names.items() <= config.items()
+    assert config["max_position_embeddings"] == 4096
 
     model = GPT(ModelConfig(**storage.read_meta(saved)["config"]["model"]), ours.vocab_size)
     storage.load(saved, state_dict.model_state(model))
@@ -234,7 +239,7 @@ def test_files_are_also_found_next_to_the_tokenizer(has_model, expected, tmp_pat
 
 def test_an_export_into_the_folder_of_the_model_is_an_error(tmp_path):
     folder = write_chat_folder(tmp_path / "hf")
-    with pytest.raises(ConfigError, match="hf/new/out is inside of .*hf, whose files are copied: choose another folder"):
+    with pytest.raises(ConfigError, match=r"hf/new/out is inside of .*hf, whose files are copied: choose another folder"):
         export.export(import_folder(folder, tmp_path / "run"), folder / "new" / "out", torch.bfloat16)
     assert not (folder / "new").exists()
 
@@ -245,7 +250,8 @@ def test_a_model_of_bytes_has_no_tokenizer_of_the_folder(tmp_path):
     (folder / "tokenizer.json").unlink()  # The run would otherwise be an error.
     export.export(saved, tmp_path / "out", torch.bfloat16)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "LICENSE" in names and not names & {"tokenizer.json", *export.TOKENIZER_FILES}
+    assert "LICENSE" in names
+    assert not names & {"tokenizer.json", *export.TOKENIZER_FILES}
     for name in ("config.json", "generation_config.json"):
         before, after = (json.loads((each / name).read_text()) for each in (folder, tmp_path / "out"))
         assert after == before | SPECIAL
@@ -253,7 +259,7 @@ def test_a_model_of_bytes_has_no_tokenizer_of_the_folder(tmp_path):
 
 def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
     saved = save_checkpoint(tmp_path / "checkpoints", tokenizer=7)
-    with pytest.raises(ConfigError, match="data.tokenizer=bytes, .*step_00000001 was trained with another tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes, .*step_00000001 was trained with another tokenizer"):
         export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
@@ -261,7 +267,7 @@ def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
 def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     saved = save_checkpoint(tmp_path / "checkpoints")
     monkeypatch.setattr(export, "_write_json", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(ConfigError, match="cannot write .*out: .*No space left on device; check the disk"):
+    with pytest.raises(ConfigError, match=r"cannot write .*out: .*No space left on device; check the disk"):
         export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
@@ -274,7 +280,8 @@ def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, monkeypatch,
     run_export(f"run={saved}", f"output={tmp_path}/a/b")
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "a" / "b").values()} == {torch.bfloat16}
     loaded, written = (text for text in caplog.messages if text.startswith(("loaded", "saved")))
-    assert loaded.startswith(f"loaded      {saved}: ") and written.startswith(f"saved       {tmp_path}/a/b: ")
+    assert loaded.startswith(f"loaded      {saved}: ")
+    assert written.startswith(f"saved       {tmp_path}/a/b: ")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file already exists and is not an empty folder"):
         run_export(f"run={saved}", f"output={tmp_path}/file")
@@ -345,5 +352,5 @@ def test_settings_can_be_written_and_read_again(settings, tmp_path):
 
 
 def test_an_architecture_that_transformers_does_not_have_is_an_error():
-    with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
+    with pytest.raises(ConfigError, match=r"no model with both model\.qkv_bias and model\.qk_norm"):
         export.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, SPECIAL, torch.bfloat16)

@@ -55,12 +55,14 @@ def test_setting_selects_the_passes_that_use_fp8(corpus):
         (never, never_eval), (inference, inference_eval), (always, always_eval) = (
             losses(corpus, use) for use in ("never", "inference", "always")
         )
-    assert inference == never and always[0] != never[0]
-    assert inference_eval != never_eval and always_eval not in (never_eval, inference_eval)
+    assert inference == never
+    assert always[0] != never[0]
+    assert inference_eval != never_eval
+    assert always_eval not in (never_eval, inference_eval)
     assert [*always, always_eval, inference_eval] == pytest.approx([*never, never_eval, never_eval], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("use", ("never", "inference"))
+@pytest.mark.parametrize("use", ["never", "inference"])
 def test_only_the_prompt_of_a_generation_uses_fp8(use, corpus, monkeypatch):
     """New tokens attend to the caches, which have the dtype of the model."""
     received, attend = [], generate.ring_attention
@@ -89,9 +91,11 @@ def check_ranks(corpus: str, directory: Path) -> None:
         never = evaluate.evaluate(run)["eval_loss"]
         config.trainer.fp8_attention = "always"
         always = evaluate.evaluate(run)["eval_loss"]
-        assert always != never and always == pytest.approx(never, abs=TOLERANCE)
+        assert always != never
+        assert always == pytest.approx(never, abs=TOLERANCE)
         (loss,) = train(run, 1)
-        assert loss == pytest.approx(never, abs=0.5) and evaluate.evaluate(run)["eval_loss"] < always
+        assert loss == pytest.approx(never, abs=0.5)
+        assert evaluate.evaluate(run)["eval_loss"] < always
 
 
 def test_description_names_the_use_of_fp8(corpus, caplog):

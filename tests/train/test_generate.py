@@ -102,13 +102,14 @@ def tokens_of_one_rank(expected: dict, early: tuple, directory: Path) -> list[in
 SLOW_RANKS = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)]
 
 
-@pytest.mark.parametrize("ranks", (3, *SLOW_RANKS), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [3, *SLOW_RANKS], ids=lambda n: f"P{n}")
 def test_caches_do_not_change_the_generated_tokens(
     ranks: int, expected: dict, early: tuple, directory: Path, tokens_of_one_rank: list[int]
 ) -> None:
     """Sampled tokens do not depend on the number of ranks either."""
     run_ranks(check_tokens, ranks, directory / f"ranks{ranks}", expected, early, directory)
-    assert len(set(tokens_of_one_rank)) > 5 and torch.load(directory / f"{ranks}.pt") == tokens_of_one_rank
+    assert len(set(tokens_of_one_rank)) > 5
+    assert torch.load(directory / f"{ranks}.pt") == tokens_of_one_rank
 
 
 @pytest.mark.slow
@@ -127,7 +128,8 @@ def check_eager() -> None:
     for block in model.blocks:
         block.before = torch.compile(block.before, backend=compiler)
     tokens = generate_on_ranks(model, PROMPTS[1], temperature=0.0)
-    assert tokens == generate_on_ranks(random_model(None), PROMPTS[1], temperature=0.0) and not compiled
+    assert tokens == generate_on_ranks(random_model(None), PROMPTS[1], temperature=0.0)
+    assert not compiled
     # Outside of `generate`, the model is compiled.
     model(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), plain_attention(Mask.causal()), lambda hidden, _: hidden)
     assert compiled

@@ -35,7 +35,8 @@ def show_help(run_command_line, capfd):
 
 def test_help_lists_every_group_with_its_files(show_help, tmp_path):
     output = show_help()
-    assert "model" in GROUPS and [f"{name}: {', '.join(files)}" for name, files in GROUPS.items()] == [
+    assert "model" in GROUPS
+    assert [f"{name}: {', '.join(files)}" for name, files in GROUPS.items()] == [
         text for name in GROUPS for text in output.splitlines() if text.startswith(f"{name}: ")
     ]
     assert not (tmp_path / "outputs").exists()
@@ -59,7 +60,8 @@ def test_help_explains_the_common_settings_in_one_line_each(show_help):
 
 def test_help_fits_on_two_screens_and_names_the_other_commands(show_help):
     output = show_help()
-    assert len(output.splitlines()) <= 50 and max(map(len, output.splitlines())) <= 128
+    assert len(output.splitlines()) <= 50
+    assert max(map(len, output.splitlines())) <= 128
     for path in re.findall(r"(?:train|docs)/\w+\.\w+", output):
         assert (CONFIGS.parent / path).exists(), path
     assert {"train/run.py", "train/generate.py", "train/evaluate.py", "train/export.py", "docs/settings.md"} <= set(
@@ -74,7 +76,8 @@ def test_reader_of_the_help_may_exit(run_command_line, capfd, monkeypatch):
     monkeypatch.setattr(logging, "shutdown", Mock())  # It would close the log of pytest.
     monkeypatch.setattr(os, "_exit", exit_process := Mock())
     errors.exit_process(run_command_line("--help"))
-    assert exit_process.call_args.args == (1,) and capfd.readouterr().err == ""
+    assert exit_process.call_args.args == (1,)
+    assert capfd.readouterr().err == ""
 
 
 def test_every_setting_has_an_explanation():

@@ -29,8 +29,10 @@ def test_two_ranks_train_on_a_subset_and_a_split(hub, tmp_path):
     """The training text is half of 40 documents, and the held-out text consists of 7 documents. All of them have 64 tokens."""
     succeeded, stdout, stderr = train(tmp_path, "data.subset=large", "data.split='train[:50%]'", "data.eval_split=test")
     assert succeeded, stderr
-    assert "owner/corpus" in stdout and "19 sequences of 64 tokens per epoch, 6 held-out sequences" in stdout
-    assert "step 2/2" in stdout and "eval loss" in stdout
+    assert "owner/corpus" in stdout
+    assert "19 sequences of 64 tokens per epoch, 6 held-out sequences" in stdout
+    assert "step 2/2" in stdout
+    assert "eval loss" in stdout
     assert {name for name in hub.read if name != "README.md"} == {"large/train.parquet", "large/test.parquet"}
 
 
@@ -49,5 +51,7 @@ def test_two_ranks_train_on_a_subset_and_a_split(hub, tmp_path):
 def test_mistakes_are_reported_in_one_line(arguments, named, hub, tmp_path):
     succeeded, _, stderr = train(tmp_path, *arguments)
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert not succeeded and len(errors) == 1 and "Traceback" not in stderr, stderr
+    assert not succeeded, stderr
+    assert len(errors) == 1, stderr
+    assert "Traceback" not in stderr, stderr
     assert [part for part in named if part not in errors[0]] == []

@@ -62,7 +62,8 @@ def test_finished_run_is_inspected_without_a_change(finished, run_script, capfd)
     assert len(before) > 5
     assert run_script(generate, "run=done", "prompt=def f(", "tokens=20", DEVICE) == 0
     text = capfd.readouterr().out
-    assert text.startswith("def f(") and len(text) > len("def f(") + 2
+    assert text.startswith("def f(")
+    assert len(text) > len("def f(") + 2
     assert run_script(evaluate, "run=done", "data.seq_len=32,64,300", DEVICE) == 0
     table = capfd.readouterr().out
     assert contents(finished) == before
@@ -90,7 +91,9 @@ def test_recall_of_a_finished_run_is_evaluated_without_a_change(finished, run_sc
     assert sorted(path.name for path in Path("recall").iterdir()) == ["recall.md", "recall.png"]
     text = Path("recall/recall.md").read_text()
     output = capfd.readouterr()
-    assert output.out == text and "| 64 tokens | 150 tokens |" in text and "evaluate: 100%" in output.err
+    assert output.out == text
+    assert "| 64 tokens | 150 tokens |" in text
+    assert "evaluate: 100%" in output.err
     rows = [row.strip("|").split("|") for row in text.splitlines() if "% |" in row]
     assert [row[0].strip() for row in rows] == [f"{position}%" for position in range(0, 101, 10)]
     # After two steps of training on text, the model cannot recall anything.
@@ -117,9 +120,11 @@ def test_finished_run_is_inspected_with_fp8_attention(finished, run_script, capf
         return lines[0], [float(line.split("|")[3].split("±")[0]) for line in lines if line.startswith("| 64 |")]
 
     (_, exact), (title, fp8) = losses(), losses("trainer.fp8_attention=inference")
-    assert "with FP8 attention" in title and fp8 == pytest.approx(exact, abs=0.002)
+    assert "with FP8 attention" in title
+    assert fp8 == pytest.approx(exact, abs=0.002)
     text = "run=done", "prompt=def f(", "tokens=20", DEVICE, "trainer.fp8_attention=inference"
-    assert run_script(generate, *text) == 0 and capfd.readouterr().out.startswith("def f(")
+    assert run_script(generate, *text) == 0
+    assert capfd.readouterr().out.startswith("def f(")
 
 
 def test_other_text_is_evaluated(finished, run_script, capfd):
@@ -127,7 +132,9 @@ def test_other_text_is_evaluated(finished, run_script, capfd):
     Path("other.txt").write_text("abc" * 100)
     assert run_script(evaluate, "run=done", "data.path=other.txt", "data=text", "trainer.eval_tokens=9999", DEVICE) == 0
     output = capfd.readouterr().out
-    assert "other.txt data.split=train," in output and "| 64 | 300 |" in output and "one document" in output
+    assert "other.txt data.split=train," in output
+    assert "| 64 | 300 |" in output
+    assert "one document" in output
 
 
 @pytest.mark.slow
@@ -161,7 +168,8 @@ def test_hugging_face_folder_is_inspected(corpus, run_script, capfd, tmp_path):
     assert capfd.readouterr().out.startswith("ä b")
     text = "data=text", f"data.path={corpus}", "data.seq_len=64", "trainer.eval_tokens=128"
     assert run_script(evaluate, f"run={folder}", *text, DEVICE) == 0
-    assert Path("outputs/model-evaluation/evaluation.png").exists() and contents(folder) == before
+    assert Path("outputs/model-evaluation/evaluation.png").exists()
+    assert contents(folder) == before
 
 
 MISTAKES = {
@@ -243,7 +251,8 @@ def test_script_explains_every_option(name, tmp_path):
         command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
     )
     module = {"generate": generate, "evaluate": evaluate}[name]
-    assert result.returncode == 0 and result.stdout.strip() == help_text(module.Options, module.__doc__).strip()
+    assert result.returncode == 0
+    assert result.stdout.strip() == help_text(module.Options, module.__doc__).strip()
     assert "run=...  (required)" in result.stdout
 
 

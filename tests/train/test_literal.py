@@ -45,7 +45,7 @@ def test_every_string_of_a_checkpoint_is_kept_or_rejected(group):
             assert SECRET in str(error)
         else:
             value = getattr(getattr(config, group), name)
-            assert value == SECRET or group == "model" and name == "rope_scaling"
+            assert value == SECRET or (group == "model" and name == "rope_scaling")
 
 
 def test_element_of_a_list_is_rejected():

@@ -24,7 +24,8 @@ def test_errors_are_those_of_means_over_documents():
     for sums, error in ((result.sums[1], own[1]), (result.sums[1] - result.sums[0], differences[1])):
         residuals = sums - sums.sum() / result.tokens.sum() * result.tokens
         assert error == pytest.approx(1.96 * np.sqrt((residuals**2).sum()) / result.tokens.sum(), rel=0.1)
-    assert differences[0] == 0 and differences[1] < 0.05 * own[1]
+    assert differences[0] == 0
+    assert differences[1] < 0.05 * own[1]
 
 
 def test_losses_are_means_over_tokens():
@@ -36,7 +37,8 @@ def test_metrics():
     metrics = to_metrics(losses())
     assert from_metrics(metrics) == {64: metrics["eval_loss_at/64"], 256: metrics["eval_loss"]}
     assert list(from_metrics(metrics, "eval_difference_error")) == [256]
-    assert metrics["eval_target_tokens"] == losses().tokens.sum() and metrics["eval_targets"] == 7
+    assert metrics["eval_target_tokens"] == losses().tokens.sum()
+    assert metrics["eval_targets"] == 7
     assert metrics == to_metrics(losses()), "the draws are always the same"
     assert from_metrics({"eval_loss": 1.0, "eval_loss/128": 2.0}) == {}, "a record of an earlier version"
 
@@ -54,12 +56,15 @@ def test_table_and_plot(tmp_path, monkeypatch):
     assert lines[3] == f"| 1,024 | 4,000 | 1.7500 ± {own[1]:.4f} | -0.7500 ± {differences[1]:.4f} |"
     assert "bootstrap over the 2 documents" in lines[-1]
     plot_losses(result, tmp_path / "evaluation.png", "a title")
-    assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG") and titles == ["a title"]
+    assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert titles == ["a title"]
     assert [[list(each) for each in args[1:]] for args in bars] == [[[2.5, 1.75], list(own)], [[0, -0.75], list(differences)]]
 
 
 def test_one_document_has_no_errors(tmp_path):
     result = losses(documents=1)
-    assert result.errors() is None and not [name for name in to_metrics(result) if "error" in name]
-    assert "±" not in loss_table(result) and "one document" in loss_table(result)
+    assert result.errors() is None
+    assert not [name for name in to_metrics(result) if "error" in name]
+    assert "±" not in loss_table(result)
+    assert "one document" in loss_table(result)
     plot_losses(result, tmp_path / "evaluation.png")

@@ -12,7 +12,8 @@ LINES = Path(__file__).with_name("malformed_settings.txt").read_text().splitline
 
 
 def test_the_list_is_up_to_date():
-    assert list(malformed_settings.generate()) == LINES and len(set(LINES)) == len(LINES) >= 250
+    assert list(malformed_settings.generate()) == LINES
+    assert len(set(LINES)) == len(LINES) >= 250
 
 
 # The complete list is divided into parts, so that several processes of pytest-xdist can share the work.

@@ -106,12 +106,14 @@ def test_metrics_are_added_to_the_record_of_an_earlier_step(tmp_path, caplog):
     resumed = Recorder(config(log_every=9), tmp_path, done=2)
     caplog.set_level(logging.INFO)
     resumed._wandb = Mock()
-    assert resumed.lacks_evaluation(2) and not resumed.lacks_evaluation(3)
+    assert resumed.lacks_evaluation(2)
+    assert not resumed.lacks_evaluation(3)
     resumed.amend(2, eval_loss=7.0)
     assert not resumed.lacks_evaluation(2)
     record(resumed, 3)
     first, second, third = read(tmp_path / "metrics.jsonl")
-    assert second == {**second, "step": 2, "loss": 2.5, "eval_loss": 7.0} and "eval_loss" not in first | third
+    assert second == {**second, "step": 2, "loss": 2.5, "eval_loss": 7.0}
+    assert "eval_loss" not in first | third
     assert resumed._wandb.log.call_args_list[0] == ((2, {"eval_loss": 7.0}),)
     assert caplog.messages == ["step   2/100  loss 2.5000  eval loss 7.0000  2,000 tokens/s per rank"]
 
@@ -123,7 +125,9 @@ def test_latest_record_is_extended(tmp_path):
     recorder.extend(1, checkpoint_s=2.5)
     record(recorder, 2)
     first, second = read(tmp_path / "metrics.jsonl")
-    assert first["checkpoint_s"] == 2.5 and first["loss"] == 5.0 and "checkpoint_s" not in second
+    assert first["checkpoint_s"] == 2.5
+    assert first["loss"] == 5.0
+    assert "checkpoint_s" not in second
     assert recorder._wandb.log.call_args_list[1] == ((1, {"checkpoint_s": 2.5}),)
     resumed = Recorder(config(), tmp_path, done=1)
     resumed.extend(1, checkpoint_s=3.5)
@@ -222,8 +226,10 @@ def test_plot_has_a_title_and_separators_in_large_numbers(tmp_path, monkeypatch)
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "a: 2 ranks")
     axes = figures[0].axes[0].xaxis
     labels = [label.get_text() for label in axes.get_ticklabels()]
-    assert figures[0].get_suptitle() == "a: 2 ranks" and axes.get_offset_text().get_text() == ""
-    assert {"20,000,000", "40,000,000"} <= set(labels) and len(labels) <= 8
+    assert figures[0].get_suptitle() == "a: 2 ranks"
+    assert axes.get_offset_text().get_text() == ""
+    assert {"20,000,000", "40,000,000"} <= set(labels)
+    assert len(labels) <= 8
 
 
 def test_smoothed_loss_is_the_mean_over_a_fiftieth_of_the_steps():
@@ -237,4 +243,5 @@ def test_file_is_complete_on_the_disk_before_it_replaces_another(tmp_path, monke
     monkeypatch.setattr(os, "fsync", lambda file: events.append("sync") or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *names: events.append("rename") or replace(*names))
     metrics.write_atomically(tmp_path / "a", "text")
-    assert events == ["sync", "rename"] and (tmp_path / "a").read_text() == "text"
+    assert events == ["sync", "rename"]
+    assert (tmp_path / "a").read_text() == "text"

@@ -155,4 +155,5 @@ def test_transformers_reads_the_chat_files_of_an_export(tmp_path):
     assert (generation.eos_token_id, generation.pad_token_id, generation.temperature) == ([1, 0, 7], 2, 0.6)
     for each in (folder, out):
         tokenizer = transformers.AutoTokenizer.from_pretrained(each)
-        assert tokenizer.apply_chat_template(messages, tokenize=False) == "éaéb" and tokenizer.pad_token == "!"
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == "éaéb"
+        assert tokenizer.pad_token == "!"

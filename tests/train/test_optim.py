@@ -49,8 +49,10 @@ def test_only_matrices_decay():
     with torch.device("meta"):
         model = GPT(ModelConfig(), vocab_size=10)
     decaying, constant = optim.build(model, OptimConfig(weight_decay=0.1)).param_groups
-    assert decaying["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decaying["params"])
-    assert constant["weight_decay"] == 0.0 and all(p.ndim == 1 for p in constant["params"])
+    assert decaying["weight_decay"] == 0.1
+    assert all(p.ndim == 2 for p in decaying["params"])
+    assert constant["weight_decay"] == 0.0
+    assert all(p.ndim == 1 for p in constant["params"])
     assert len(decaying["params"]) + len(constant["params"]) == len(list(model.parameters()))
 
 
@@ -62,7 +64,8 @@ def test_default_learning_rate_falls_with_the_size_of_the_model():
     published = {125e6: 6e-4, 350e6: 3e-4, 1.3e9: 2e-4, 6.7e9: 1.2e-4}
     for size, lr in published.items():
         assert optim.default_lr(size, False, continued=False) == pytest.approx(lr, rel=0.35)
-    assert optim.default_lr(1e5, False, continued=False) == 2e-3 and optim.default_lr(1e5, False, continued=True) == 2e-4
+    assert optim.default_lr(1e5, False, continued=False) == 2e-3
+    assert optim.default_lr(1e5, False, continued=True) == 2e-4
     assert optim.default_lr(1e5, True, continued=False) == 3e-3
     assert optim.default_lr(1e9, True, continued=True) == pytest.approx(1.75 * optim.default_lr(1e9, False, continued=True))
 
@@ -87,7 +90,8 @@ def test_shards_are_updated_as_by_pytorch():
                     parameter.grad = gradient.clone()
             norm = torch.linalg.vector_norm(optim.squared_norms(ours).sqrt())
             optim.clip_gradients(ours, norm, 0.5)
-            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).full_tensor()) and norm > 0.5
+            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).full_tensor())
+            assert norm > 0.5
             for optimizer in optimizers:
                 optimizer.step()
         for x, y in zip(ours, theirs, strict=True):

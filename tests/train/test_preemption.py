@@ -53,7 +53,9 @@ def test_repeated_sigterm_is_one_request(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         assert capfd.readouterr().err == "SIGTERM: the run ends after this step or micro-step, and saves a checkpoint\n"
         os.kill(os.getpid(), signal.SIGTERM)
-    assert capfd.readouterr().err == "" and stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
+    assert capfd.readouterr().err == ""
+    assert stop_requested(None)
+    assert signal.getsignal(signal.SIGTERM) is previous
 
 
 def ignore(number: int, frame: object) -> None:
@@ -66,7 +68,8 @@ def test_sighup_is_a_request_unless_it_was_ignored(handler, stops):
     try:
         with one_rank(), handle_stop_signals():
             os.kill(os.getpid(), signal.SIGHUP)
-        assert stop_requested(None) == stops and signal.getsignal(signal.SIGHUP) is handler
+        assert stop_requested(None) == stops
+        assert signal.getsignal(signal.SIGHUP) is handler
     finally:
         signal.signal(signal.SIGHUP, previous)
 
@@ -88,7 +91,8 @@ def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
         hashlib.pbkdf2_hmac("sha256", b"a", b"b", 4_000_000)  # This call does not return to Python for about a second.
         in_call.clear()
         sender.join()
-    assert noticed == [(True, True)] and preemption._signal_pipe is None
+    assert noticed == [(True, True)]
+    assert preemption._signal_pipe is None
 
 
 def test_time_limit_counts_from_the_launch(monkeypatch):
@@ -133,9 +137,11 @@ def stop_and_resume(corpus: str, directory: Path) -> None:
 def test_sigterm_to_one_rank_stops_all_and_resuming_is_exact(tmp_path):
     run_ranks(stop_and_resume, 2, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path)
     stopped, whole = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("stopped", "whole"))
-    assert [record["loss"] for record in stopped] == [record["loss"] for record in whole] and len(whole) == 4
+    assert [record["loss"] for record in stopped] == [record["loss"] for record in whole]
+    assert len(whole) == 4
     losses = [{name: loss for name, loss in records[1].items() if "loss" in name} for records in (stopped, whole)]
-    assert losses[0] == losses[1] and "eval_loss" in losses[0], "the next launch makes up for the evaluation"
+    assert losses[0] == losses[1], "the next launch makes up for the evaluation"
+    assert "eval_loss" in losses[0], "the next launch makes up for the evaluation"
 
 
 @pytest.mark.slow
@@ -149,7 +155,8 @@ def test_sigterm_in_the_last_step_only_stops_the_evaluation(corpus, tmp_path, mo
         monkeypatch.setattr(trainer, "is_evaluated", lambda run, step: False)
         summary = trainer.train(config, tmp_path / "without evaluation")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
-    assert summary["steps"] == 4 and (tmp_path / "without evaluation" / "summary.json").exists()
+    assert summary["steps"] == 4
+    assert (tmp_path / "without evaluation" / "summary.json").exists()
 
 
 def job_of_micro_steps(corpus: str, steps: int = 4, **parallel: object) -> Config:
@@ -201,17 +208,21 @@ def test_request_stops_between_micro_steps_without_a_trace(micro_step, every, sa
         micro_steps = receive_sigterm_in_micro_step(micro_step)
         with pytest.raises(TrainingStopped):
             trainer.train(config, tmp_path / "run")
-        assert len(micro_steps) == begun and (saves or [None])[-1] == saved and len(saves) == len(set(saves))
+        assert len(micro_steps) == begun
+        assert (saves or [None])[-1] == saved
+        assert len(saves) == len(set(saves))
         assert [each["step"] for each in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, (saved or 0) + 1))
         preemption._received_signals.clear()
         for name in ("run", "whole"):
             trainer.train(config, tmp_path / name)
     runs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")]
     losses = [[(each["step"], each["loss"], each["grad_norm"], each["total_tokens"]) for each in records] for records in runs]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
     states = [tmp_path / name / "checkpoints" / "step_00000004" for name in ("run", "whole")]
     shards = [sorted(path.glob("*.distcp")) for path in states]
-    assert shards[0] and [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+    assert shards[0]
+    assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
 
 
 def stop_between_micro_steps(corpus: str, directory: Path, parallel: dict[str, int]) -> None:
@@ -236,7 +247,8 @@ def stop_between_micro_steps(corpus: str, directory: Path, parallel: dict[str, i
 def test_all_ranks_stop_before_the_same_micro_step(parallel, tmp_path):
     run_ranks(stop_between_micro_steps, 2, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path, parallel)
     stopped, whole = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
-    assert [each["loss"] for each in stopped] == [each["loss"] for each in whole] and len(whole) == 4
+    assert [each["loss"] for each in stopped] == [each["loss"] for each in whole]
+    assert len(whole) == 4
 
 
 def leave_evaluation() -> None:
@@ -312,7 +324,8 @@ def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
             time.sleep(0.05)
     steps = len(metrics.read(directory / "metrics.jsonl"))
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
-    assert f"step {steps} is saved" in log.read_text() and (directory / "loss.png").exists()
+    assert f"step {steps} is saved" in log.read_text()
+    assert (directory / "loss.png").exists()
     name = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}.get(number, "SIGTERM")
     assert log.read_text().count(f"{name}: the run ends") == 1
 
@@ -420,7 +433,8 @@ def test_training_does_not_require_a_file_system_with_locks(number, tmp_path, mo
     launches = []
     with one_rank(), acquire_run_directory(tmp_path), acquire_run_directory(tmp_path):
         launches.append("second")
-    assert launches == ["second"] and "do not launch this run twice" in caplog.text
+    assert launches == ["second"]
+    assert "do not launch this run twice" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -439,7 +453,7 @@ def test_lock_that_is_a_link_is_replaced(tmp_path):
     """The lock on the target of the link would not be the lock of this directory."""
     (tmp_path / "target").write_text("own")
     (tmp_path / ".lock").symlink_to(tmp_path / "target")
-    with one_rank(), acquire_run_directory(tmp_path):
-        with pytest.raises(ConfigError, match="another process"), acquire_run_directory(tmp_path):
-            pass
+    another = pytest.raises(ConfigError, match="another process")
+    with one_rank(), acquire_run_directory(tmp_path), another, acquire_run_directory(tmp_path):
+        pass
     assert (tmp_path / "target").read_text() == "own"

@@ -57,7 +57,8 @@ def test_profile_of_a_run(run_command_line, corpus, tmp_path, capfd):
     assert run_command_line(*settings, "trainer.steps=3", "trainer.profile=2-3") == 0
     trace = tmp_path / "outputs" / "a" / "profile" / "trace-steps-2-3-rank0.json.gz"
     output = capfd.readouterr().out
-    assert str(trace.relative_to(tmp_path)) in output and "ui.perfetto.dev" in output
+    assert str(trace.relative_to(tmp_path)) in output
+    assert "ui.perfetto.dev" in output
     assert profiled(trace) == ["step 2", "step 3"]
     assert run_command_line(*settings, "trainer.steps=4", "trainer.profile=true") == 0
     assert "profile=" not in capfd.readouterr().out

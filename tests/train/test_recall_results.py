@@ -33,8 +33,10 @@ def test_heat_map_shows_the_accuracies(tmp_path: Path, monkeypatch: pytest.Monke
     ((figure, path),) = figures
     axes = figure.axes[0]
     (colours,) = axes.images
-    assert path == tmp_path / "recall.png" and colours.get_array().tolist() == [[0.75, 0.02], [1.0, 0.5]]
+    assert path == tmp_path / "recall.png"
+    assert colours.get_array().tolist() == [[0.75, 0.02], [1.0, 0.5]]
     assert [text.get_text() for text in axes.texts] == ["75", "2", "100", "50"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1,024"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0%", "100%"]
-    assert "1.6" in axes.get_title() and figure.get_suptitle() == "a:\n2 ranks"
+    assert "1.6" in axes.get_title()
+    assert figure.get_suptitle() == "a:\n2 ranks"

@@ -84,13 +84,15 @@ def test_no_directory_is_created_for_an_invalid_name(mode, run_command_line, onl
     before = set(tmp_path.parent.iterdir())
     assert run_command_line(*mode, "name=../../escaped") == 1
     assert "hydra.run.dir" in only_error()
-    assert set(tmp_path.parent.iterdir()) == before and not (tmp_path / "outputs").exists()
+    assert set(tmp_path.parent.iterdir()) == before
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_hydra_selects_another_location(corpus, run_command_line, tmp_path):
     arguments = [*SMALL, f"data.path={corpus}", "trainer.steps=1"]
     assert run_command_line(*arguments, "hydra.run.dir=other/place") == 0
-    assert (tmp_path / "other" / "place" / "summary.json").exists() and not (tmp_path / "outputs").exists()
+    assert (tmp_path / "other" / "place" / "summary.json").exists()
+    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.slow
@@ -106,9 +108,11 @@ def test_sweep_continues_after_an_invalid_job(tmp_path):
     """The jobs of a sweep run on two ranks, one after another, each in its own directory. A table compares them at the end."""
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3"]
     succeeded, stdout, stderr = launch_ranks(2, tmp_path, "-m", *settings, "data.seq_len=64,1,128")
-    assert not succeeded and "Traceback" not in stderr
+    assert not succeeded
+    assert "Traceback" not in stderr
     errors = [text for text in stderr.splitlines() if text.startswith("error:")]
-    assert len(errors) == 1 and "data.seq_len=1" in errors[0], "only rank 0 reports an error"
+    assert len(errors) == 1, "only rank 0 reports an error"
+    assert "data.seq_len=1" in errors[0], "only rank 0 reports an error"
 
     (sweep,) = (tmp_path / "outputs").iterdir()
     directories = [f"seq_len={seq_len}" for seq_len in (1, 128, 64)]
@@ -146,9 +150,12 @@ def test_sweep_resumes_its_jobs_only_with_their_settings(corpus, tmp_path, run_c
     others = ["optim.lr=0.5", "parallel.layout=striped", "data.seed=1,3", "trainer.steps=3"]
     assert run_command_line("-m", *settings, *others) == 1
     error = only_error()
-    assert "seed=1/checkpoints" in error and "optim.lr=0.01 (now 0.5)" in error
-    assert "parallel.layout=zigzag (now striped)" in error and "trainer.steps" not in error
-    assert all(path.read_bytes() == content for path, content in saved.items()) and (sweep / "seed=3" / "summary.json").exists()
+    assert "seed=1/checkpoints" in error
+    assert "optim.lr=0.01 (now 0.5)" in error
+    assert "parallel.layout=zigzag (now striped)" in error
+    assert "trainer.steps" not in error
+    assert all(path.read_bytes() == content for path, content in saved.items())
+    assert (sweep / "seed=3" / "summary.json").exists()
 
 
 def record_messages(rank: int) -> None:
@@ -263,7 +270,8 @@ def test_sweep_continues_after_a_job_that_runs_out_of_memory(corpus, run_command
     monkeypatch.setattr(trainer, "take_step", take_step_of_short_sequences)
     arguments = [*SMALL, f"data.path={corpus}", "trainer.steps=1", "name=a", "model.layers=1"]
     assert run_command_line("-m", *arguments, "data.seq_len=32,64,128") == 1
-    assert "seq_len=64" in (error := only_error()) and "9.00 GiB" in error
+    assert "seq_len=64" in (error := only_error())
+    assert "9.00 GiB" in error
     rows = [row.split(" | ") for row in (tmp_path / "outputs" / "a" / "sweep.md").read_text().splitlines()[4:]]
     assert [row[1] == "out of memory" for row in rows] == [False, True, False]
 
@@ -288,9 +296,11 @@ def test_one_of_several_ranks_runs_out_of_memory(tmp_path):
     """The launch ends, because rank 0 waits for rank 1. The table contains the job that ran out of memory."""
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3", "name=a", "data.seq_len=64,128"]
     succeeded, _, stderr = launch_ranks(2, tmp_path, "-m", *arguments, prepare=exhaust_memory_on_rank_1)
-    assert not succeeded and "rank 1 failed:" in stderr
+    assert not succeeded
+    assert "rank 1 failed:" in stderr
     (row,) = (tmp_path / "outputs" / "a" / "sweep.md").read_text().splitlines()[4:]
-    assert "out of memory" in row and (tmp_path / "outputs" / "a" / "seq_len=64" / run.MEMORY_MARKER).exists()
+    assert "out of memory" in row
+    assert (tmp_path / "outputs" / "a" / "seq_len=64" / run.MEMORY_MARKER).exists()
 
 
 def test_restarted_ranks_do_not_repeat_a_job_that_ran_out_of_memory(tmp_path):
@@ -314,8 +324,10 @@ def test_only_the_first_failure_is_reported(tmp_path):
     """Rank 1 fails in its first step. Rank 0 then waits for it in vain and fails as well, without a message."""
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3"]
     succeeded, _, stderr = launch_ranks(2, tmp_path, *arguments, prepare=fail_on_rank_1)
-    assert not succeeded and stderr.count("Traceback (most recent call last)") == 1
-    assert "rank 1 failed:" in stderr and "RuntimeError: an unexpected error" in stderr
+    assert not succeeded
+    assert stderr.count("Traceback (most recent call last)") == 1
+    assert "rank 1 failed:" in stderr
+    assert "RuntimeError: an unexpected error" in stderr
 
 
 def kill_rank_1(rank: int) -> None:
@@ -334,7 +346,8 @@ def kill_rank_1(rank: int) -> None:
 def test_other_ranks_report_a_killed_rank(tmp_path):
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=100000", "trainer.checkpoint_every=0"]
     succeeded, _, stderr = launch_ranks(2, tmp_path, *arguments, prepare=kill_rank_1)
-    assert not succeeded and "Traceback" not in stderr
+    assert not succeeded
+    assert "Traceback" not in stderr
     assert re.search(r"^rank 0 failed: .*rank", stderr, re.MULTILINE)
 
 
@@ -369,7 +382,8 @@ def compose_on_gpus(monkeypatch, tmp_path) -> Callable[..., tuple[DictConfig, st
 def test_device_selects_the_recipe(gpus, arguments, recipe, compose_on_gpus):
     """The command line overrides every setting of a recipe."""
     settings, chosen = compose_on_gpus(gpus, *arguments)
-    assert chosen == recipe and settings.trainer.steps == 7
+    assert chosen == recipe
+    assert settings.trainer.steps == 7
     assert settings.data.seq_len == (65536 if "experiment=124m-64k" in arguments else {"cpu": 512, "gpu": 32768}[recipe])
 
 
@@ -407,7 +421,8 @@ def test_torchrun_runs_the_script(tmp_path):
     """The command of the README, on two ranks. test_preemption.py has a quick test with torchrun."""
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=2"]
     result = launch(2, tmp_path, *settings)
-    assert result.returncode == 0 and own_errors(result.stderr).count("error") == 0, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert own_errors(result.stderr).count("error") == 0, result.stderr
     assert result.stdout.count("step 2/2") == 1, "only rank 0 writes to the console"
 
 
@@ -426,9 +441,11 @@ def test_script_finds_this_package_before_others_of_the_same_name(tmp_path):
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert "steps: 7" in result.stdout and not (tmp_path / "outputs").exists()
+    assert "steps: 7" in result.stdout
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_configs_are_found_from_any_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert Path(run.CONFIGS).is_absolute() and (run.CONFIGS / "train.yaml").exists()
+    assert Path(run.CONFIGS).is_absolute()
+    assert (run.CONFIGS / "train.yaml").exists()

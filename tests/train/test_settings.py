@@ -181,7 +181,8 @@ def write_model(folder: Path, **changes: object) -> Path:
 def test_a_folder_defines_the_model_and_the_tokenizer(tmp_path):
     folder = write_model(tmp_path / "hf", rope_parameters=LLAMA3)
     config = resolve_settings(config_with(trainer__init_from=str(folder)), [f"trainer.init_from={folder}"], tmp_path / "run")
-    assert config.model == settings_of(folder) and config.model.rope_factor == 4.0
+    assert config.model == settings_of(folder)
+    assert config.model.rope_factor == 4.0
     assert config.data.tokenizer == str(folder / "tokenizer.json")
 
 
@@ -219,7 +220,7 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
     folder = write_model(tmp_path / "hf")
     (folder / "tokenizer.json").unlink()
     composed = config_with(trainer__init_from=str(folder))
-    with pytest.raises(ConfigError, match="hf has no tokenizer.json: .* data.tokenizer=bytes"):
+    with pytest.raises(ConfigError, match=r"hf has no tokenizer\.json: .* data\.tokenizer=bytes"):
         resolve_settings(composed, [], tmp_path / "run")
     assert resolve_settings(composed, ["data.tokenizer=bytes"], tmp_path / "run").data.tokenizer == "bytes"
 
@@ -261,7 +262,7 @@ def test_a_ring_replaces_the_fastest_mesh_of_the_checkpoint(tmp_path):
 
 
 def test_an_experiment_and_the_command_line_must_not_set_the_same_length_twice(tmp_path):
-    with pytest.raises(ConfigError, match="trainer.steps=9 .*trainer.total_tokens=70"):
+    with pytest.raises(ConfigError, match=r"trainer\.steps=9 .*trainer\.total_tokens=70"):
         resolve_settings(config_with(trainer__steps=9, trainer__total_tokens=70), ["trainer.steps=9"], tmp_path)
 
 

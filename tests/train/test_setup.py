@@ -36,7 +36,7 @@ def check_text_of_ranks(directory: Path) -> None:
     for i in range(20):
         (corpus / f"{i}.txt").write_text(f"{dist.get_rank()}" * 400)
     with pytest.raises(
-        ConfigError, match="the text of .* differs between the ranks: rank 1 has another one; copy the same files"
+        ConfigError, match=r"the text of .* differs between the ranks: rank 1 has another one; copy the same files"
     ):
         run_setup.find_resources(job(str(corpus), 1, ring=2))
     run_setup.find_resources(job(str(corpus / ".." / "host 0"), 1, ring=2))
@@ -63,7 +63,7 @@ def test_all_ranks_use_the_fastest_mesh_of_rank_0(tmp_path):
 
 def test_evaluation_does_not_choose_a_mesh():
     config = Config(parallel=ParallelConfig(mesh="fastest"))
-    with pytest.raises(ConfigError, match="parallel.mesh=fastest .*parallel.ring"):
+    with pytest.raises(ConfigError, match=r"parallel\.mesh=fastest .*parallel\.ring"):
         run_setup.choose_mesh(config, torch.device("cpu"), bf16=False)
 
 
@@ -90,7 +90,7 @@ def test_error_of_kernels_names_the_setting(monkeypatch):
     """The Hopper kernels support neither fp32 nor other devices than Hopper GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = Config(trainer=TrainerConfig(precision="fp32"), parallel=ParallelConfig(kernel="hopper"))
-    with pytest.raises(ConfigError, match="parallel.kernel=hopper: .*float32"):
+    with pytest.raises(ConfigError, match=r"parallel\.kernel=hopper: .*float32"):
         run_setup.choose_backend(config, torch.device("cuda", 7), bf16=False)
 
 
@@ -148,5 +148,5 @@ def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
 def test_error_names_the_vocabulary_of_the_tokenizer(corpus):
     config = job(corpus, 1)
     config.model.vocab_size = 100
-    with one_rank(), pytest.raises(ConfigError, match="model.vocab_size=100 .*257"):
+    with one_rank(), pytest.raises(ConfigError, match=r"model\.vocab_size=100 .*257"):
         run_setup.build(config)

@@ -33,4 +33,5 @@ def test_later_jobs_of_a_sweep_begin_by_themselves(clock):
     startup.begin_job()
     clock["now"] = 501.0
     startup.end_part("first step")
-    assert startup.seconds() == {"first step": 1.0} and startup.describe() == "1.0 s: first step 1.0"
+    assert startup.seconds() == {"first step": 1.0}
+    assert startup.describe() == "1.0 s: first step 1.0"

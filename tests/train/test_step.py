@@ -91,7 +91,8 @@ def test_training_with_a_process_has_the_same_losses(corpus: str, monkeypatch: p
             run = run_setup.build(config)
             losses.append([step.take_step(run, number, 4 * (number - 1))[0]["loss"] for number in range(1, 7)])
             run.loader.close()
-    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 6
 
 
 @pytest.mark.slow
@@ -109,7 +110,8 @@ def check_stop_request(corpus: str, cache: Path) -> None:
     assert not stop
     preemption.stop_requested = lambda time_limit_s: dist.get_rank() == 1
     second, stop = step.take_step(run, 2, 4)
-    assert stop and second["loss"] < first["loss"]
+    assert stop
+    assert second["loss"] < first["loss"]
 
 
 def test_divergence_is_an_error_that_names_the_step(corpus):

@@ -41,19 +41,23 @@ def test_settings_of_a_configuration_file_may_vary(name_of):
 def test_name_is_a_valid_path_component_for_every_value(name_of):
     values = ["a/b", "a_b", "../x", "'a b'", "[0.9,0.95]", "é"]
     names = [name_of("data.path=1,2", f"data.path={value}".replace(" ", "")) for value in values]
-    assert names[1] == "path=a_b" and names[0].startswith("path=a_b-") and len(set(names)) == len(values)
+    assert names[1] == "path=a_b"
+    assert names[0].startswith("path=a_b-")
+    assert len(set(names)) == len(values)
     assert all("/" not in name and name.isascii() for name in names)
 
 
 def test_long_name_is_cut_and_remains_distinct(name_of):
     names = {name_of("data.path=1,2", f"data.path={'x' * 300}{i}") for i in range(3)}
-    assert len(names) == 3 and all(len(name) <= sweep.MAX_LENGTH + 9 for name in names)
+    assert len(names) == 3
+    assert all(len(name) <= sweep.MAX_LENGTH + 9 for name in names)
 
 
 def test_directory_of_a_job_is_below_the_file_of_the_sweep(tmp_path):
     assert not is_job_of_sweep(tmp_path / "0")
     (tmp_path / "multirun.yaml").touch()
-    assert is_job_of_sweep(tmp_path / "lr=0.1") and not is_job_of_sweep(tmp_path)
+    assert is_job_of_sweep(tmp_path / "lr=0.1")
+    assert not is_job_of_sweep(tmp_path)
 
 
 def test_varied_settings_have_short_names(monkeypatch):

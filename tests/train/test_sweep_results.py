@@ -57,14 +57,16 @@ def test_table_has_the_losses_by_length():
     names, *rows = table_rows(jobs_of_lengths(short=SHORT, long=LONG, failed="out of memory"))
     assert names[-3:] == ["eval loss at 64 tokens", "eval loss at 256 tokens", "eval loss at 512 tokens"]
     assert [row[-3:] for row in rows] == [["3.0000", "2.5000", "-"], ["3.2500", "2.2500", "2.0000"], ["-", "-", "-"]]
-    assert rows[2][1] == "out of memory" and {len(row) for row in rows} == {len(names)}
+    assert rows[2][1] == "out of memory"
+    assert {len(row) for row in rows} == {len(names)}
 
 
 def test_table_states_whether_the_losses_can_be_compared():
     """Jobs with the same target tokens have the same checksum. Jobs of earlier versions have none."""
     targets = {"eval_targets": 7, "eval_target_tokens": 16384, "eval_loss_error": 0.25}
     same = sweep_table(jobs_of_lengths(a=SHORT | targets, b=LONG | targets, failed="failed"))
-    assert "means over the same 16,384 tokens; ±" in same and "| 2.7500 ± 0.2500 |" in same
+    assert "means over the same 16,384 tokens; ±" in same
+    assert "| 2.7500 ± 0.2500 |" in same
     for other in (LONG | targets | {"eval_targets": 8}, LONG):
         assert "cannot be compared" in sweep_table(jobs_of_lengths(a=SHORT | targets, b=other))
     assert "same" not in sweep_table(jobs_of_lengths(a=SHORT, b=LONG)), "jobs of an earlier version"
@@ -76,7 +78,8 @@ def test_picture_shows_every_job(figure, tmp_path):
     speed, _, memory, losses = figure[0].axes
     points = [list(zip(*line.get_data(), strict=True)) for line in speed.lines]
     assert points[0] == [(256, 12345.6), (512, 5000.0)]
-    assert list(speed.lines[1].get_xdata()) == [1024, 1024] and [text.get_text() for text in speed.texts] == ["out of memory"]
+    assert list(speed.lines[1].get_xdata()) == [1024, 1024]
+    assert [text.get_text() for text in speed.texts] == ["out of memory"]
     assert {line.get_label(): list(line.get_ydata()) for line in memory.lines[:2]} == {
         "measured": [1.0, 2.0],
         "estimated": [0.75, 0.75],
@@ -201,4 +204,5 @@ def test_wandb_is_not_used_if_it_is_off(choice, tmp_path, monkeypatch):
 def test_an_error_of_wandb_is_only_a_warning(tmp_path, caplog):
     """The picture is missing, so W&B raises an error."""
     log_to_wandb(with_wandb(jobs_of_lengths(short=SHORT), "offline"), tmp_path)
-    assert "sweep.md" in caplog.text and caplog.records[-1].levelname == "WARNING"
+    assert "sweep.md" in caplog.text
+    assert caplog.records[-1].levelname == "WARNING"

@@ -36,8 +36,13 @@ def test_steps_follow_from_the_total_tokens(total_tokens, steps):
 
 @pytest.mark.parametrize(
     ("ring", "mask_documents", "source", "expected"),
-    [(1, True, "stdlib", 12), (2, True, "stdlib", 6), (None, True, "stdlib", None), (1, False, "stdlib", None)]
-    + [(1, True, "recall", None)],
+    [
+        (1, True, "stdlib", 12),
+        (2, True, "stdlib", 6),
+        (None, True, "stdlib", None),
+        (1, False, "stdlib", None),
+        (1, True, "recall", None),
+    ],
 )
 def test_data_parallel_ranks_read_groups_of_the_size_of_a_micro_step(ring, mask_documents, source, expected):
     config = config_with(ring=ring, batch_size=3, accumulate=2)
@@ -70,7 +75,7 @@ def test_tokens_per_step_must_be_a_multiple_of_a_micro_step(tokens):
 
 
 def test_invalid_size_is_reported_first():
-    with pytest.raises(ConfigError, match="data.seq_len=0"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=0"):
         resolve_token_budget(config_with(seq_len=0, tokens_per_step=64), world_size=1)
 
 

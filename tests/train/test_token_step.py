@@ -41,7 +41,7 @@ def expected_logits(model: GPT, length: int) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", (None, 3))
+@pytest.mark.parametrize("window", [None, 3])
 def test_each_step_equals_the_model_without_a_cache(window: int | None) -> None:
     model = random_model(window)
     step = TokenStep(copy_for_one_rank(model, torch.float32), prefill(model, "cpu"), last_logits, "auto")
@@ -52,7 +52,7 @@ def test_each_step_equals_the_model_without_a_cache(window: int | None) -> None:
 
 @torch.no_grad()
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", (None, 3))
+@pytest.mark.parametrize("window", [None, 3])
 def test_a_replayed_step_equals_the_model_without_a_cache(window: int | None) -> None:
     """One graph generates all tokens."""
     model = random_model(window)

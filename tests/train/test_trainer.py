@@ -57,12 +57,14 @@ def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, tmp_path
     monkeypatch.setattr(metrics, "plot_loss", lambda *arguments: titles.append(arguments[2]) or plot_loss(*arguments))
     assert run_command_line(*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3", "trainer.sample_tokens=5") == 0
     output = capfd.readouterr().out
-    assert "step 3/3" in output and "sample" in output
+    assert "step 3/3" in output
+    assert "sample" in output
     files = {path.name for path in (outputs / "a").iterdir()}
     assert ".hydra" not in files
     assert {"checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
     summary = summary_of(outputs / "a")
-    assert titles == [f"a: {summary['parameters']:,} parameters, 384 tokens, 1 rank"] and summary["device"] == "cpu"
+    assert titles == [f"a: {summary['parameters']:,} parameters, 384 tokens, 1 rank"]
+    assert summary["device"] == "cpu"
     assert {(tmp_path / name).read_text() for name in links} == {"{}\n"}
     assert not [path.name for path in (outputs / "a").iterdir() if path.is_symlink()]
 
@@ -84,7 +86,8 @@ def test_settings_that_do_not_fit_the_checkpoint(settings, outputs, run_command_
     ):
         assert run_command_line(*settings, *overrides) == 1
         error = only_error()
-        assert "step_00000003" in error and named in error
+        assert "step_00000003" in error
+        assert named in error
     # The schedule has no effect on a run that has no steps left.
     assert run_command_line(*settings, "parallel.schedule=kv") == 0
     assert run_command_line(*settings, "name=b", "trainer.steps=1", "trainer.resume=never") == 0
@@ -101,7 +104,8 @@ def test_completed_run_keeps_its_summary_and_writes_a_new_sample(settings, outpu
     assert not (outputs / "a" / "sample.txt").exists()
     summary = summary_of(outputs / "a")
     assert run_command_line(*settings, "trainer.sample_tokens=3", "trainer.sample_prompt=7 is") == 0
-    assert "all 2 steps" in capfd.readouterr().out and summary_of(outputs / "a") == summary
+    assert "all 2 steps" in capfd.readouterr().out
+    assert summary_of(outputs / "a") == summary
     assert (outputs / "a" / "sample.txt").read_text(encoding="utf-8").startswith("7 is")
 
 
@@ -144,7 +148,8 @@ def test_launch_by_name_resumes_with_the_settings_of_the_run(settings, outputs, 
     assert run_command_line(*settings, "name=a", "trainer.steps=2", "optim=wsd", "optim.lr=1e-3") == 0
     assert run_command_line("name=a", "trainer.steps=3") == 0
     output = capfd.readouterr().out
-    assert "resumed" in output and "which was trained with trainer.steps=2 (now 3)" in output
+    assert "resumed" in output
+    assert "which was trained with trainer.steps=2 (now 3)" in output
     config = storage.read_meta(outputs / "a" / "checkpoints" / "step_00000003")["config"]
     assert (config["optim"]["schedule"], config["optim"]["lr"], config["data"]["seq_len"]) == ("wsd", 1e-3, 32)
     assert summary_of(outputs / "a")["steps"] == 3
@@ -201,7 +206,9 @@ def test_steps_must_include_the_warmup_of_the_checkpoint(settings, run_command_l
     branch = ["name=b", "trainer.resume=outputs/a/checkpoints/step_00000002", "trainer.steps=4"]
     assert run_command_line(*settings, *branch) == 1
     error = only_error()
-    assert "trainer.steps=4" in error and "5" in error and "optim.warmup_steps" in error
+    assert "trainer.steps=4" in error
+    assert "5" in error
+    assert "optim.warmup_steps" in error
 
 
 @pytest.mark.slow
@@ -261,7 +268,8 @@ def test_run_from_weights_of_a_checkpoint(settings, outputs, tmp_path, run_comma
     assert run_command_line(*started, "optim.lr=1e-30") == 0
     assert "model.window=None (now 7)" in capfd.readouterr().out
     before, after = (parameters_of(outputs / name / "checkpoints" / "step_00000002") for name in "ab")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
     # Later launches resume from the run's own checkpoint, with or without init_from.
     later = [override for override in started if "init_from" not in override] + ["trainer.steps=3"]
@@ -281,7 +289,8 @@ def test_other_text_of_the_same_lengths_is_another_corpus(settings, tmp_path, ru
         file.write_text(file.read_text().upper())
     assert run_command_line(*settings, "name=a", "trainer.steps=2") == 1
     error = only_error()
-    assert "step_00000001" in error and "trainer.init_from" in error
+    assert "step_00000001" in error
+    assert "trainer.init_from" in error
 
 
 def write_tokenizer(path: Path, letters: str) -> Path:
@@ -300,7 +309,8 @@ def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_comman
     started = [*settings, "name=b", "trainer.init_from=outputs/a/checkpoints/step_00000001"]
     assert run_command_line(*started, f"data.tokenizer={other}") == 1
     error = only_error()
-    assert f"data.tokenizer={other}" in error and str(own) in error
+    assert f"data.tokenizer={other}" in error
+    assert str(own) in error
     (tmp_path / "moved.json").write_bytes(own.read_bytes())
     assert run_command_line(*started, f"data.tokenizer={tmp_path / 'moved.json'}") == 0
 
@@ -309,7 +319,8 @@ def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_comman
     started = [*settings, "name=c", f"trainer.init_from={folder}", "model.layers=2"]
     assert run_command_line(*started, "data.tokenizer=bytes") == 1
     error = only_error()
-    assert "data.tokenizer=bytes" in error and f"{folder}/tokenizer.json" in error
+    assert "data.tokenizer=bytes" in error
+    assert f"{folder}/tokenizer.json" in error
     assert run_command_line(*started, f"data.tokenizer={own}") == 0
 
 
@@ -318,7 +329,8 @@ def test_weights_are_checked_before_the_text_is_read(settings, tmp_path, run_com
     monkeypatch.setattr(run_setup, "load", lambda *_: pytest.fail("the text was read"))
     assert run_command_line(*settings, "name=a", f"trainer.init_from={folder}", "data.tokenizer=bytes") == 1
     error = only_error()
-    assert str(folder) in error and "model.layers=2 (now 1)" in error
+    assert str(folder) in error
+    assert "model.layers=2 (now 1)" in error
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "sample.txt", "summary.json"])
@@ -359,7 +371,9 @@ def test_full_disk_leaves_the_earlier_checkpoint(settings, outputs, run_command_
         patched.setattr(storage, "_write_tensors", write)
         assert run_command_line(*settings) == 1
     error = only_error()
-    assert "full" in error and "MiB" in error and "a/checkpoints/step_00000001" in error
+    assert "full" in error
+    assert "MiB" in error
+    assert "a/checkpoints/step_00000001" in error
     assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000001"]
     assert run_command_line(*settings) == 0
 
@@ -378,7 +392,8 @@ def test_disk_is_checked_before_the_first_step(settings, outputs, run_command_li
     before = {path: path.read_bytes() for path in (outputs / "a").rglob("*") if path.name in ("summary.json", "metrics.jsonl")}
     assert run_command_line(*settings, "trainer.steps=4") == 1
     assert "trainer.keep_checkpoints" not in only_error()
-    assert len(before) == 2 and all(path.read_bytes() == content for path, content in before.items())
+    assert len(before) == 2
+    assert all(path.read_bytes() == content for path, content in before.items())
     assert run_command_line(*settings, "trainer.steps=3") == 0, "a completed run writes no checkpoint"
 
 
@@ -395,7 +410,8 @@ def test_run_without_checkpoints_says_so_and_saves_none(settings, outputs, run_c
     (line,) = [text for text in capfd.readouterr().out.splitlines() if text.startswith("checkpoint ")]
     assert all(part in line for part in ("none", "trainer.save_final=false", "trainer.checkpoint_every=0"))
     first = metrics.read(outputs / "a" / "metrics.jsonl")
-    assert not (outputs / "a" / "checkpoints").exists() and summary_of(outputs / "a")["steps"] == 2
+    assert not (outputs / "a" / "checkpoints").exists()
+    assert summary_of(outputs / "a")["steps"] == 2
     assert run_command_line(*settings) == 0
     again = metrics.read(outputs / "a" / "metrics.jsonl")
     assert [record["loss"] for record in again] == [record["loss"] for record in first]
@@ -408,7 +424,8 @@ def test_run_without_the_final_checkpoint_keeps_the_earlier_ones(settings, outpu
         assert run_command_line(*settings) == 0
         assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
     output = capfd.readouterr().out
-    assert "step_00000002" in output and output.count("checkpoint  none") == 1, "the second launch saves no checkpoint"
+    assert "step_00000002" in output, "the second launch saves no checkpoint"
+    assert output.count("checkpoint  none") == 1, "the second launch saves no checkpoint"
     assert [record["step"] for record in metrics.read(outputs / "a" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
@@ -470,10 +487,12 @@ def test_request_during_an_evaluation_stops_it(how, step, overrides, settings, o
         forward, batches = stop_in_batch(2, how)
         patched.setattr(evaluate, "forward", forward)
         assert run_command_line(*settings, "name=a", "trainer.time_limit_s=1e5") == 0
-    assert batches == [1, 2, 3] and f"step {step} is saved" in capfd.readouterr().out
+    assert batches == [1, 2, 3]
+    assert f"step {step} is saved" in capfd.readouterr().out
     assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == [f"step_0000000{step}"]
     records = metrics.read(outputs / "a" / "metrics.jsonl")
-    assert [record["step"] for record in records] == [*range(1, step + 1)] and "eval_loss" not in records[-1]
+    assert [record["step"] for record in records] == [*range(1, step + 1)]
+    assert "eval_loss" not in records[-1]
     for name in ("a", "b"):
         assert run_command_line(*settings, f"name={name}") == 0
     stopped, whole = (
@@ -483,7 +502,8 @@ def test_request_during_an_evaluation_stops_it(how, step, overrides, settings, o
         ]
         for name in ("a", "b")
     )
-    assert stopped == whole and "eval_loss" in stopped[step - 1]
+    assert stopped == whole
+    assert "eval_loss" in stopped[step - 1]
     assert summary_of(outputs / "a")["eval_loss"] == summary_of(outputs / "b")["eval_loss"]
 
 
@@ -504,5 +524,6 @@ def test_parts_of_the_start_are_shown_and_in_the_summary(settings, outputs, run_
     assert run_command_line(*settings, "name=a", "trainer.steps=2") == 0
     (line,) = [text for text in capfd.readouterr().out.splitlines() if text.startswith("start-up ")]
     parts = summary_of(outputs / "a")["start_up_s"]
-    assert {"settings", "data", "model", "W&B", "first step"} <= parts.keys() and min(parts.values()) >= 0
+    assert {"settings", "data", "model", "W&B", "first step"} <= parts.keys()
+    assert min(parts.values()) >= 0
     assert all(f"{name} {seconds:.1f}" in line for name, seconds in parts.items())

@@ -102,7 +102,8 @@ def test_offline_run_contains_tables_images_and_the_summary(tmp_path):
     segment = only_segment(tmp_path)
     losses, by_length, recall, by_position, samples, curve = segment.history
     assert losses == {"step": 3, "eval_loss": 2.0, "eval_loss_at/64": 3.0, "eval_loss_at/256": 1.5}
-    assert by_length["step"] == by_position["step"] == 3 and samples["step"] == curve["step"] == 4
+    assert by_length["step"] == by_position["step"] == 3
+    assert samples["step"] == curve["step"] == 4
     assert read_table(tmp_path, by_length, "loss_by_length") == (["length", "loss"], [[64, 3.0], [256, 1.5]])
     assert recall == {"step": 3, "recall_accuracy": 0.5, "recall/512/0": 0.5, "recall/512/100": 1.0}
     columns = ["length", "position_percent", "accuracy"]
@@ -119,7 +120,8 @@ def test_all_launches_in_a_directory_continue_one_wandb_run(tmp_path):
         with WandbRun(config(), tmp_path) as wandb_run:
             record(tmp_path, wandb_run, first, first + 1, first + 2)
     segments = read_segments(tmp_path)
-    assert len(segments) == 3 and {segment.id for segment in segments} == {(tmp_path / "wandb_id").read_text()}
+    assert len(segments) == 3
+    assert {segment.id for segment in segments} == {(tmp_path / "wandb_id").read_text()}
     assert all(segment.resume for segment in segments), "otherwise, `wandb sync` would overwrite the steps of earlier launches"
     assert [[row["step"] for row in segment.history] for segment in segments] == [[1, 2, 3], [1, 2, 3], [3, 4, 5]]
 
@@ -164,7 +166,8 @@ def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_comman
             if steps != 4:
                 upload(output.splitlines()[-1], server)
     check_uploads(server, directory)
-    assert len(segments) == 3 and {segment.id for segment in segments} == {(directory / "wandb_id").read_text()}
+    assert len(segments) == 3
+    assert {segment.id for segment in segments} == {(directory / "wandb_id").read_text()}
     assert all(segment.resume and segment.step_metrics["*"] == "step" for segment in segments)
 
     rows: dict[int, dict] = {}
@@ -182,13 +185,16 @@ def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_comman
     by_length, samples = (next(row for row in last.history if f"{name}/_type" in row) for name in ("loss_by_length", "samples"))
     assert read_table(directory, by_length, "loss_by_length") == (["length", "loss"], [[64, rows[5]["eval_loss_at/64"]]])
     columns, [[step, prompt, text]] = read_table(directory, samples, "samples")
-    assert columns == ["step", "prompt", "text"] and (step, prompt) == (5, "7 is")
+    assert columns == ["step", "prompt", "text"]
+    assert (step, prompt) == (5, "7 is")
     assert prompt + text == (directory / "sample.txt").read_text(encoding="utf-8")
     assert [row["step"] for row in last.history if "loss_curve/_type" in row] == [5]
     summary = json.loads((directory / "summary.json").read_text())
     assert {name: last.summary[name] for name in summary} == summary
-    assert last.config["trainer"]["steps"] == 5 and last.config["optim"]["lr"] == 2e-3
-    assert last.config["run"]["parameters"] > 0 and last.config["run"]["transport"] is None
+    assert last.config["trainer"]["steps"] == 5
+    assert last.config["optim"]["lr"] == 2e-3
+    assert last.config["run"]["parameters"] > 0
+    assert last.config["run"]["transport"] is None
 
 
 def check_uploads(server: WandbServer, directory: Path) -> None:
@@ -211,9 +217,11 @@ def check_uploads(server: WandbServer, directory: Path) -> None:
     for name in ("loss_by_length", "samples"):
         ids = server.artifacts[f"run-{run}-{name}"]
         tables = [json.loads(server.files[f"artifacts/{id}/{name}.table.json"]) for id in ids]
-        assert len(tables) == 3 and all(len(table["data"]) == 1 for table in tables)
+        assert len(tables) == 3
+        assert all(len(table["data"]) == 1 for table in tables)
     *_, last = tables
-    assert last["data"][0][0] == 5 and (directory / "sample.txt").read_text(encoding="utf-8").endswith(last["data"][0][2])
+    assert last["data"][0][0] == 5
+    assert (directory / "sample.txt").read_text(encoding="utf-8").endswith(last["data"][0][2])
     summary = json.loads((directory / "summary.json").read_text())
     uploaded = json.loads(server.files[f"{run}/wandb-summary.json"])
     assert {name: uploaded.get(name) for name in summary} == summary
@@ -251,7 +259,8 @@ def test_run_that_was_killed_before_its_summary_completes_it_in_its_wandb_run(co
     assert run_command_line(*job) == 0
     assert run_command_line(*job) == 0, "this launch only repeats the summary, so it does not continue the W&B run"
     first, second = read_segments(directory)
-    assert first.id == second.id and second.summary["final_loss"] == first.summary["final_loss"]
+    assert first.id == second.id
+    assert second.summary["final_loss"] == first.summary["final_loss"]
 
 
 @pytest.mark.parametrize("choice", ["auto", "offline"])
@@ -280,7 +289,7 @@ def test_exit_code_is_that_of_the_run(tmp_path, error, status):
 
 
 def test_online_wandb_requires_a_login(tmp_path):
-    with pytest.raises(ConfigError, match="logger.wandb=online .*`wandb login`"):
+    with pytest.raises(ConfigError, match=r"logger\.wandb=online .*`wandb login`"):
         WandbRun(config("online"), tmp_path)
 
 

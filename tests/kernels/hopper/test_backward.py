@@ -52,8 +52,8 @@ def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -
     return scalars, dq_sums
 
 
-@pytest.mark.parametrize("given", ("delta", "out", "out and dlse"))
-@pytest.mark.parametrize("dims", ((128, 120), (80, 96), (64, 64)), ids=str)
+@pytest.mark.parametrize("given", ["delta", "out", "out and dlse"])
+@pytest.mark.parametrize("dims", [(128, 120), (80, 96), (64, 64)], ids=str)
 def test_prepare_packs_scalars_and_clears_the_sums(dims, given, device):
     num_queries = 150
     config = configure(dims)
@@ -73,7 +73,8 @@ def test_prepare_packs_scalars_and_clears_the_sums(dims, given, device):
     # Queries that do not exist get lse = inf, so that their probabilities are 0.
     assert (scalars[:, :, -1, 0, num_queries % config.queries :] == float("inf")).all()
     sums = dq_sums[config.chunk_size :].view(-1, 2 * config.chunk_size)
-    assert dq_sums[: config.chunk_size].isnan().all() and (sums[:, : config.used_size] == 0).all()
+    assert dq_sums[: config.chunk_size].isnan().all()
+    assert (sums[:, : config.used_size] == 0).all()
     # The last columns of a tile whose head dim is at most 96 are not used.
     assert sums[:, config.used_size :].isnan().all()
 
@@ -103,7 +104,7 @@ def test_tma_restores_the_order_of_registers(columns):
     assert torch.equal(positions, register_order(columns))
 
 
-@pytest.mark.parametrize("dims, columns", [((96, 80), (64, 32)), ((104, 96), (64, 64)), ((64, 64), (64, 64))], ids=str)
+@pytest.mark.parametrize(("dims", "columns"), [((96, 80), (64, 32)), ((104, 96), (64, 64)), ((64, 64), (64, 64))], ids=str)
 def test_only_the_chunk_with_unused_columns_is_narrower(dims, columns):
     """The narrow chunk is the first half of a whole chunk, so that `_finish_kernel` reads both in the same way."""
     config = configure(dims)
@@ -113,7 +114,7 @@ def test_only_the_chunk_with_unused_columns_is_narrower(dims, columns):
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-@pytest.mark.parametrize("dims", ((128, 128), (120, 64), (96, 96), (64, 64)), ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (120, 64), (96, 96), (64, 64)], ids=str)
 def test_finish_restores_the_order_of_rows(dims, add, device):
     num_queries, scale = 150, 0.125
     config = configure(dims, add)
@@ -136,7 +137,7 @@ def test_finish_restores_the_order_of_rows(dims, add, device):
     torch.testing.assert_close(dq, expected)
 
 
-@pytest.mark.parametrize("dim, mask", [(64, "causal"), (96, "documents"), (128, "full")])
+@pytest.mark.parametrize(("dim", "mask"), [(64, "causal"), (96, "documents"), (128, "full")])
 def test_source_of_the_kernels_computes_the_gradients(dim, mask):
     """In float64, a missing key or a tile that is overwritten too early would change a gradient by far more than 1e-9."""
     problem = make_problem(*intervals_of(mask, 140, 260), 260, torch.float16, 1, (4, 2), (dim, dim)).double()
@@ -232,7 +233,9 @@ def test_keys_that_no_query_sees_have_gradient_zero(all_keys, hopper):
     problem = make_problem(torch.zeros_like(hi), hi, 700, torch.float16, dims=(64, 64), device=hopper)
     problem.k[:, 384:] = problem.v[:, 384:] = float("nan")
     dq, dk, dv = problem.backward(hopper_backward)
-    assert not dq.isnan().any() and not dk[:, 300:].any() and not dv[:, 300:].any()
+    assert not dq.isnan().any()
+    assert not dk[:, 300:].any()
+    assert not dv[:, 300:].any()
 
 
 @pytest.mark.parametrize("layout", STRIDED)

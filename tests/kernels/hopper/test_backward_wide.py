@@ -31,7 +31,7 @@ DIMS = [*TILES, (136, 72), (200, 136), (64, 160), (160, 8)]
 SHAPES = [(1, 63), (63, 1), (63, 63), (130, 111), (129, 129), (300, 1000), (1000, 300)]  # (Nq, Nk)
 
 
-@pytest.mark.parametrize("given", ("delta", "out", "out and dlse"))
+@pytest.mark.parametrize("given", ["delta", "out", "out and dlse"])
 def test_prepare_packs_lse_and_delta(given, device):
     batch, num_queries, heads, dims = 2, 150, 3, (192, 72)
     config = backward_wide._configure(*dims, heads, heads, (False, False, False))
@@ -119,7 +119,8 @@ def test_many_work_tiles_per_program(dims, hopper):
     )
     for name, x, y, z, expected in zip(GRADIENTS, first, second, one_each, problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, expected, TOLERANCE[torch.bfloat16])
-        assert torch.equal(x, y) and torch.equal(x, z)
+        assert torch.equal(x, y)
+        assert torch.equal(x, z)
 
 
 @pytest.mark.parametrize("all_keys", [False, True], ids=["some-keys", "all-keys"])
@@ -129,7 +130,10 @@ def test_rows_with_empty_intervals_have_gradient_zero(all_keys, hopper):
     problem = make_problem(torch.zeros_like(hi), hi, 700, torch.float16, dims=(192, 128), device=hopper)
     problem.k[:, 384:] = problem.v[:, 384:] = float("nan")
     dq, dk, dv = problem.backward(backward_wide)
-    assert not dq.isnan().any() and not dq[:, :51].any() and not dk[:, 300:].any() and not dv[:, 300:].any()
+    assert not dq.isnan().any()
+    assert not dq[:, :51].any()
+    assert not dk[:, 300:].any()
+    assert not dv[:, 300:].any()
 
 
 @pytest.mark.parametrize("layout", STRIDED)

@@ -34,8 +34,11 @@ def test_kernels_get_delta_or_the_tensors_from_which_they_compute_it():
     out, dout, dlse = torch.zeros(1, 2, 3, 4), torch.ones(1, 3, 2, 4).transpose(1, 2), torch.zeros(1, 2, 3)
     assert hopper_common.delta_operands(dlse, dout) == (dlse, None, None, None)
     delta, *tensors = hopper_common.delta_operands((out, dlse), dout)
-    assert delta is None and tensors[0] is out and tensors[2] is dlse
-    assert tensors[1].is_contiguous() and tensors[1].equal(dout)
+    assert delta is None
+    assert tensors[0] is out
+    assert tensors[2] is dlse
+    assert tensors[1].is_contiguous()
+    assert tensors[1].equal(dout)
     assert hopper_common.delta_operands((out, None), dout)[3] is None
 
 
@@ -101,21 +104,25 @@ def test_inputs_that_tma_can_address_are_not_copied(x):
 )
 def test_other_inputs_are_copied(x):
     copy = hopper_common.as_addressable(x)
-    assert copy.is_contiguous() and torch.equal(copy, x)
+    assert copy.is_contiguous()
+    assert torch.equal(copy, x)
     assert hopper_common.as_addressable(copy) is copy
 
 
 def test_a_descriptor_describes_tiles_of_one_head():
     descriptor = hopper_common.tma_descriptor(ROWS, 64, 128)
     assert descriptor.base is ROWS
-    assert list(descriptor.shape) == [2, 10, 4, 64] and list(descriptor.strides) == [2560, 256, 64, 1]
+    assert list(descriptor.shape) == [2, 10, 4, 64]
+    assert list(descriptor.strides) == [2560, 256, 64, 1]
     assert list(descriptor.block_shape) == [1, 64, 1, 128]
 
 
 def test_a_descriptor_is_copied_for_another_tensor_of_the_same_shape():
     other = torch.ones_like(ROWS)
     first, second = (hopper_common.tma_descriptor(x, 64, 64) for x in (ROWS, other))
-    assert first.base is ROWS and second.base is other and first.layout is second.layout
+    assert first.base is ROWS
+    assert second.base is other
+    assert first.layout is second.layout
 
 
 def test_strides_of_dimensions_of_size_one_are_multiples_of_8():

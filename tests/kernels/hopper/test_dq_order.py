@@ -26,7 +26,7 @@ EMULATED = {
 }
 
 
-@pytest.mark.parametrize("mask, dim, shares_sms", [("causal", 64, False), ("full", 96, False), ("documents", 128, True)])
+@pytest.mark.parametrize(("mask", "dim", "shares_sms"), [("causal", 64, False), ("full", 96, False), ("documents", 128, True)])
 def test_source_of_the_kernel_sums_in_a_fixed_order(mask, dim, shares_sms):
     """In float64, a missing key would change a gradient by far more than 1e-9.
 

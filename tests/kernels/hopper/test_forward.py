@@ -38,21 +38,25 @@ def test_the_constants_follow_from_the_call():
     assert (configure((64, 40)).dim, configure((64, 40)).columns) == (64, 64)
     assert [configure((dim, dim)).columns for dim in (72, 80, 96, 104, 128)] == [96, 96, 96, 128, 128]
     # Two slots of Q let an output leave through one of them while the next Q arrives.
-    assert configure(final=True).q_slots == 2 and configure(final=False).q_slots == 1
-    assert configure(has_state=True, final=False).updates_state and not configure(has_state=True, final=True).updates_state
+    assert configure(final=True).q_slots == 2
+    assert configure(final=False).q_slots == 1
+    assert configure(has_state=True, final=False).updates_state
+    assert not configure(has_state=True, final=True).updates_state
 
 
 def test_only_bf16_starts_with_an_optimistic_reference_max():
     """fp16 cannot represent the probabilities that a reference max may produce if it is not updated."""
-    assert configure(dtype=torch.float16).update_ref_max and not configure(dtype=torch.bfloat16).update_ref_max
+    assert configure(dtype=torch.float16).update_ref_max
+    assert not configure(dtype=torch.bfloat16).update_ref_max
 
 
 def test_few_rows_have_smaller_work_tiles():
-    assert configure(few_rows=False).queries == 192 and configure(few_rows=True).queries == 128
+    assert configure(few_rows=False).queries == 192
+    assert configure(few_rows=True).queries == 128
 
 
 # 64 copies of each key fill several tiles of keys. The kernel requires a head dim that is a multiple of 8.
-@pytest.mark.parametrize("copies", (1, 64))
+@pytest.mark.parametrize("copies", [1, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 def test_worked_examples_give_the_known_answers(example, dtype, copies, hopper):
@@ -176,6 +180,6 @@ def test_offsets_beyond_32_bits(hopper):
     check_offsets_beyond_32_bits(hopper_forward, hopper)
 
 
-@pytest.mark.parametrize("dim, backward", [(64, hopper_backward), (256, backward_wide)], ids=["narrow", "wide"])
+@pytest.mark.parametrize(("dim", "backward"), [(64, hopper_backward), (256, backward_wide)], ids=["narrow", "wide"])
 def test_heads_beyond_32_bits(dim, backward, hopper):
     check_heads_beyond_32_bits(hopper_forward, backward, dim, hopper)

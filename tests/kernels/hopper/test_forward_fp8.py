@@ -5,6 +5,7 @@ among many keys could change the results by less. The strict tests therefore use
 equal powers of two, which e4m3 represents exactly.
 """
 
+import itertools
 import random
 
 import pytest
@@ -61,7 +62,7 @@ class Problem:
         """Call the kernel for the keys between each pair of neighbouring bounds, which are multiples of 128 or the last key."""
         q, k, v = self.operands
         state, num_keys = None, k.data.shape[1]
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             blocks = slice(first // fp8.BLOCK, fp8.num_blocks(last))
             keys = fp8.QuantizedRows(k.data[:, first:last], k.scales[:, blocks])
             values = fp8.QuantizedValues(v.data[:, :, blocks], v.scales[:, blocks])
@@ -84,7 +85,9 @@ def test_tiles_fit_into_shared_memory(dim):
     config = forward_fp8.configure(dim, (8, 2), False, True)
     bytes_used = config.queries * dim + 2 * config.stages * config.keys * dim + forward_fp8.SUM_COLUMNS.value * config.keys
     # The limit of sm_90 is 227 KiB per program. Barriers and flags need less than 1 KiB.
-    assert bytes_used <= 226 * 1024 and config.num_parts * config.part_columns == dim and config.group == 4
+    assert bytes_used <= 226 * 1024
+    assert config.num_parts * config.part_columns == dim
+    assert config.group == 4
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -147,7 +150,7 @@ def test_many_small_probabilities_next_to_a_large_one(dim, hopper):
     """One key has about half of the probability, and 16,384 keys share the rest. The rest are subnormal e4m3 numbers."""
     num_keys = 2**14
     problem = Problem(*intervals_of("full", 64, num_keys), num_keys, 1, (1, 1), dim, hopper, spread=0.0)
-    q, k, v = problem.exact
+    q, k, _ = problem.exact
     q[..., 0], k[:], k[:, 77, :, 0] = dim**0.5, 0.0, 10.0
     problem.operands = fp8.quantize_rows(q, rotate=False), fp8.quantize_rows(k, rotate=False), problem.operands[2]
     problem.exact[:2] = (fp8.dequantize(x, torch.float64, x.data.shape[1]) for x in problem.operands[:2])

@@ -48,12 +48,14 @@ def configure(dims, dtype=torch.bfloat16, has_state=False, final=True):
 )
 def test_head_dims_are_padded(dims, padded):
     config = configure(dims)
-    assert (config.key_dim, config.dim) == padded and (config.value_dim, config.group) == (dims[1], 4)
+    assert (config.key_dim, config.dim) == padded
+    assert (config.value_dim, config.group) == (dims[1], 4)
     assert config.queries == 128
 
 
 def test_only_bf16_starts_with_an_optimistic_reference_max():
-    assert configure((256, 256), torch.float16).update_ref_max and not configure((256, 256)).update_ref_max
+    assert configure((256, 256), torch.float16).update_ref_max
+    assert not configure((256, 256)).update_ref_max
 
 
 @pytest.mark.parametrize("dims", WIDE, ids=str)

@@ -61,7 +61,7 @@ GROWTHS = {  # functions of q and k that make scores exceed those of the first t
 
 
 @pytest.mark.parametrize("dims", DIMS, indirect=True)
-@pytest.mark.parametrize("mask, num_queries", [("causal", 450), ("documents", 450), ("full", 9000)])
+@pytest.mark.parametrize(("mask", "num_queries"), [("causal", 450), ("documents", 450), ("full", 9000)])
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dims, hopper):
     """A program repeats its work tiles, and does not add rows that did not overflow to a state twice.

@@ -34,7 +34,8 @@ def constant(code: str, name: str) -> Tensor:
 def test_errors_of_normal_numbers():
     x = torch.linspace(-6, LARGEST, 100_001, dtype=torch.float64)
     error = round_to_e4m3(x) / 2**x - 1
-    assert error.abs().max().item() < 0.085 and error.square().mean().sqrt().item() < 0.034
+    assert error.abs().max().item() < 0.085
+    assert error.square().mean().sqrt().item() < 0.034
     # The bytes of many scores are right on average, so that lse is not biased.
     octave = x[x < 8]
     assert abs((round_to_e4m3(octave).sum() / (2**octave).sum()).item() - 1) < 2e-3
@@ -43,7 +44,9 @@ def test_errors_of_normal_numbers():
 def test_errors_of_subnormal_numbers():
     x = torch.linspace(-8, -6, 1001, dtype=torch.float64)
     ratio = round_to_e4m3(x) / 2**x
-    assert ratio.min().item() > 0.7 and ratio.max().item() < 1.6 and 0.9 < ratio.mean().item() < 1.3
+    assert ratio.min().item() > 0.7
+    assert ratio.max().item() < 1.6
+    assert 0.9 < ratio.mean().item() < 1.3
     assert round_to_e4m3(torch.tensor([-9.5, -100.0, float("-inf")])).tolist() == [0, 0, 0]
 
 

@@ -62,7 +62,8 @@ def test_loop_over_kept_blocks_reaches_every_kept_column_once(seed, device):
             reached[masked] = out.cpu().repeat_interleave(step)
         kept = keep[0, 0, first // size].repeat_interleave(size)
         pairs = (lo[0, first:end, None] <= columns) & (columns < hi[0, first:end, None])
-        assert (reached[False] + reached[True] <= 1).all() and not (reached[False] + reached[True])[~kept].any()
+        assert (reached[False] + reached[True] <= 1).all()
+        assert not (reached[False] + reached[True])[~kept].any()
         assert pairs[:, reached[False] > 0].all()
         assert (reached[False] + reached[True])[kept & pairs.any(0)].all()
 
@@ -127,6 +128,7 @@ def test_rows_too_far_apart_for_32_bits_are_copied():
 
     near, far, strided = tensor(2**23, 2**22 - 16, 16, 1), tensor(2**23, 2**22, 16, 1), tensor(64, 32, 32, 2)
     assert common.as_addressable(near) is near
-    assert common.as_addressable(far).is_contiguous() and common.as_addressable(strided).is_contiguous()
+    assert common.as_addressable(far).is_contiguous()
+    assert common.as_addressable(strided).is_contiguous()
     many_heads = torch.empty(2, 3, 2**18, 16, device="meta")  # a contiguous copy would have the same strides
     assert common.as_addressable(many_heads).stride() == (3 * 2**22, 16, 3 * 16, 1)

@@ -86,7 +86,7 @@ CASES = pairs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths, window, queries, group, dims, dtype", CASES)
+@pytest.mark.parametrize(("lengths", "window", "queries", "group", "dims", "dtype"), CASES)
 def test_state_and_output_match_float64(lengths, window, queries, group, dims, dtype, device):
     """Every pair of values of two parameters occurs."""
     bounds = causal_bounds(LENGTHS[lengths], queries, window)
@@ -94,7 +94,7 @@ def test_state_and_output_match_float64(lengths, window, queries, group, dims, d
 
 
 @pytest.mark.parametrize(
-    "lengths", ("empty-entries", *(pytest.param(name, marks=pytest.mark.slow) for name in ("not-divisible", "one-long")))
+    "lengths", ["empty-entries", *(pytest.param(name, marks=pytest.mark.slow) for name in ("not-divisible", "one-long"))]
 )
 def test_any_lengths(lengths, device):
     """Two key heads and a head dim that is padded. Runs begin inside entries, and cover the ends of entries."""
@@ -139,7 +139,7 @@ SINKS = pairs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths, window, queries, sinks", SINKS)
+@pytest.mark.parametrize(("lengths", "window", "queries", "sinks"), SINKS)
 def test_sinks(lengths, window, queries, sinks, device):
     """Sinks before, across and inside the window, on the borders of tiles, and beyond the end of the cache."""
     lo, hi = causal_bounds(lengths, queries, window)
@@ -159,8 +159,8 @@ def dense_output(call: SimpleNamespace, sinks: int) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
 
 
-@pytest.mark.parametrize("page_size", (16, pytest.param(48, marks=pytest.mark.slow)))
-@pytest.mark.parametrize("sinks", (pytest.param(None, marks=pytest.mark.slow), 40))
+@pytest.mark.parametrize("page_size", [16, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sinks", [pytest.param(None, marks=pytest.mark.slow), 40])
 def test_pages(page_size, sinks, device):
     """Pages in any order, with NaN in all pages and rows that no entry uses."""
     lo, hi = causal_bounds((90, 0, 33, 96), 2, 20)
@@ -184,7 +184,7 @@ def test_every_entry_has_its_own_sinks(device):
     check(random_call((lo, hi), 80, device=device, sinks=torch.tensor([3, 40], dtype=torch.int32)), torch.float32)
 
 
-@pytest.mark.parametrize("backend", ("triton", "reference"))
+@pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_bounds_are_limited_to_the_cache(backend, device):
     """Bounds on a GPU are not checked, so rows outside the cache must not be read."""
     call = random_call((torch.zeros(2, 1, dtype=torch.int32), torch.tensor([[40], [40]], dtype=torch.int32)), 40, device=device)
@@ -212,7 +212,7 @@ def test_caches_with_heads_beyond_32_bits(device):
 @triton.jit
 def _copy_entry_kernel(q, bounds, parts, out, entry, num_part_rows, CONFIG: tl.constexpr):
     row, columns = tl.arange(0, 16), tl.arange(0, CONFIG.dim)
-    tile, lo, hi = kernel._load_queries(q, (bounds, bounds, None, 0, 0, 1), entry, 0, row, CONFIG)
+    tile, _lo, _hi = kernel._load_queries(q, (bounds, bounds, None, 0, 0, 1), entry, 0, row, CONFIG)
     ones = tl.full([16], 1.0, tl.float32)
     kernel._store_part(parts, num_part_rows, (ones, ones, tile), entry, 0, row, CONFIG)
     tl.debug_barrier()
@@ -230,16 +230,18 @@ def test_queries_parts_and_outputs_beyond_32_bits(device):
     q, parts, out = (spread_heads(x, 2**31) for x in (query, query.new_zeros(1, 2, 3, 64), torch.zeros_like(query)))
     bounds = torch.zeros(4, dtype=torch.int32, device=device)
     _copy_entry_kernel[(1,)](q, bounds, parts, out, 2**25, 2**25 + 1, CONFIG=config)
-    assert torch.equal(out[0, 0, 1], query[0, 0, 1]) and torch.equal(parts[0, 0, 1], query[0, 0, 1])
+    assert torch.equal(out[0, 0, 1], query[0, 0, 1])
+    assert torch.equal(parts[0, 0, 1], query[0, 0, 1])
 
 
-@pytest.mark.parametrize("shape", ((0, 1), (2, 0)))
+@pytest.mark.parametrize("shape", [(0, 1), (2, 0)])
 def test_no_queries(shape, device):
     batch, num_queries = shape
     q, k = torch.zeros(batch, num_queries, 4, 16, device=device), torch.zeros(batch, 8, 2, 24, device=device)
     bounds = torch.zeros(batch, num_queries, dtype=torch.int32, device=device)
     m, l, o = kernel.decode(q, k[..., :16], k, bounds, bounds, 1.0)
-    assert m.shape == l.shape == (batch, num_queries, 4) and o.shape == (batch, num_queries, 4, 24)
+    assert m.shape == l.shape == (batch, num_queries, 4)
+    assert o.shape == (batch, num_queries, 4, 24)
     assert kernel.decode(q, k[..., :16], k, bounds, bounds, 1.0, final=True).shape == o.shape
 
 
@@ -248,16 +250,20 @@ def test_no_rows(device):
     q, k = torch.zeros(2, 1, 4, 16, device=device), torch.zeros(2, 0, 2, 16, device=device)
     bounds = torch.zeros(2, 1, dtype=torch.int32, device=device)
     m, l, o = kernel.decode(q, k, k, bounds, bounds, 1.0)
-    assert (m == float("-inf")).all() and not l.any() and not o.any()
+    assert (m == float("-inf")).all()
+    assert not l.any()
+    assert not o.any()
 
 
-@pytest.mark.parametrize("programs, runs", {1: 132, 8: 16, 32: 4, 64: 2, 70: 3, 132: 1, 200: 1}.items())
+@pytest.mark.parametrize(("programs", "runs"), {1: 132, 8: 16, 32: 4, 64: 2, 70: 3, 132: 1, 200: 1}.items())
 def test_runs_fill_the_gpu(programs, runs):
     """One program per SM of an H100, or two if one would leave a quarter of the SMs idle."""
     assert kernel.choose_num_runs(132, programs) == runs
 
 
-@pytest.mark.parametrize("clock_rate, width, fast", [(2_619_000, 5120, False), (3_201_000, 6016, True)], ids=["H100", "H200"])
+@pytest.mark.parametrize(
+    ("clock_rate", "width", "fast"), [(2_619_000, 5120, False), (3_201_000, 6016, True)], ids=["H100", "H200"]
+)
 def test_fast_memory_is_faster_than_that_of_an_h100(clock_rate, width, fast, monkeypatch):
     properties = SimpleNamespace(memory_clock_rate=clock_rate, memory_bus_width=width)
     monkeypatch.setattr(kernel, "supports_pdl", lambda device: device.type == "cuda")
@@ -267,7 +273,7 @@ def test_fast_memory_is_faster_than_that_of_an_h100(clock_rate, width, fast, mon
 
 
 @pytest.mark.parametrize(
-    "batch, keys, key_heads, runs, stages",
+    ("batch", "keys", "key_heads", "runs", "stages"),
     [(1, 131072, 8, 16, 4), (1, 2048, 8, 16, 3), (8, 8192, 32, 8, 3), (4, 32768, 32, 8, 3), (17, 8192, 8, 33, 3)],
 )
 def test_fast_memory_needs_more_loads_in_flight(batch, keys, key_heads, runs, stages, monkeypatch):
@@ -285,8 +291,8 @@ def test_fast_memory_needs_more_loads_in_flight(batch, keys, key_heads, runs, st
 
 
 @pytest.mark.parametrize(
-    "cuda, capability, supported",
-    (("12.8", (9, 0), True), ("12.8", (12, 0), True), ("12.8", (8, 0), False), (None, (9, 4), False)),
+    ("cuda", "capability", "supported"),
+    [("12.8", (9, 0), True), ("12.8", (12, 0), True), ("12.8", (8, 0), False), (None, (9, 4), False)],
 )
 def test_programmatic_dependent_launch_requires_hopper(cuda, capability, supported, monkeypatch):
     """An AMD MI300 reports a capability of 9.4, but only NVIDIA GPUs have programmatic dependent launch."""
@@ -306,8 +312,10 @@ def test_every_backend_decodes(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("batch, queries, heads, dim", ((1, 1, (32, 8), 128), (3, 4, (8, 1), 64), (2, 16, (16, 16), 256)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "queries", "heads", "dim"), [(1, 1, (32, 8), 128), (3, 4, (8, 1), 64), (2, 16, (16, 16), 256)]
+)
 def test_long_caches(batch, queries, heads, dim, dtype):
     lengths = tuple(itertools.islice((30011, 4097, 129), batch))
     check(random_call(causal_bounds(lengths, queries, None), 30016, heads, (dim, dim), dtype, "cuda"), dtype)

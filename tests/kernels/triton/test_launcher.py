@@ -21,7 +21,7 @@ def current_stream(x: torch.Tensor) -> int | None:
     return torch.cuda.current_stream().cuda_stream if x.is_cuda else None
 
 
-@pytest.mark.parametrize("offset", (0, 1))
+@pytest.mark.parametrize("offset", [0, 1])
 def test_repeated_launches(offset, device):
     """The first launch compiles. Later launches have addresses that are or are not multiples of 16."""
     launch = PreparedLaunch(_add_kernel, (2, 3, 1), {"num_warps": 2}, (77, 2.5), BLOCK=16)

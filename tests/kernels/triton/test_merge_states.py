@@ -62,7 +62,7 @@ def test_packed_states_match_the_reference(ranks, batch, dim, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", (64, 128))
+@pytest.mark.parametrize("dim", [64, 128])
 def test_many_merges_in_place_match_the_reference(dim, device):
     """With many programs, the warps of a program do not run at the same speed, so a missing barrier shows."""
     generator = torch.Generator(device).manual_seed(0)
@@ -89,7 +89,8 @@ def test_no_parts(dtype, device):
 def test_no_tokens(device):
     base = to(random_state(1, 0, 8, 0), device)
     out, lse = kernel.merge_states(base, [(0, base)], torch.float16)
-    assert out.shape == (1, 0, 3, 8) and lse.shape == (1, 0, 3)
+    assert out.shape == (1, 0, 3, 8)
+    assert lse.shape == (1, 0, 3)
 
 
 def test_states_on_cpus_are_merged_by_the_reference():

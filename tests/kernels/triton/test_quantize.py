@@ -42,7 +42,8 @@ def test_results_are_those_of_pytorch(shape, dtype, dim, device):
     expected, actual = fp8.quantize(q, k, v), triton_quantize.quantize(q, k, v)
     # Values are not rotated, so all bits are equal.
     assert torch.equal(actual[2].data.view(torch.uint8), expected[2].data.view(torch.uint8))
-    assert torch.equal(actual[2].scales, expected[2].scales) and actual[2].data.stride() == expected[2].data.stride()
+    assert torch.equal(actual[2].scales, expected[2].scales)
+    assert actual[2].data.stride() == expected[2].data.stride()
     for x, y in zip(actual[:2], expected[:2], strict=True):
         # The sums of the rotation have another order. They are rounded to another number only if they are nearly equal to the
         # limit between two numbers.
@@ -59,7 +60,8 @@ def test_strided_inputs(dim, device):
     packed = torch.cat((k, v), dim=3).transpose(1, 2).contiguous().transpose(1, 2)
     strided = q.transpose(2, 3).contiguous().transpose(2, 3), packed[..., :dim], packed[..., dim:]
     for x, y in zip(triton_quantize.quantize(*strided), triton_quantize.quantize(q, k, v), strict=True):
-        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8)) and torch.equal(x.scales, y.scales)
+        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8))
+        assert torch.equal(x.scales, y.scales)
 
 
 @pytest.mark.gpu
@@ -68,7 +70,8 @@ def test_elements_that_are_not_finite_become_nan(device):
     q[0, 3, 1, 5], v[0, 7, 0, 2], v[0, 9, 1, 3] = float("nan"), float("inf"), float("-inf")
     rows, _, values = triton_quantize.quantize(q, k, v)
     # The rotation spreads an element over its whole row.
-    assert rows.data[0, 3, 1].float().isnan().all() and not rows.data[0, 4].float().isnan().any()
+    assert rows.data[0, 3, 1].float().isnan().all()
+    assert not rows.data[0, 4].float().isnan().any()
     assert values.data.float().isnan().sum().item() == 2
 
 
@@ -87,4 +90,5 @@ def test_heads_beyond_32_bits(name, stride, device):
     expected = triton_quantize.quantize(**inputs)
     inputs[name] = spread_heads(inputs[name], stride)
     for x, y in zip(triton_quantize.quantize(**inputs), expected, strict=True):
-        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8)) and torch.equal(x.scales, y.scales)
+        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8))
+        assert torch.equal(x.scales, y.scales)

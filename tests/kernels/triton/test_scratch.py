@@ -35,11 +35,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_the_next_call_on_a_stream_reuses_the_memory(gpu):
     pool = ScratchPool()
     key, first = pool.take(100, 3, OnGPU(device=0), 7)
-    assert first.numbers.dtype == torch.float32 and first.numbers.shape == (100,)
-    assert first.counters.dtype == torch.int32 and len(first.counters) >= 3 and not first.counters.any()
+    assert first.numbers.dtype == torch.float32
+    assert first.numbers.shape == (100,)
+    assert first.counters.dtype == torch.int32
+    assert len(first.counters) >= 3
+    assert not first.counters.any()
     pool.give_back(key, first)
     key, smaller = pool.take(60, module.MAX_COUNTERS, OnGPU(device=0), 7)
-    assert smaller is first and len(first.counters) == module.MAX_COUNTERS
+    assert smaller is first
+    assert len(first.counters) == module.MAX_COUNTERS
     pool.give_back(key, smaller)
     key, larger = pool.take(101, 0, OnGPU(device=0), 7)
     assert larger.numbers.numel() == 101
@@ -73,7 +77,8 @@ def test_a_captured_graph_has_its_own_memory(gpu):
     pool.give_back(key, first)
     gpu.capturing = True
     key, captured = pool.take(10, 1, OnGPU(device=0), 7)
-    assert captured is not first and captured.counters.data_ptr() != first.counters.data_ptr()
+    assert captured is not first
+    assert captured.counters.data_ptr() != first.counters.data_ptr()
     pool.give_back(key, captured)
     gpu.capturing = False
     assert pool.take(10, 1, OnGPU(device=0), 7)[1] is first
@@ -86,7 +91,8 @@ def test_captured_calls_share_a_chunk_of_counters(gpu, monkeypatch):
     pool.reserve_counters(like)
     gpu.capturing = True
     first, second, third = (pool.take(10, count, like, 7)[1].counters for count in (5, 8, 1))
-    assert second.data_ptr() == first.data_ptr() + 8 * 4 and (len(first), len(second)) == (5, 8)
+    assert second.data_ptr() == first.data_ptr() + 8 * 4
+    assert (len(first), len(second)) == (5, 8)
     assert third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     gpu.capturing = False
     earlier = [weakref.ref(chunk) for chunk in pool._chunks._chunks]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ rank_state = threading.local()
 class Stream:
     """A queue of work that a thread carries out in order. The main stream has no thread and works at once."""
 
-    streams: dict[int, "Stream"] = {}
-    faults: list[str] = []
+    streams: ClassVar[dict[int, "Stream"]] = {}
+    faults: ClassVar[list[str]] = []
 
     def __init__(self, device: object = None, priority: int = 0, main: bool = False) -> None:
         self.cuda_stream = id(self)

@@ -21,8 +21,8 @@ def test_token_slices_follow_the_order_of_ranks() -> None:
     assert [TokenSlice((2, 0, 3))(x, rank)[0].tolist() for rank in range(3)] == [[0, 1], [], [2, 3, 4]]
 
 
-@pytest.mark.parametrize("chunks", (1, 2))
-@pytest.mark.parametrize("counts", ((3, 3), (4, 0, 1)), ids=str)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("counts", [(3, 3), (4, 0, 1)], ids=str)
 def test_tokens_become_heads_and_return(counts: tuple[int, ...], chunks: int) -> None:
     """Every element reaches the rank of its head, and a second all-to-all returns it."""
     ranks, total, heads = len(counts), sum(counts), 2 * len(counts) * chunks

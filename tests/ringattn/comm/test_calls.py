@@ -154,7 +154,8 @@ def check_difference(kind: str, ranks: int, directory: Path, interval: float) ->
     assert all(statuses)
     texts = [(directory / f"stderr_of_rank_{rank}").read_text() for rank in range(ranks)]
     named = [text for text in texts if "the ranks make different calls: " in text]
-    assert named and all(DIFFERENCES[kind][2] in text and f"on rank {ranks - 1}" in text for text in named), texts
+    assert named, texts
+    assert all(DIFFERENCES[kind][2] in text and f"on rank {ranks - 1}" in text for text in named), texts
     assert end - max((directory / f"start_of_rank_{rank}").stat().st_mtime for rank in range(ranks)) < 2.5
 
 
@@ -189,7 +190,8 @@ def test_equal_logs_have_no_difference_and_the_first_difference_is_described() -
         log.record(("b", scale), lambda scale=scale: {"scale": scale})
         log.record(("a",), lambda: pytest.fail("the settings are described already"))
     text = describe_difference((0, 3), tuple(log.entries for log in logs))
-    assert text.startswith("call 6 ") and "scale = 1 on rank 0 and scale = 2 on rank 3" in text
+    assert text.startswith("call 6 ")
+    assert "scale = 1 on rank 0 and scale = 2 on rank 3" in text
 
 
 def test_a_difference_in_the_length_of_a_cache_is_described() -> None:
@@ -236,5 +238,7 @@ def test_a_log_is_bounded() -> None:
     log = CallLog()
     for step in range(1000):
         log.record((step,), lambda step=step: {"documents": shorten([step] * 1000)})
-    assert len(log.entries) == WINDOW + 1000 // WINDOW - 1 and len(log._settings) <= 64
-    assert len(shorten([1] * 1000)) < 120 and shorten([1] * 1000) != shorten([1] * 999 + [2])
+    assert len(log.entries) == WINDOW + 1000 // WINDOW - 1
+    assert len(log._settings) <= 64
+    assert len(shorten([1] * 1000)) < 120
+    assert shorten([1] * 1000) != shorten([1] * 999 + [2])

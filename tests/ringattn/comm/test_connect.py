@@ -44,7 +44,9 @@ def check_handshake() -> None:
     """All ranks of a job choose gloo on CPUs, once per group, and the environment variable replaces "auto"."""
     group = dist.group.WORLD
     transport = connect.connect(group.group_name, CPU)
-    assert isinstance(transport, P2PTransport) and transport.interconnect.name == "gloo" and transport.interconnect.all_pairs
+    assert isinstance(transport, P2PTransport)
+    assert transport.interconnect.name == "gloo"
+    assert transport.interconnect.all_pairs
     assert connect.connect(group.group_name, CPU) is transport
     assert connect.connect(group.group_name, CPU, "p2p") is not transport
     os.environ[TRANSPORT_VARIABLE] = "pigeon"
@@ -93,12 +95,12 @@ def test_a_new_group_with_an_old_name_is_connected_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    "hosts, gpus, reason",
-    (
+    ("hosts", "gpus", "reason"),
+    [
         (("a", "b"), ("x", "y"), "2 hosts"),
         (("a", "a"), ("x", "x"), "same GPU"),
         (("a", "a"), ("x", "y"), "not every rank can see"),
-    ),
+    ],
 )
 def test_reasons_against_nvlink(hosts: tuple, gpus: tuple, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks must be on one host, each with its own GPU, and every rank must see all GPUs."""
@@ -108,7 +110,7 @@ def test_reasons_against_nvlink(hosts: tuple, gpus: tuple, reason: str, monkeypa
     assert reason in _why_not_nvlink(ranks, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("value", ("0", "1", "yes"))
+@pytest.mark.parametrize("value", ["0", "1", "yes"])
 def test_ranks_share_a_gpu_only_if_the_user_allows_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable must be 0 or 1."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -135,7 +137,7 @@ def check_shared_gpu() -> None:
     assert connect.connect(dist.group.WORLD.group_name, CPU, "p2p").interconnect.name == "gloo"
     assert messages == ["3 ranks share 2 GPUs: measured speeds are meaningless"] * (rank == 0)
     connect.backend_name = lambda *_: "nccl"
-    with pytest.raises(ValueError, match="ranks 0 and 2 use the same GPU, which NCCL rejects.*RINGATTN_SHARE_GPUS=1.*gloo"):
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 use the same GPU, which NCCL rejects.*RINGATTN_SHARE_GPUS=1.*gloo"):
         connect.connect(dist.group.WORLD.group_name, CPU)
 
 
@@ -204,7 +206,7 @@ def test_first_calls_that_differ_raise_an_error(operation: str, tmp_path: Path) 
 def check_destroyed_group() -> None:
     group, q = dist.new_group(), torch.ones(1, 8, 1, 4)
     dist.destroy_process_group(group)
-    with pytest.raises(ValueError, match="the process group '.*' has been destroyed"):
+    with pytest.raises(ValueError, match=r"the process group '.*' has been destroyed"):
         ring_attention(q, q, q, layout=Layout.zigzag(8, 1), mask=Mask.causal(), group=group)
 
 
@@ -234,7 +236,8 @@ def test_a_host_has_a_name_and_a_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         names.append(connect._identity(CPU, "auto").host)
-    assert names[0] != names[1] and names[0].startswith("a")
+    assert names[0] != names[1]
+    assert names[0].startswith("a")
     monkeypatch.setenv(HOST_VARIABLE, "first")
     assert connect._identity(CPU, "auto").host == "first"
 
@@ -298,7 +301,7 @@ def go_on_without_a_dead_rank(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "function, ranks", ((correct_the_first_call, 2), (create_the_group_again, 2), (go_on_without_a_dead_rank, 3))
+    ("function", "ranks"), [(correct_the_first_call, 2), (create_the_group_again, 2), (go_on_without_a_dead_rank, 3)]
 )
 def test_every_handshake_has_keys_of_its_own(function: Callable, ranks: int, tmp_path: Path) -> None:
     """A handshake never reads what an earlier handshake has left in the store."""

@@ -41,7 +41,7 @@ FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-2
 FP8_TOLERANCE = 0.15
 HEADS, KEY_HEADS = 4, 2  # the numbers of heads of every launch
 DELAYS = 0, 0, 20_000, 200_000, 2_000_000  # the clock cycles for which a rank is delayed
-on_both_transports = pytest.mark.parametrize("transport", ("nvlink", "p2p"))
+on_both_transports = pytest.mark.parametrize("transport", ["nvlink", "p2p"])
 
 
 def this_gpu() -> torch.device:
@@ -94,7 +94,7 @@ def test_rings(gpu_ranks: RankPool) -> None:
 SOME = {"mask_names": ("causal", "window+documents"), "kinds": ("zigzag", "striped")}
 
 
-@pytest.mark.parametrize("options", ({"transport": "p2p"}, {"route": "relay"}), ids=str)
+@pytest.mark.parametrize("options", [{"transport": "p2p"}, {"route": "relay"}], ids=str)
 def test_rings_of_messages(options: dict[str, str], gpu_ranks: RankPool) -> None:
     """Messages go directly to the ranks that need them, or neighbours relay them."""
     gpu_ranks.run(check_all_rings, torch.float32, SOME | options)
@@ -118,7 +118,7 @@ def check_fp8_rings(dtype: torch.dtype, transport: str) -> None:
 
 
 @on_both_transports
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fp8_rings(dtype: torch.dtype, transport: str, gpu_ranks: RankPool) -> None:
     """In fp32, the portable kernels compute with the rounded inputs. In bf16, a Hopper GPU has a kernel for FP8 inputs."""
     gpu_ranks.run(check_fp8_rings, dtype, transport)
@@ -186,7 +186,7 @@ def check_rings_with_delays(schedule: str, transport: str) -> None:
 
 
 @on_both_transports
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_rings_with_delays(schedule: str, transport: str, gpu_ranks: RankPool) -> None:
     """No rank overwrites memory that another rank or one of its own kernels still reads."""
     gpu_ranks.run(check_rings_with_delays, schedule, transport)
@@ -233,14 +233,14 @@ def check_graph(options: dict[str, str]) -> None:
             assert torch.equal(y, z), f"{name} of a pass after replay {i} differs from the same pass before"
 
 
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_rings_in_a_cuda_graph(schedule: str, gpu_ranks: RankPool) -> None:
     """Replays return the same bits as passes outside of a graph."""
     gpu_ranks.run(check_graph, {"schedule": schedule, "transport": "nvlink"})
 
 
-@pytest.mark.parametrize("route", ("direct", "relay"))
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("route", ["direct", "relay"])
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_rings_over_nccl_in_a_cuda_graph(schedule: str, route: str, gpu_ranks: RankPool) -> None:
     """NCCL sends the messages from inside the graph."""
     if gpu_backend(gpu_ranks.ranks) != "nccl":
@@ -321,7 +321,7 @@ def check_ulysses_with_delays(size: int) -> None:
     passes_with_delays([lambda i=i: with_inputs(i) for i in range(12)], [alone[i % 3] for i in range(12)])
 
 
-@pytest.mark.parametrize("mesh", ("all ranks", "pairs"))
+@pytest.mark.parametrize("mesh", ["all ranks", "pairs"])
 def test_ulysses_with_delays(mesh: str, gpu_ranks: RankPool) -> None:
     """No rank overwrites a region of a receive buffer that another rank still reads."""
     gpu_ranks.run(check_ulysses_with_delays, 2 if mesh == "pairs" else gpu_ranks.ranks)

@@ -46,8 +46,8 @@ def test_passes_one_after_the_other(
         assert_close(got, case.to(torch.float64).unsharded(mask), 1e-5)
 
 
-@pytest.mark.parametrize("schedule", ("state", "kv"))
-@pytest.mark.parametrize("ranks", (2, 4, pytest.param(6, marks=pytest.mark.slow)), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("schedule", ["state", "kv"])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(6, marks=pytest.mark.slow)], ids=lambda n: f"P{n}")
 def test_passes_in_graphs(ranks: int, schedule: str, run_on_host: RunOnHost, capture: Capture) -> None:
     """Passes that a CUDA graph would replay, with other passes between the replays."""
     calls = [
@@ -84,7 +84,7 @@ def test_a_graph_of_a_pass_that_never_ran_raises_an_error(run_on_host: RunOnHost
         run_on_host(2, on_rank)
 
 
-@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_results_are_copied_after_they_are_computed(schedule: str, run_on_host: RunOnHost) -> None:
     """The stream that sends partial results waits for the kernels before every message.
 
@@ -97,7 +97,8 @@ def test_results_are_copied_after_they_are_computed(schedule: str, run_on_host: 
         return connect.connect(group.group_name, torch.device("cpu")).streams["result"].log
 
     for log in run_on_host(6, on_rank):
-        assert "copy" in log and every_message_waits_for_an_event(log)
+        assert "copy" in log
+        assert every_message_waits_for_an_event(log)
 
 
 def test_dtypes_one_after_the_other(run_on_host: RunOnHost) -> None:
@@ -123,7 +124,8 @@ def test_small_results_get_a_slot_each() -> None:
     need = ((range(4),) * 4,) * 4
     x = torch.empty(1, 4, 8, 8, device="meta")
     slots = Slots(direct(need, True), {"block": (x,), "result": (x,)})
-    assert slots.keeps_results and slots.counts == {"block": 3, "result": 3}
+    assert slots.keeps_results
+    assert slots.counts == {"block": 3, "result": 3}
     offsets = sorted(offset for message, offset in slots.offsets.items() if message.dst == 0)
     assert len(set(offsets)) == len(offsets) == 6
 

@@ -72,7 +72,8 @@ def test_heads_are_copied_after_they_are_computed(run_on_host: RunOnHost, monkey
         return connect.connect(group.group_name, torch.device("cpu")).streams["block"].log
 
     for log in run_on_host(3, on_rank):
-        assert "copy" in log and every_message_waits_for_an_event(log)
+        assert "copy" in log
+        assert every_message_waits_for_an_event(log)
 
 
 def test_strided_copies_by_hand() -> None:

@@ -86,14 +86,14 @@ def test_unshard_requires_the_group_of_the_layout(tmp_path: Path) -> None:
     run_ranks(check_groups_of_unshard, 4, tmp_path / "ranks")
 
 
-@pytest.mark.parametrize("ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))], ids=lambda n: f"P{n}")
 def test_gloo(ranks: int, tmp_path: Path) -> None:
     """Every pair of mask, layout and schedule."""
     run_ranks(check_gloo, ranks, tmp_path / "ranks", True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", (2, 3, 4), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"P{n}")
 def test_gloo_with_every_combination(ranks: int, tmp_path: Path) -> None:
     """Every combination of mask, layout and schedule."""
     run_ranks(check_gloo, ranks, tmp_path / "ranks", False)
@@ -102,7 +102,7 @@ def test_gloo_with_every_combination(ranks: int, tmp_path: Path) -> None:
 def check_nvlink_on_cpus() -> None:
     """Every rank raises the error, with the reason and the transports that are available."""
     case, layout = Case.random(seq_len=8), Layout.zigzag(8, dist.get_world_size())
-    with pytest.raises(ValueError, match="transport='nvlink' is unavailable: the tensors are on cpu.*'p2p' or 'auto'"):
+    with pytest.raises(ValueError, match=r"transport='nvlink' is unavailable: the tensors are on cpu.*'p2p' or 'auto'"):
         case.on_rank(layout, Mask.causal(), dist.get_rank(), dist.group.WORLD, transport="nvlink")
 
 
@@ -209,7 +209,7 @@ def check_calls_per_hop(coalesces: bool) -> None:
         assert group.calls == hops * ([("start",), *hop, ("end",), ("wait",)] if coalesces else hop)
 
 
-@pytest.mark.parametrize("coalesces", (False, True))
+@pytest.mark.parametrize("coalesces", [False, True])
 def test_a_hop_is_one_send_and_one_receive(coalesces: bool, tmp_path: Path) -> None:
     """Blocks of two to four tensors and results of one to three tensors are single messages."""
     run_ranks(check_calls_per_hop, 2, tmp_path / "ranks", coalesces)

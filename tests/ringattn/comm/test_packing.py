@@ -19,16 +19,16 @@ def packing_of(block: tuple[torch.Tensor, ...], rows: int) -> Packing:
     return Packing.of(tuple((x.shape[0], x.shape[2:], x.dtype) for x in block), rows)
 
 
-@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     "dtypes",
-    (
+    [
         (torch.bfloat16, torch.bfloat16),  # k, v
         (torch.float16, torch.bfloat16, torch.float32, torch.float32),  # like q, dout, lse, delta
         (torch.float32, torch.uint8, torch.float64),
         (torch.uint8, torch.uint8, torch.uint8),  # FP8 blocks
         (torch.bfloat16,),
-    ),
+    ],
     ids=str,
 )
 def test_a_message_holds_all_tensors_of_a_block(dtypes: tuple[torch.dtype, ...], batch: int) -> None:
@@ -37,10 +37,14 @@ def test_a_message_holds_all_tensors_of_a_block(dtypes: tuple[torch.dtype, ...],
     packing = packing_of(block, 3)
     (message, views), (copy, received) = (packing.new_message(torch.device("cpu")) for _ in range(2))
     torch._foreach_copy_(views, block)
-    assert message.is_contiguous() and message.nbytes == (packing.size if len(block) > 1 else block[0].nbytes)
+    assert message.is_contiguous()
+    assert message.nbytes == (packing.size if len(block) > 1 else block[0].nbytes)
     copy.copy_(message)
     for x, y in zip(block, received, strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) and y.is_contiguous()
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert torch.equal(x, y)
+        assert y.is_contiguous()
         assert (y.data_ptr() - copy.data_ptr()) % ALIGNMENT == 0
 
 
@@ -52,7 +56,8 @@ def test_a_received_block_is_sent_on_without_a_copy() -> None:
     for x, y in zip(received, block, strict=True):
         x.copy_(y).add_(1)
     again = packing.packed(received)
-    assert again.data_ptr() == message.data_ptr() and again.nbytes == message.nbytes
+    assert again.data_ptr() == message.data_ptr()
+    assert again.nbytes == message.nbytes
     assert packing.packed(block) is None
 
 

@@ -57,7 +57,7 @@ def fail_at_every_kernel(rank: int, ranks: int, group: object, operation: str, i
 
 
 # Decoding sends plain messages, for which the host of a fake GPU waits, so its ranks cannot fail at different kernels.
-@pytest.mark.parametrize("operation, shift", [(x, 0) for x in OPERATIONS] + [(x, 1) for x in OPERATIONS if x != "decoding"])
+@pytest.mark.parametrize(("operation", "shift"), [(x, 0) for x in OPERATIONS] + [(x, 1) for x in OPERATIONS if x != "decoding"])
 def test_calls_over_nvlink_are_exact_after_an_exception(
     operation: str, shift: int, run_on_host: RunOnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,8 +81,8 @@ def test_an_exception_over_nvlink_on_one_rank_ends_all_ranks(run_on_host: RunOnH
             with pytest.raises(ProcessEnded, match=message):
                 run(problem, group, injector)
         else:
+            injector.arm(1)
             with pytest.raises(Injected):
-                injector.arm(1)
                 problem.forward(group, "auto")
             with pytest.raises(RingFault, match=message):
                 run(problem, group, injector)
@@ -102,7 +102,8 @@ def test_an_exception_in_a_capture_resets_nothing(run_on_host: RunOnHost, captur
         transport.watchdog.on_gpu = capture.active = True
         with pytest.raises(Injected), in_call(transport):
             raise Injected
-        assert transport.recovery.left is None and not transport.recovery.depth
+        assert transport.recovery.left is None
+        assert not transport.recovery.depth
         capture.active = False
         with pytest.raises(Injected), in_call(transport):
             raise Injected
@@ -163,11 +164,12 @@ def check_fault(operation: str, in_backward: bool) -> None:
             assert re.match(
                 rf"ringattn: rank 1 left call \d of the group because of {name}: injected, but rank 0 did not", faults[0]
             )
-            assert len(faults) >= 2 - rank and len(set(faults)) == 1
+            assert len(faults) >= 2 - rank
+            assert len(set(faults)) == 1
 
 
 @pytest.mark.parametrize(
-    "operation, in_backward",
+    ("operation", "in_backward"),
     [
         (operation, in_backward)
         for operation in OPERATIONS
@@ -210,11 +212,11 @@ def leave_call(rank: recovery.Recovery, calls: int = 1, error: BaseException | N
 
 
 @pytest.mark.parametrize(
-    "calls, num_exchanges, message",
-    (
+    ("calls", "num_exchanges", "message"),
+    [
         (1, 1, "rank 0 left call 1 .* but rank 1 left it at another place, so NCCL waits"),
         (2, 0, "rank 0 left call 1 .* but rank 1 left call 2 of the group because of Injected: injected"),
-    ),
+    ],
 )
 def test_ranks_that_leave_at_different_places_raise_an_error(calls: int, num_exchanges: int, message: str) -> None:
     """NCCL must have sent the same messages on all ranks, and no rank may have made more calls than another one."""
@@ -233,7 +235,7 @@ def test_a_rank_that_never_leaves_its_call_is_named(monkeypatch: pytest.MonkeyPa
     rank = stub_recovery(dist.HashStore(), 0)
     leave_call(rank)
     for _ in range(2):
-        with pytest.raises(RingFault, match="rank 0 left call 1 .*: injected, but rank 1 did not within 0 s"):
+        with pytest.raises(RingFault, match=r"rank 0 left call 1 .*: injected, but rank 1 did not within 0 s"):
             rank.prepare()
 
 
@@ -250,7 +252,8 @@ def test_a_rank_may_come_to_the_call_later() -> None:
         assert second.fault is None
         second.exit(None)
     second.look()
-    assert "rank 0 left call 2" in second.fault and "rank 1 did not" in second.fault
+    assert "rank 0 left call 2" in second.fault
+    assert "rank 1 did not" in second.fault
     for rank in (second, first):
         with pytest.raises(RingFault, match=second.fault):
             rank.prepare()

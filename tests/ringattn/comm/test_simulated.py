@@ -40,7 +40,7 @@ def test_a_sent_tensor_may_be_modified_at_once() -> None:
     assert simulate(2, run) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("in_turns", (True, False))
+@pytest.mark.parametrize("in_turns", [True, False])
 def test_results_are_returned_by_rank(in_turns: bool) -> None:
     """The result of rank r is at index r, whichever rank ends first."""
     assert simulate(3, lambda rank, group: (rank, group.rank, group.size), in_turns=in_turns) == [(i, i, 3) for i in range(3)]
@@ -48,11 +48,11 @@ def test_results_are_returned_by_rank(in_turns: bool) -> None:
 
 def test_a_rank_that_returns_too_early_raises_an_error() -> None:
     """The other ranks do not wait forever for its messages, and the message names it."""
-    with pytest.raises(RuntimeError, match="rank 1 of the simulated ring .* that rank . waits for"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of the simulated ring .* that rank . waits for"):
         simulate(3, lambda rank, group: None if rank == 1 else attend(rank, group))
 
 
-@pytest.mark.parametrize("kind", (RuntimeError, SystemExit), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit], ids=lambda kind: kind.__name__)
 def test_the_exception_of_a_rank_is_raised(kind: type[BaseException]) -> None:
     """The caller gets the exception of the rank that failed first."""
 
@@ -72,5 +72,5 @@ def test_a_simulated_ring_has_only_one_transport() -> None:
         q = torch.ones(1, 4, 1, 8)
         ring_attention(q, q, q, layout=Layout.contiguous(8, 2), mask=Mask.full(), group=group, transport="p2p")
 
-    with pytest.raises(ValueError, match="transport='p2p': .*'auto'"):
+    with pytest.raises(ValueError, match=r"transport='p2p': .*'auto'"):
         simulate(2, run)

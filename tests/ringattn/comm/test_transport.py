@@ -37,7 +37,8 @@ def test_take_rows_returns_views() -> None:
     """Rows are dimension 1. A block with that many rows is returned as it is."""
     x = torch.arange(12.0).view(2, 6)
     (rows,) = take_rows((x,), range(2, 4))
-    assert rows.tolist() == [[2.0, 3.0], [8.0, 9.0]] and rows.data_ptr() == x[:, 2:].data_ptr()
+    assert rows.tolist() == [[2.0, 3.0], [8.0, 9.0]]
+    assert rows.data_ptr() == x[:, 2:].data_ptr()
     assert take_rows((x,), range(10, 16))[0] is x
 
 
@@ -69,7 +70,7 @@ def test_a_completed_hop_is_reported_to_the_watchdog() -> None:
     assert transport.watchdog.log == ["hop 3"]
 
 
-@pytest.mark.parametrize("build", (direct, relay))
+@pytest.mark.parametrize("build", [direct, relay])
 def test_a_pass_moves_the_scheduled_rows(build) -> None:
     """Every rank receives the rows that its schedule names, for every kind of message."""
     ranks = 3
@@ -92,7 +93,7 @@ def test_a_pass_moves_the_scheduled_rows(build) -> None:
     simulate(ranks, run)
 
 
-@pytest.mark.parametrize("build", (direct, relay))
+@pytest.mark.parametrize("build", [direct, relay])
 def test_a_block_is_one_message_and_is_packed_once(build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every hop sends one message per block, and a pass copies this rank's own block once, however often it is sent."""
     ranks, packed, sent = 4, [], []
@@ -112,7 +113,8 @@ def test_a_block_is_one_message_and_is_packed_once(build, monkeypatch: pytest.Mo
     simulate(ranks, run)
     assert len(packed) == ranks
     messages = [len(x) for exchanged in sent for x in exchanged]
-    assert sum(messages) == 2 * sum(len(step.messages) for step in schedule.steps) and max(messages) == 1
+    assert sum(messages) == 2 * sum(len(step.messages) for step in schedule.steps)
+    assert max(messages) == 1
 
 
 def test_passes_use_the_same_memory_in_turn() -> None:
@@ -132,9 +134,13 @@ def test_passes_use_the_same_memory_in_turn() -> None:
         return addresses
 
     for first, again, other in simulate(ranks, lambda rank, group: [run(rank, group, width) for width in (2, 2, 99)]):
-        assert len(first) == ranks - 1 and first[0] != first[1] and first[:2] == first[2:]
+        assert len(first) == ranks - 1
+        assert first[0] != first[1]
+        assert first[:2] == first[2:]
         # Both passes use three messages: one for the rank's own block, and two for received blocks.
-        assert len(set(again)) == 2 and len({*first, *again}) <= 3 and not set(other) & {*first, *again}
+        assert len(set(again)) == 2
+        assert len({*first, *again}) <= 3
+        assert not set(other) & {*first, *again}
 
 
 def test_the_memory_of_messages_can_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +164,7 @@ def test_the_memory_of_messages_can_be_freed(monkeypatch: pytest.MonkeyPatch) ->
     simulate(2, run)
 
 
-@pytest.mark.parametrize("ranks, keeps", ((MAX_KEPT_RESULTS + 1, True), (MAX_KEPT_RESULTS + 2, False)))
+@pytest.mark.parametrize(("ranks", "keeps"), [(MAX_KEPT_RESULTS + 1, True), (MAX_KEPT_RESULTS + 2, False)])
 def test_few_results_are_kept_until_the_end(ranks: int, keeps: bool) -> None:
     """A rank of a direct pass receives one result from every other rank."""
     schedule = direct(((range(4),) * ranks,) * ranks, True)

@@ -57,7 +57,8 @@ def run_on_two_hosts(ranks: int, gpus: bool, *sizes: str) -> str:
         for host in hosts:
             host.terminate()  # the launcher then ends its ranks
     output = "\n".join(outputs)
-    assert [host.returncode for host in hosts] == [0, 0] and MESSAGE in output, output
+    assert [host.returncode for host in hosts] == [0, 0], output
+    assert MESSAGE in output, output
     return output
 
 
@@ -70,17 +71,19 @@ def check_rank(arguments: list[str]) -> int:
     # A Ulysses group contains the ranks of one host, and a ring connects the hosts.
     mesh = build_mesh(device.type, ranks, ulysses=local_ranks)
     ring, inside = (connect(axis.get_group().group_name, device) for axis in (mesh.ring, mesh.ulysses))
-    assert ring.size == 2 and ring.interconnect.name == ("nccl" if on_gpus else "gloo"), ring.interconnect
+    assert ring.size == 2, ring.interconnect
+    assert ring.interconnect.name == ("nccl" if on_gpus else "gloo"), ring.interconnect
     assert not ring.interconnect.all_pairs, "neighbours relay blocks between hosts"
     if local_ranks == 1:
         assert isinstance(inside, SingleRankTransport)
     else:
-        assert inside.interconnect.name == ("nvlink" if on_gpus else "gloo") and inside.interconnect.all_pairs
+        assert inside.interconnect.name == ("nvlink" if on_gpus else "gloo")
+        assert inside.interconnect.all_pairs
     disconnect_ranks()
     return check_ring.main(arguments)
 
 
-@pytest.mark.parametrize("ranks", (2, pytest.param(4, marks=pytest.mark.slow)), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"P{n}")
 def test_two_launchers(ranks: int) -> None:
     """Rings between two hosts without GPUs. With four ranks, a Ulysses group of two is inside each host."""
     output = run_on_two_hosts(ranks, False, "--seq-len", "67", "--head-dim", "8")
@@ -88,7 +91,7 @@ def test_two_launchers(ranks: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"P{n}")
 def test_two_launchers_with_gpus(ranks: int) -> None:
     """The same with one GPU per rank. NCCL connects the hosts, and NVLink connects the GPUs of a host."""
     if torch.cuda.device_count() < ranks:

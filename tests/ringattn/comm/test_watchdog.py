@@ -112,7 +112,7 @@ QUICK_FAULTS = ("ring", "hangs"), ("all-to-all", "dies before the call")
 
 
 @pytest.mark.parametrize(
-    "operation, fault",
+    ("operation", "fault"),
     [
         pytest.param(operation, fault, marks=() if (operation, fault) in QUICK_FAULTS else pytest.mark.slow)
         for operation in OPERATIONS
@@ -141,7 +141,7 @@ FAULTS_ON_GPUS = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks, fault, operation, transport", FAULTS_ON_GPUS)
+@pytest.mark.parametrize(("ranks", "fault", "operation", "transport"), FAULTS_ON_GPUS)
 def test_all_ranks_on_gpus_end_with_the_same_message(
     ranks: int, fault: str, operation: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +154,7 @@ def call_on_rank_0_only() -> None:
     """Rank 0 makes the first call of a ring of three, and the other ranks make none."""
     if dist.get_rank() == 0:
         layout, q = Layout.zigzag(24, RANKS), torch.ones(1, 8, 1, 16)
-        with pytest.raises(RingFault, match="rank 1, 2 made no call within 1 s .* rank 0"):
+        with pytest.raises(RingFault, match=r"rank 1, 2 made no call within 1 s .* rank 0"):
             ring_attention(q, q, q, layout=layout, mask=Mask.causal(), group=dist.group.WORLD)
     dist.barrier()
 
@@ -207,11 +207,12 @@ def test_a_hop_may_be_cancelled_while_the_thread_reads_it(monkeypatch: pytest.Mo
     assert is_read.wait(10)
     cancellation.join(10)
     heartbeat, dog._send_heartbeat = threading.Event(), lambda: heartbeat.set()
-    assert heartbeat.wait(10) and not dog.in_flight
+    assert heartbeat.wait(10)
+    assert not dog.in_flight
     dog.stop()
 
 
-@pytest.mark.parametrize("value", ("soon", "0", "-1", "inf"))
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "inf"])
 def test_an_invalid_timeout_raises_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the variable and the value."""
     monkeypatch.setenv(TIMEOUT, value)
@@ -238,7 +239,8 @@ def test_a_hop_that_waits_for_earlier_hops_is_not_overdue(monkeypatch: pytest.Mo
     for hop in hops:
         hop.since -= 100
     dog.finished(hops[0])
-    assert dog._overdue_hop() is None and dog._overdue_hop() is None
+    assert dog._overdue_hop() is None
+    assert dog._overdue_hop() is None
     dog._progress = (hops[0].number, time.monotonic() - 60)
     assert dog._overdue_hop() is hops[1]
 
@@ -270,7 +272,8 @@ def test_a_pass_that_raises_an_exception_is_not_watched_any_more(monkeypatch: py
 
     monkeypatch.setattr("ringattn.kernels.dispatch.forward", fail)
     simulate(2, call)
-    assert dog.issued == 1 and not dog.in_flight
+    assert dog.issued == 1
+    assert not dog.in_flight
 
 
 def test_calls_are_counted_from_0_after_a_reset() -> None:

@@ -41,15 +41,18 @@ def test_results_have_their_own_size() -> None:
 
 def test_interconnects() -> None:
     """Only NCCL occupies SMs, ranks of several hosts relay, and a slower network has fewer bytes per second."""
-    assert interconnect("nccl").uses_sms and not interconnect("nvlink").uses_sms and not interconnect("gloo").uses_sms
-    assert interconnect("nccl").all_pairs and not interconnect("nccl", one_host=False).all_pairs
+    assert interconnect("nccl").uses_sms
+    assert not interconnect("nvlink").uses_sms
+    assert not interconnect("gloo").uses_sms
+    assert interconnect("nccl").all_pairs
+    assert not interconnect("nccl", one_host=False).all_pairs
     assert interconnect("nccl", one_host=False).bytes_per_second < interconnect("nccl").bytes_per_second
     assert interconnect("nvlink", flops=3.0).flops == 3.0
-    with pytest.raises(ValueError, match="unknown interconnect 'carrier'.*nvlink, nccl, gloo"):
+    with pytest.raises(ValueError, match=r"unknown interconnect 'carrier'.*nvlink, nccl, gloo"):
         interconnect("carrier")
 
 
-@pytest.mark.parametrize("capability, flops", ((8, 1.8e14), (9, 5.8e14), (10, 1.2e15), (7, 6e13), (12, 6e13)))
+@pytest.mark.parametrize(("capability", "flops"), [(8, 1.8e14), (9, 5.8e14), (10, 1.2e15), (7, 6e13), (12, 6e13)])
 def test_speed_of_attention_on_gpus(capability: int, flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table holds one speed per compute capability, and a low one for GPUs that it does not know."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))

@@ -1,5 +1,6 @@
 """Tests of plans with fixed schedules, whose masks and layouts can be replaced while a CUDA graph uses them."""
 
+import itertools
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def request_tables(plan: Plan) -> list:
     return found
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 4))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_slots_contain_the_plan_that_is_written(ranks: int) -> None:
     """Plans of other documents and layouts are written to the memory of a plan of one document."""
     rank, mask = ranks - 1, Mask.causal(documents=[SEQ_LEN])
@@ -40,13 +41,14 @@ def test_slots_contain_the_plan_that_is_written(ranks: int) -> None:
     for seed in range(8):
         generator = random.Random(seed)
         cuts = [0, *sorted(generator.sample(range(1, SEQ_LEN), 1 + seed * seed)), SEQ_LEN]
-        mask = Mask.causal(documents=[end - start for start, end in zip(cuts, cuts[1:], strict=False)])
+        mask = Mask.causal(documents=[end - start for start, end in itertools.pairwise(cuts)])
         layout = balanced_layout(mask, SEQ_LEN, ranks)
         layouts.add(layout.kind)
         slots.write(slots.pack(Plan(mask, layout, rank, CPU, is_fixed=True)))
         expected = request_tables(Plan(mask, layout, rank, CPU, is_fixed=True))
         for side, found in zip(expected, request_tables(slots.plan), strict=True):
-            assert torch.equal(side.lo, found.lo) and torch.equal(side.hi, found.hi)
+            assert torch.equal(side.lo, found.lo)
+            assert torch.equal(side.hi, found.hi)
             for key, table in side._tables.items():
                 assert torch.equal(table, found._tables[key][: table.shape[0], : table.shape[1]])
                 assert table.sum() == found._tables[key].sum()

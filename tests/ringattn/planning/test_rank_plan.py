@@ -56,8 +56,8 @@ def test_local_intervals_equal_the_mask(kind: str, ranks: int, documents: list[i
 
 
 @pytest.mark.parametrize(
-    "heads, key_heads, forward, backward",
-    ((16, 16, "kv", "state"), (32, 8, "kv", "kv"), (16, 4, "kv", "kv"), (2, 2, "kv", "state")),
+    ("heads", "key_heads", "forward", "backward"),
+    [(16, 16, "kv", "state"), (32, 8, "kv", "kv"), (16, 4, "kv", "kv"), (2, 2, "kv", "state")],
     ids=("multi-head", "grouped-32-8", "grouped-16-4", "two-heads"),
 )
 def test_auto_chooses_the_fewest_bytes_on_slow_links(heads: int, key_heads: int, forward: str, backward: str) -> None:
@@ -77,7 +77,7 @@ def test_auto_chooses_the_fewest_bytes_on_slow_links(heads: int, key_heads: int,
     assert plan.choose_schedule("state", backward_work(q, k, k), slow) == "state"
 
 
-@pytest.mark.parametrize(("difference", "expected"), ((0.97, "kv"), (1.0, "kv"), (1.029, "kv"), (1.031, "state")))
+@pytest.mark.parametrize(("difference", "expected"), [(0.97, "kv"), (1.0, "kv"), (1.029, "kv"), (1.031, "state")])
 def test_auto_chooses_the_kv_ring_unless_the_state_ring_is_clearly_faster(
     difference: float, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,11 +102,13 @@ def test_the_choice_is_described_in_one_line() -> None:
     plan, work = get_plan(Mask.causal(), Layout.zigzag(16, 4), 0, CPU), forward_work(q, q, q)
     line = plan.describe_choice("state", work, interconnect("gloo")._replace(all_pairs=False))
     assert line.startswith("forward: state ring of 4 ranks over gloo; (q) and the results (m, l, o) are relayed by neighbours")
-    assert "as requested" in line and "kv " in line and "\n" not in line
+    assert "as requested" in line
+    assert "kv " in line
+    assert "\n" not in line
     assert "(k, v) go directly" in plan.describe_choice("kv", work, interconnect("gloo"))
 
 
-@pytest.mark.parametrize("rows", (4096, 16384))
+@pytest.mark.parametrize("rows", [4096, 16384])
 def test_auto_chooses_the_kv_ring_on_fast_links(rows: int) -> None:
     """The links hide all messages, and the state ring also merges states."""
     q = torch.empty(1, rows, 16, 128, dtype=torch.bfloat16, device="meta")
@@ -115,7 +117,7 @@ def test_auto_chooses_the_kv_ring_on_fast_links(rows: int) -> None:
         assert plan.choose_schedule("auto", work, interconnect("nvlink")) == "kv"
 
 
-@pytest.mark.parametrize("circulating", ("queries", "keys"))
+@pytest.mark.parametrize("circulating", ["queries", "keys"])
 def test_the_own_block_is_split_by_work(circulating: str) -> None:
     """The first x N queries of a causal block have x^2 of its pairs, and the first x N keys have 1 - (1 - x)^2."""
     (row,) = split_points(Mask.causal(), Layout.zigzag(8192, 1), circulating)
@@ -138,7 +140,8 @@ def test_rows_of_fp8_blocks_start_at_multiples_of_128() -> None:
     assert own == [range(0, 128), range(128, 300)]
     # Local steps with keys behind the last key have intervals for these keys, which no query attends to.
     pair = plan._block_pair("kv", LocalStep(0, 0, range(256, 384)))
-    assert pair.intervals.num_keys == 128 and pair.intervals.hi.max() == 44
+    assert pair.intervals.num_keys == 128
+    assert pair.intervals.hi.max() == 44
     # The cost model counts the messages of the same schedule.
     q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16)
     _, count = plan.total_cost("kv", forward_work(q, q, q, "fp8"), interconnect("nvlink"))
@@ -251,7 +254,8 @@ def test_prepare_computes_everything_in_advance(monkeypatch: pytest.MonkeyPatch)
     found = request(plans[1])
     monkeypatch.undo()
     expected = request(planning.Plan(plans[1].mask, plans[1].layout, 1, CPU))
-    assert len(found) == len(expected) > 4 and all(map(torch.equal, found, expected))
+    assert len(found) == len(expected) > 4
+    assert all(map(torch.equal, found, expected))
 
 
 def test_work_depends_on_the_value_dim() -> None:

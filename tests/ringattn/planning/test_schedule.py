@@ -84,7 +84,7 @@ def test_zigzag_sends_half_of_the_keys_of_rank_0() -> None:
     )
 
 
-@pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
+@pytest.mark.parametrize("all_pairs", [False, True], ids=("relay", "direct"))
 def test_a_window_needs_only_the_neighbour(all_pairs: bool) -> None:
     """Queries of rank r need the keys of ranks r and r - 1, so they are sent back by one hop, and their results return."""
     need = needs(Mask.causal(window=3), Layout.contiguous(12, 3))
@@ -97,7 +97,7 @@ def test_a_window_needs_only_the_neighbour(all_pairs: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
+@pytest.mark.parametrize("all_pairs", [False, True], ids=("relay", "direct"))
 def test_one_rank_sends_nothing(all_pairs: bool) -> None:
     """A ring of one rank computes its own block in one step."""
     for results in (True, False):
@@ -158,15 +158,15 @@ def test_a_rank_sends_at_most_one_direct_message_of_a_kind(need: Need, results: 
             assert all(m.owner == (m.src if kind == "block" else m.dst) for m in messages)
 
 
-@pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
-@pytest.mark.parametrize("results", (True, False), ids=("results", "no-results"))
+@pytest.mark.parametrize("all_pairs", [False, True], ids=("relay", "direct"))
+@pytest.mark.parametrize("results", [True, False], ids=("results", "no-results"))
 def test_no_rank_sends_more_than_the_formula(results: bool, all_pairs: bool) -> None:
     """Every rank sends P - 1 times the bytes of a block and, with results, P - 1 times the bytes of a result."""
     schedule = build_schedule(everyone(5, range(10)), results, all_pairs)
     assert bytes_sent(schedule, block_row=3, result_row=7) == [4 * 10 * (3 + 7 * results)] * 5
 
 
-@pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
+@pytest.mark.parametrize("all_pairs", [False, True], ids=("relay", "direct"))
 def test_a_causal_mask_halves_the_hops_of_a_contiguous_layout(all_pairs: bool) -> None:
     """Only the ranks after rank r need its keys, which makes P (P - 1) / 2 hops in total."""
     schedule = build_schedule(needs(Mask.causal(), Layout.contiguous(16, 4), "keys"), False, all_pairs)

@@ -88,7 +88,8 @@ def test_all_to_all_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    "heads, key_heads, ulysses, copies", ((8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (4, 1, 4, 4), (12, 3, 2, 2), (12, 3, 4, 4))
+    ("heads", "key_heads", "ulysses", "copies"),
+    [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (4, 1, 4, 4), (12, 3, 2, 2), (12, 3, 4, 4)],
 )
 def test_every_query_head_finds_its_key_head(heads: int, key_heads: int, ulysses: int, copies: int) -> None:
     """On every rank, local query head h must use local key head h // (query heads per key head of the rank)."""

@@ -64,7 +64,7 @@ def test_traffic_of_the_merges() -> None:
     assert [backward.query_bytes(*case) for case in cases] == 4 * [4 * dq]
 
 
-@pytest.mark.parametrize("limit, chunks", ((1.0, 1), (1.9, 1), (2.0, 2), (3.9, 3), (5.9, 3), (6.0, 6), (99.0, 6)))
+@pytest.mark.parametrize(("limit", "chunks"), [(1.0, 1), (1.9, 1), (2.0, 2), (3.9, 3), (5.9, 3), (6.0, 6), (99.0, 6)])
 def test_head_chunks_divide_the_key_heads(limit: float, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of chunks is the largest divisor of the key heads that the FLOPs of the call allow."""
     q = torch.empty(1, 1, 12, 4, device="meta")

@@ -28,7 +28,7 @@ def test_failed_calls_are_returned_and_unsupported_masks_are_skipped(capsys):
     assert "compiled 2 calls" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", (None, "0"))
+@pytest.mark.parametrize("name", [None, "0"])
 def test_the_cache_on_disk_is_enabled_unless_the_user_decides(name, monkeypatch):
     variable = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
     monkeypatch.delenv(variable, raising=False) if name is None else monkeypatch.setenv(variable, name)

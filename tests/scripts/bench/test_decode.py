@@ -51,10 +51,14 @@ def run(output: Path, *arguments: str) -> tuple[int, list[dict], str]:
 
 def test_every_case_that_fits_is_measured(tmp_path: Path) -> None:
     status, rows, report = run(tmp_path)
-    assert status == 0 and [(row["batch"], row["keys"]) for row in rows] == [(1, 64), (2, 96)]
+    assert status == 0
+    assert [(row["batch"], row["keys"]) for row in rows] == [(1, 64), (2, 96)]
     ours = rows[1]["implementations"]["ringattn"]
-    assert ours["error"] < 1e-2 and ours["gb_per_s"] == pytest.approx(CASES[1].bytes / 2e-6 * 1e-9)
-    assert "| B2 4/4 0k D16 Nq3 |" in report and "| graph / kernels of ringattn |" in report and "| 1.25 |" in report
+    assert ours["error"] < 1e-2
+    assert ours["gb_per_s"] == pytest.approx(CASES[1].bytes / 2e-6 * 1e-9)
+    assert "| B2 4/4 0k D16 Nq3 |" in report
+    assert "| graph / kernels of ringattn |" in report
+    assert "| 1.25 |" in report
     names = report.split("graph, us: ")[1].split(" |")[0]
     assert names == "ringattn / flash / cudnn / fa3 / fa4 / flashinfer"
 
@@ -69,8 +73,10 @@ def test_a_library_that_is_not_installed_has_no_entry(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(bench_decode, "implementations", two)
     _, _, report = run(tmp_path, "--only", "B1")
-    assert "| 2.0 / - / - / - / 2.0 / - |" in report and "| 10.0 / - / - / - / 10.0 / - |" in report
-    assert not bench_decode._is_installed("no_such_package.module") and bench_decode._is_installed("torch.nn")
+    assert "| 2.0 / - / - / - / 2.0 / - |" in report
+    assert "| 10.0 / - / - / - / 10.0 / - |" in report
+    assert not bench_decode._is_installed("no_such_package.module")
+    assert bench_decode._is_installed("torch.nn")
 
 
 def test_missing_libraries_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -87,7 +93,8 @@ class PagedDecode:
         assert layout == "NHD"
 
     def plan(self, ends, pages, last, heads, key_heads, head_dim, page_size, q_data_type, kv_data_type) -> None:
-        assert q_data_type == kv_data_type == torch.bfloat16 and all(length == page_size for length in last)
+        assert q_data_type == kv_data_type == torch.bfloat16
+        assert all(length == page_size for length in last)
         self.tables = [pages[first:end] for first, end in itertools.pairwise(ends.tolist())]
 
     def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -101,7 +108,8 @@ def test_flashinfer_reads_the_cache_in_pages(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(bench_decode, "_is_installed", lambda module: module == "flashinfer")
     _, rows, _ = run(tmp_path)
     found = rows[0]["implementations"]["flashinfer"]
-    assert found["error"] < 1e-2 and found["graph_us"] == 2.0
+    assert found["error"] < 1e-2
+    assert found["graph_us"] == 2.0
     assert "flashinfer" not in rows[1]["implementations"]  # its kernel has one query per sequence
 
 
@@ -111,7 +119,8 @@ def test_flashinfer_is_left_out_if_its_kernel_cannot_be_prepared(
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
     monkeypatch.setattr(bench_decode, "_is_installed", lambda module: module == "flashinfer")
     status, rows, _ = run(tmp_path, "--only", "B1")
-    assert status == 0 and "flashinfer" not in rows[0]["implementations"]
+    assert status == 0
+    assert "flashinfer" not in rows[0]["implementations"]
     assert "flashinfer is left out: ImportError" in capsys.readouterr().out
 
 
@@ -119,7 +128,9 @@ def test_a_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     decode = bench_decode.decode_attention
     monkeypatch.setattr(bench_decode, "decode_attention", lambda q, *a, **b: decode(q, *a, **b) * 1.1)
     status, rows, _ = run(tmp_path, "--only", "B1")
-    assert status == 1 and len(rows) == 1 and rows[0]["implementations"]["ringattn"]["error"] > 0.05
+    assert status == 1
+    assert len(rows) == 1
+    assert rows[0]["implementations"]["ringattn"]["error"] > 0.05
 
 
 def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
@@ -133,10 +144,8 @@ def test_generation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_decode.generation, "measure", lambda *_: speeds)
     assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 0
     report = (tmp_path / "README.md").read_text()
-    assert (
-        "| ringattn | 100.0 | 10.00 | 2000 | today |" in report
-        and "| transformers | ImportError: no transformers | - | - | today |" in report
-    )
+    assert "| ringattn | 100.0 | 10.00 | 2000 | today |" in report
+    assert "| transformers | ImportError: no transformers | - | - | today |" in report
     speeds["ringattn"] = "RuntimeError: out of memory"
     assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 1
 

@@ -72,7 +72,8 @@ def run(output: Path, *arguments: str) -> tuple[int, list[dict], str]:
 def test_all_suites_are_reported(tmp_path):
     status, rows, report = run(tmp_path, "--lengths", "128", "384")
     assert status == 0
-    assert all(f"| {dims} | full | 256 | 16 |" in report for dims in ("192/128", "96")) and "| window 1,024 |" in report
+    assert all(f"| {dims} | full | 256 | 16 |" in report for dims in ("192/128", "96"))
+    assert "| window 1,024 |" in report
     for name in ("speed", "blocks", "memory"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
         assert f"({name}.png)" in report
@@ -82,7 +83,7 @@ def test_all_suites_are_reported(tmp_path):
     assert "wrong" not in report.split("## Errors")[0]
 
 
-@pytest.mark.parametrize("suite, names", {
+@pytest.mark.parametrize(("suite", "names"), {
     "head-dims": [
         "causal D256 8", "full D256 8", "causal D192/128 16", "full D192/128 16", "causal, 32/8 heads D192/128 32",
         "full, 32/8 heads D192/128 32", "causal D96 16", "full D96 16", "causal, 32/8 heads D96 32", "full, 32/8 heads D96 32",
@@ -135,10 +136,12 @@ def test_the_deterministic_implementation_runs_on_request(tmp_path, monkeypatch)
 
     monkeypatch.setitem(peers.IMPLEMENTATIONS, peers.DETERMINISTIC, recording)
     _, rows, _ = run(tmp_path, "--suite", "heads")
-    assert {row["implementation"] for row in rows} == {peers.OURS} and not used
+    assert {row["implementation"] for row in rows} == {peers.OURS}
+    assert not used
     _, rows, _ = run(tmp_path, "--suite", "heads", "--peers", peers.DETERMINISTIC)
     assert {row["implementation"] for row in rows} == {peers.DETERMINISTIC}
-    assert used.count(True) > 1 and not torch.are_deterministic_algorithms_enabled()
+    assert used.count(True) > 1
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_fp8_is_measured_on_request(tmp_path, monkeypatch):
@@ -148,11 +151,14 @@ def test_fp8_is_measured_on_request(tmp_path, monkeypatch):
         monkeypatch.setitem(peers.IMPLEMENTATIONS, name, {peers.FP8: peers.fp8, peers.FP8_ROUNDED: peers.fp8_rounded}[name])
     names = [peers.OURS, peers.FP8, peers.FP8_ROUNDED]
     status, rows, report = run(tmp_path, "--suite", "fp8", "--peers", *names)
-    assert status == 0 and "## FP8" in report
-    assert [row["implementation"] for row in rows] == names * 2 and {row["case"]["kind"] for row in rows} == {"causal", "full"}
+    assert status == 0
+    assert "## FP8" in report
+    assert [row["implementation"] for row in rows] == names * 2
+    assert {row["case"]["kind"] for row in rows} == {"causal", "full"}
     for row in rows:
         rounds = row["implementation"] != peers.OURS
-        assert (row["forward"]["errors"]["out"] > 0.02) == rounds and row["forward"]["status"] == "ok"
+        assert (row["forward"]["errors"]["out"] > 0.02) == rounds
+        assert row["forward"]["status"] == "ok"
         assert row["backward"]["status"] == ("unsupported" if row["implementation"] == peers.FP8_ROUNDED else "ok")
     _, rows, _ = run(tmp_path, "--suite", "heads", "--rounds", "1")
     assert {row["implementation"] for row in rows} == {peers.OURS}
@@ -160,10 +166,12 @@ def test_fp8_is_measured_on_request(tmp_path, monkeypatch):
 
 def test_case_without_the_one_it_is_compared_with_has_no_ratio(tmp_path):
     status, rows, report = run(tmp_path, "--rounds", "1", "--only", "^documents|blocks 50|8/2")
-    assert status == 0 and "## Speed" not in report
+    assert status == 0
+    assert "## Speed" not in report
     assert {(row["case"]["kind"], row["case"]["kept"]) for row in rows} == {("documents", 1), ("blocks", 0.5), ("causal", 1)}
     lines = [text for text in report.split("## Errors")[0].splitlines() if text.startswith("| 16")]
-    assert lines and not any("(" in text for text in lines)
+    assert lines
+    assert not any("(" in text for text in lines)
 
 
 def test_pattern_without_a_case_is_rejected_before_anything_is_written(tmp_path):
@@ -186,7 +194,9 @@ def test_wrong_result_has_no_speed_and_a_failure_does_not_stop_the_run(tmp_path,
     assert found["gradient", "forward"]["status"] == found[peers.OURS, "backward"]["status"] == "ok"
     assert "no kernel for this GPU" in found["broken", "backward"]["error"]
     text = next(text for text in report.splitlines() if "| causal |" in text)
-    assert "| wrong |" in text and "/ wrong" in text and "| failed |" in text
+    assert "| wrong |" in text
+    assert "/ wrong" in text
+    assert "| failed |" in text
 
 
 def test_unsupported_mask_is_left_out_of_the_table(tmp_path, monkeypatch):
@@ -230,21 +240,24 @@ def test_figure_is_the_median_over_rounds_in_alternating_order(tmp_path, monkeyp
     # Round 1: ours forward, ours backward, fragile forward, fragile backward.
     # Round 2 in reverse: fragile backward, fragile forward (which raises), ours backward, ours forward.
     # Round 3: ours forward, ours backward, fragile backward.
-    milliseconds = [9.0, 1.0, 20.0, 5.0] + [6.0, 0.0, 8.0, 2.0] + [3.0, 3.0, 4.0]
+    milliseconds = [9.0, 1.0, 20.0, 5.0, 6.0, 0.0, 8.0, 2.0, 3.0, 3.0, 4.0]
     monkeypatch.setattr(bench_kernels, "median_ms", median_ms)
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "fragile", fragile)
     monkeypatch.setattr(bench_kernels, "suite_cases", lambda *_: [Case("causal", 128, 2, 16)])
     status, (ours, other), report = run(tmp_path, "--suite", "speed", "--rounds", "3")
-    assert status == 0 and len(timed) == 11
-    assert [ours[x]["ms"] for x in DIRECTIONS] == [3.0, 3.0] and other["backward"]["ms"] == 5.0
+    assert status == 0
+    assert len(timed) == 11
+    assert [ours[x]["ms"] for x in DIRECTIONS] == [3.0, 3.0]
+    assert other["backward"]["ms"] == 5.0
     assert [ours[x]["samples"] for x in DIRECTIONS] == [[9.0, 2.0, 3.0], [1.0, 8.0, 3.0]]
     assert other["backward"]["samples"] == [5.0, 6.0, 4.0]
     assert ours["forward"]["tflops"] == Case("causal", 128, 2, 16).flops("forward") / 3.0 * 1e-9
     assert other["forward"] == {"status": "failed", "error": "RuntimeError: out of memory"}
-    assert "| failed / 0 |" in report and "medians of all rounds (3)" in report
+    assert "| failed / 0 |" in report
+    assert "medians of all rounds (3)" in report
 
 
-@pytest.mark.parametrize("arguments", ("--lengths 100", "--lengths 0", "--rounds 0", "--suite nothing"))
+@pytest.mark.parametrize("arguments", ["--lengths 100", "--lengths 0", "--rounds 0", "--suite nothing"])
 def test_impossible_arguments_are_rejected(arguments, capsys):
     with pytest.raises(SystemExit):
         bench_kernels.parse(arguments.split())

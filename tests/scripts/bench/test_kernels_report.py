@@ -67,7 +67,8 @@ def test_cases_that_were_not_measured_are_left_out(tmp_path):
     del rows[CASES[1]]
     kernels_report.save_rows(tmp_path, HEADER, {"speed": CASES}, rows)
     _, suites, loaded = kernels_report.load_rows(tmp_path / "rows.json")
-    assert suites == {"speed": CASES[:1]} and list(loaded) == CASES[:1]
+    assert suites == {"speed": CASES[:1]}
+    assert list(loaded) == CASES[:1]
     assert json.loads((tmp_path / "rows.json").read_text())["date"] == "2026-11-24"
 
 

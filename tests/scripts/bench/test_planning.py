@@ -17,5 +17,8 @@ def test_rows_and_earlier_times(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows, lines = json.loads(output.read_text()), capsys.readouterr().out.strip().splitlines()
     assert [(x["documents"], x["ranks"]) for x in rows] == [(1, 1), (1, 2), (3, 1), (3, 2)]
     assert all(0 < x["total"] < 1e4 and set(planning.PARTS) <= set(x) for x in rows)
-    assert len(lines) == 2 + 2 + 4 and "torch" in lines[0]
-    assert lines[-1].startswith("| 2,048 | 3 | 2 |") and lines[-1].endswith("| 1,234.5 |") and lines[-2].endswith("| - |")
+    assert len(lines) == 2 + 2 + 4
+    assert "torch" in lines[0]
+    assert lines[-1].startswith("| 2,048 | 3 | 2 |")
+    assert lines[-1].endswith("| 1,234.5 |")
+    assert lines[-2].endswith("| - |")

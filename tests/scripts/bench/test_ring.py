@@ -13,8 +13,8 @@ SMALL = Case("causal", 16, heads=2, head_dim=128, key_heads=1)
 
 
 @pytest.mark.parametrize(
-    "schedule, forward, both",
-    (
+    ("schedule", "forward", "both"),
+    [
         # A row of k and v has 512 bytes, and a row of dk and dv has 1,024.
         ("kv", max(4 * 512, 8 * 512), max(4 * 512 + 4 * 512 + 8 * 1024, 8 * 512 + 8 * 512 + 4 * 1024)),
         # A row of q has 512 bytes, of (m, l, o) 1,040, of (q, dout, lse, delta) 1,040, and of dq 1,024.
@@ -23,7 +23,7 @@ SMALL = Case("causal", 16, heads=2, head_dim=128, key_heads=1)
             max(4 * 512 + 8 * 1040, 8 * 512 + 4 * 1040),
             max(4 * 512 + 8 * 1040 + 4 * 1040 + 8 * 1024, 8 * 512 + 4 * 1040 + 8 * 1040 + 4 * 1024),
         ),
-    ),
+    ],
 )
 def test_messages_of_two_ranks(schedule: str, forward: int, both: int) -> None:
     """Rank 0 has the positions 0-3 and 12-15, and rank 1 has those between.
@@ -45,7 +45,8 @@ def test_automatic_schedule_is_the_one_that_would_run() -> None:
     direct, relayed = (count_messages(case, "auto", 4, connection) for connection in (NVLINK, network))
     assert direct == count_messages(case, "kv", 4, NVLINK)
     assert (direct["forward"]["hops"], direct["both"]["hops"]) == (3, 3 + 5)
-    assert relayed["both"]["schedule"] == "kv / kv" and relayed["forward"]["hops"] == 3
+    assert relayed["both"]["schedule"] == "kv / kv"
+    assert relayed["forward"]["hops"] == 3
 
 
 def test_exposed_time_is_relative_to_the_same_without_communication() -> None:
@@ -63,7 +64,8 @@ def test_exposed_time_is_relative_to_the_same_without_communication() -> None:
     exposed = {variant: [part.get("exposed_us") for part in found[variant].values()] for variant in interconnects}
     assert exposed == {"nvlink-kv": [500.0, -250.0], "nvlink-auto-graph": [None, None], "p2p-kv": [None]}
     assert found["nvlink-auto-graph"]["both"]["hops"] > 0  # there is no local-graph to compare with
-    assert found["local"] == row(1.0, 4.0) and found["p2p-kv"] == {"errors": {"out": 1.0}}
+    assert found["local"] == row(1.0, 4.0)
+    assert found["p2p-kv"] == {"errors": {"out": 1.0}}
 
 
 def test_number_of_rounds_must_be_positive() -> None:

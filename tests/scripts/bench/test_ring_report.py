@@ -89,7 +89,9 @@ def test_report_can_be_rewritten_from_its_json(tmp_path: Path) -> None:
     ring_report.write(tmp_path / "new", {**HEADER, "receive_buffer_bytes": 5}, rows())
     names = ("README.md", "ring.json")
     first = [(tmp_path / "new" / name).read_text() for name in names]
-    assert "## Communication" in first[0] and "(lengths.png)" in first[0] and f"    {HEADER['command']}\n" in first[0]
+    assert "## Communication" in first[0]
+    assert "(lengths.png)" in first[0]
+    assert f"    {HEADER['command']}\n" in first[0]
     for name in ("README.md", "lengths.png"):
         (tmp_path / "new" / name).unlink()
     ring_report.main([str(tmp_path / "new")])
@@ -103,7 +105,9 @@ def test_sections_without_measurements_are_left_out(tmp_path: Path) -> None:
     found = {**case("causal", 2**14), "local": timed(1.0, 4.0), "nvlink-auto": row}
     ring_report.write(tmp_path, HEADER, {"causal-16k": found})
     text = (tmp_path / "README.md").read_text()
-    assert "Communication" not in text and "lengths" not in text and not (tmp_path / "lengths.png").exists()
+    assert "Communication" not in text
+    assert "lengths" not in text
+    assert not (tmp_path / "lengths.png").exists()
 
 
 def save(path: Path, names: list[str], **header) -> str:
@@ -118,18 +122,21 @@ def test_runs_are_joined(tmp_path: Path) -> None:
     ring_report.main([str(tmp_path / "both"), "--join", short, long])
     header, joined = ring_report.read(tmp_path / "both" / "ring.json")
     assert joined == rows()
-    assert header["date"] == "2026-11-22, 2026-11-23" and header["machine"] == "2 x GPU"
-    assert header["command"] == "first\nsecond" and header["receive_buffer_bytes"] == 3
+    assert header["date"] == "2026-11-22, 2026-11-23"
+    assert header["machine"] == "2 x GPU"
+    assert header["command"] == "first\nsecond"
+    assert header["receive_buffer_bytes"] == 3
     text = (tmp_path / "both" / "README.md").read_text()
-    assert "\n    first\n    second\n" in text and "(lengths.png)" in text
+    assert "\n    first\n    second\n" in text
+    assert "(lengths.png)" in text
 
 
 @pytest.mark.parametrize(
-    "other, machine, message",
-    (
+    ("other", "machine", "message"),
+    [
         ("causal-1m", "4 x GPU", "must be of one machine, but are of 2 x GPU; 4 x GPU"),
         ("causal-16k", "2 x GPU", "b.json: causal-16k is also in an earlier run"),
-    ),
+    ],
 )
 def test_runs_that_cannot_be_compared_are_not_joined(
     tmp_path: Path, capsys: pytest.CaptureFixture, other: str, machine: str, message: str
@@ -137,4 +144,5 @@ def test_runs_that_cannot_be_compared_are_not_joined(
     runs = [save(tmp_path / "a.json", ["causal-16k"]), save(tmp_path / "b.json", [other], machine=machine)]
     with pytest.raises(SystemExit):
         ring_report.main([str(tmp_path / "both"), "--join", *runs])
-    assert message in capsys.readouterr().err and not (tmp_path / "both").exists()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "both").exists()

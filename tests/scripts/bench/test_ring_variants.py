@@ -14,8 +14,8 @@ from scripts.bench.cases import Case
 from scripts.bench.ring_variants import LocalTransport, choose_variants, is_ring, ring_layout, transport_of, ulysses_degree
 
 
-@pytest.mark.parametrize("schedule", ("kv", "state"))
-@pytest.mark.parametrize("kind, ranks", (("causal", 4), ("documents", 3)))
+@pytest.mark.parametrize("schedule", ["kv", "state"])
+@pytest.mark.parametrize(("kind", "ranks"), [("causal", 4), ("documents", 3)])
 def test_rank_without_communication_computes_with_as_many_rows(kind: str, ranks: int, schedule: str) -> None:
     """Every rank runs alone. The blocks that it computes with have as many rows as those that would arrive."""
     case = Case(kind, 1024, heads=2, head_dim=32, key_heads=2)
@@ -30,7 +30,7 @@ def test_rank_without_communication_computes_with_as_many_rows(kind: str, ranks:
         assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))
 
 
-@pytest.mark.parametrize("variant, degree", (("ulysses-4", 4), ("ulysses-2-local", 2), ("nvlink-auto", 1), ("local", 1)))
+@pytest.mark.parametrize(("variant", "degree"), [("ulysses-4", 4), ("ulysses-2-local", 2), ("nvlink-auto", 1), ("local", 1)])
 def test_variant_names_its_ulysses_degree(variant: str, degree: int) -> None:
     assert ulysses_degree(variant) == degree
 
@@ -49,7 +49,7 @@ def test_only_communication_of_this_project_is_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "variant, options", (("p2p-auto", None), ("p2p_priority-auto", (True, None)), ("p2p_priority_8-auto", (True, 8)))
+    ("variant", "options"), [("p2p-auto", None), ("p2p_priority-auto", (True, None)), ("p2p_priority_8-auto", (True, 8))]
 )
 def test_variants_with_other_options_of_nccl(variant: str, options: tuple | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant with options has a process group of its own, and it is timed only on request."""
@@ -59,6 +59,7 @@ def test_variants_with_other_options_of_nccl(variant: str, options: tuple | None
     monkeypatch.setattr(torch.distributed, "new_group", lambda pg_options: created.append(pg_options))
     ring_variants.ring_group.__wrapped__(variant)
     assert [(x.is_high_priority_stream, x.config.max_ctas) for x in created] == ([options] if options else [])
-    assert is_ring(variant) and transport_of(variant) == "p2p"
+    assert is_ring(variant)
+    assert transport_of(variant) == "p2p"
     assert (variant in choose_variants(None, 2)) == (options is None)
     assert choose_variants([variant], 2) == [variant]

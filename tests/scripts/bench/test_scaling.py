@@ -42,17 +42,19 @@ ROWS = [
 
 
 def test_the_table_contains_medians_relative_to_one_gpu():
-    rows = scaling.median_rows(ROWS + [{"job": "ulysses", "ranks": 2, "failed": "no memory"}])
+    rows = scaling.median_rows([*ROWS, {"job": "ulysses", "ranks": 2, "failed": "no memory"}])
     lines = scaling.results_table("2026-01-01", rows).splitlines()
     assert lines[2] == "| one GPU | 1 | 0.1000 | 100 | 1.00 | 40.0% | 2.0 | 2026-01-01 |"
     assert lines[3] == "| ring | 2 | 0.1000 | 170 | 1.70 | 40.0% | 2.0 | 2026-01-01 |"
-    assert "| ring-long | 2 | 0.1000 | 160 | - |" in lines[4] and "failed: no memory" in lines[5]
+    assert "| ring-long | 2 | 0.1000 | 160 | - |" in lines[4]
+    assert "failed: no memory" in lines[5]
 
 
 def test_the_report_contains_the_picture(tmp_path: Path):
     header = {"date": "2026-01-01", "machine": "2 GPUs", "command": "python -m scripts.bench.scaling"}
     scaling.write(tmp_path, header, ROWS)
-    assert (tmp_path / "scaling.png").stat().st_size > 1000 and "![speed](scaling.png)" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "scaling.png").stat().st_size > 1000
+    assert "![speed](scaling.png)" in (tmp_path / "README.md").read_text()
 
 
 def test_every_job_has_a_fixed_context():

@@ -43,13 +43,14 @@ def found(ranks: int = 2) -> dict:
     return {"case": "causal-64k", "variant": "nvlink-auto", "machine": f"{ranks} x GPU", "events": events}
 
 
-@pytest.mark.parametrize("backend", ("triton", "hopper"))
-@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_kernel_has_a_kind(backend: str, direction: str) -> None:
     """All kernels in a file have the direction of the file."""
     path = ROOT / "kernels" / backend / f"{direction}.py"
     names = re.findall(r"^def (_\w*kernel)\(", path.read_text(), re.MULTILINE)
-    assert names and {KERNELS[name] for name in names} == {direction}
+    assert names
+    assert {KERNELS[name] for name in names} == {direction}
 
 
 def test_events_are_classified_by_name_and_stream() -> None:
@@ -85,11 +86,13 @@ def test_plot_has_one_band_per_rank_and_one_lane_per_use_of_a_stream(tmp_path: P
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
     bars = {(x.get_facecolor().tobytes(), tuple(x.get_datalim(axes.transData).intervaly.round(2))) for x in axes.collections}
-    assert len(bars) == 3 * 5 and len({lane for _, lane in bars}) == 3 * 3
+    assert len(bars) == 3 * 5
+    assert len({lane for _, lane in bars}) == 3 * 3
     (legend,) = figure.legends
     present = ("forward", "backward", "other", "block", "result")
     assert [text.get_text() for text in legend.get_texts()] == [KINDS[kind][2] for kind in present]
-    assert "causal-64k" in axes.get_title() and "3 x GPU" in axes.get_title()
+    assert "causal-64k" in axes.get_title()
+    assert "3 x GPU" in axes.get_title()
     trace_ring.plt.close(figure)
 
 

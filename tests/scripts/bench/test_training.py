@@ -48,22 +48,24 @@ def test_job_with_an_error_does_not_stop_the_benchmark(tmp_path: Path, without_g
     arguments = ["--model", "tiny", "--ranks", "1", "--lengths", "128", "--steps", "2", "--variants", "stock", "ringattn"]
     assert bench_training.main([*arguments, "--output", str(tmp_path)]) == 0
     stock, ours = json.loads((tmp_path / "training.json").read_text())["rows"]
-    assert "tokens_per_s" not in stock and stock["failed"]
-    assert ours["tokens_per_s"] > 0 and ours["ranks"] == 1
+    assert "tokens_per_s" not in stock
+    assert stock["failed"]
+    assert ours["tokens_per_s"] > 0
+    assert ours["ranks"] == 1
     assert (tmp_path / "training.png").stat().st_size > 5_000
     assert "| 128 | stock | failed: " in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "good, failing, status",
-    (
+    ("good", "failing", "status"),
+    [
         ("ringattn stock", "", 0),
         ("ringattn", "stock", 0),
         ("stock", "ringattn", 1),
         ("stock", "stock-recompute", 0),
         ("", "stock", 1),
         ("", "ringattn stock", 1),
-    ),
+    ],
 )
 def test_exit_status(good: str, failing: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_gpus):
     """A stock job may fail, but not all jobs, and none of ours."""
@@ -79,7 +81,7 @@ def test_exit_status(good: str, failing: str, status: int, monkeypatch: pytest.M
 
 def test_more_ranks_than_gpus_are_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SystemExit, match="^error: 2 ranks require one GPU each, but this machine has 1: "):
+    with pytest.raises(SystemExit, match=r"^error: 2 ranks require one GPU each, but this machine has 1: "):
         bench_training.main(["--ranks", "2", "--model", "tiny", "--lengths", "128", "--output", str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
 
@@ -88,7 +90,8 @@ def test_jobs_differ_only_in_their_variant(tmp_path: Path):
     stock, recompute = (
         bench_training.job_command(variant, "tiny", 128, 2, 3, tmp_path) for variant in ("stock", "stock-recompute")
     )
-    assert recompute == [*stock, "--checkpointing"] and "--nproc_per_node=2" in stock
+    assert recompute == [*stock, "--checkpointing"]
+    assert "--nproc_per_node=2" in stock
     ours = bench_training.job_command("ringattn", "tiny", 128, 2, 3, tmp_path)
     assert {"model=tiny", "data.seq_len=128", "trainer.steps=3", f"hydra.run.dir={tmp_path}"} <= set(ours)
 

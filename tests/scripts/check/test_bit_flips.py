@@ -12,7 +12,8 @@ from scripts.check import bit_flips
 @pytest.mark.timeout(600)
 def test_flips_are_reported_or_have_no_effect(capfd: pytest.CaptureFixture) -> None:
     assert bit_flips.main(["--flips", "3"]) == 0
-    assert "meta.json: 1 reported" in (output := capfd.readouterr().out) and "3 flips, 0 failures" in output
+    assert "meta.json: 1 reported" in (output := capfd.readouterr().out)
+    assert "3 flips, 0 failures" in output
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def test_one_bit_of_one_file_is_flipped(kind, original):
     before = bit_flips.checksums(original)
     position = bit_flips.flip(original, kind, random.Random(0))
     changed = [name for name, checksum in bit_flips.checksums(original).items() if checksum != before[name]]
-    assert len(changed) == 1 and position.endswith(changed[0])
+    assert len(changed) == 1
+    assert position.endswith(changed[0])
     assert sum((original / changed[0]).read_bytes()).bit_count() == 1
 
 

@@ -16,7 +16,8 @@ def test_events_are_drawn_as_the_kinds_say() -> None:
     assert sum(event.kind in (SOME, DIFFERENT) for event in events) == 20
     for event in events:
         failing = sum(position >= 0 for position in event.positions)
-        assert (failing == 0) == (event.kind == NONE) and (0 < failing < 3) == (event.kind == SOME)
+        assert (failing == 0) == (event.kind == NONE)
+        assert (0 < failing < 3) == (event.kind == SOME)
         assert len(set(event.positions)) == 1 or event.kind in (SOME, DIFFERENT)
 
 
@@ -24,8 +25,8 @@ FAULT = "fault: ringattn: rank 1 left call 3 of the group because of Injected: i
 
 
 @pytest.mark.parametrize(
-    "kind, by_rank, endings, result",
-    (
+    ("kind", "by_rank", "endings", "result"),
+    [
         (NONE, [["exact"], ["exact"]], {}, "as expected"),
         (NONE, [["exact"], ["wrong: error 1"]], {}, "wrong"),
         (NONE, [["exact"], []], {}, "wrong"),
@@ -36,7 +37,7 @@ FAULT = "fault: ringattn: rank 1 left call 3 of the group because of Injected: i
         (SOME, [[], ["injected", FAULT]], {0: FAULT}, "all ranks raised"),
         (SOME, [["fault: rank 1 is gone"], ["injected", FAULT]], {}, "wrong error"),
         (NONE, [[FAULT], [FAULT]], {}, "wrong error"),
-    ),
+    ],
 )
 def test_a_call_is_judged_over_all_ranks(kind: str, by_rank: list[list[str]], endings: dict[int, str], result: str) -> None:
     """A wrong number, a missing outcome and an error that names no rank are faults."""
@@ -50,4 +51,6 @@ def test_random_exceptions() -> None:
     """40 calls on two ranks."""
     arguments = [sys.executable, "-m", "scripts.check.exceptions", "--calls", "40", "--faults", "4"]
     done = subprocess.run(arguments, cwd=command.ROOT, env=command.child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "40 of 40 calls, " in done.stdout and " 0 processes left" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
+    assert "40 of 40 calls, " in done.stdout, done.stdout
+    assert " 0 processes left" in done.stdout, done.stdout

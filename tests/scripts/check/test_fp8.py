@@ -22,7 +22,8 @@ def test_tables_are_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_
         assert found["bf16"] < 0.01 < 0.02 < found["FP8"] < check_fp8.LIMIT
         assert found["FP8"] == pytest.approx(found["rounded inputs"], abs=0.005)
         assert found["no rotation"] != found["rounded inputs"]
-    assert len(lines) == 10 and lines[5][1:3] == ["dq, bf16", "dq, FP8"]
+    assert len(lines) == 10
+    assert lines[5][1:3] == ["dq, bf16", "dq, FP8"]
 
 
 def test_an_error_above_the_limit_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,16 @@ from scripts.accuracy import NAMES, row_limits
 from scripts.check import kernels as check_kernels
 
 
-@pytest.mark.parametrize("name", ("portable", "hopper"))
+@pytest.mark.parametrize("name", ["portable", "hopper"])
 def test_kernels_of_both_backends_are_found(name):
     kernels = check_kernels.load_kernels(name)
-    assert callable(kernels.forward) and callable(kernels.backward)
+    assert callable(kernels.forward)
+    assert callable(kernels.backward)
 
 
 def test_errors_above_their_limit_are_marked():
     limits = row_limits(torch.bfloat16)
-    ours = {name: 0.0 for name in NAMES} | {"dq": 1.1 * limits["dq"], "dk": float("nan")}
+    ours = dict.fromkeys(NAMES, 0.0) | {"dq": 1.1 * limits["dq"], "dk": float("nan")}
     cells = check_kernels.format_errors(ours, {"out": 1e-3}, limits)
     assert [name for name, cell in zip(NAMES, cells, strict=True) if "too large" in cell] == ["dq", "dk"]
     assert cells[0] == "0.0e+00 (1.0e-03)"

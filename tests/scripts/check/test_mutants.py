@@ -68,7 +68,8 @@ def test_listed_mutants_fit_the_source() -> None:
     """The old text of each listed mutant occurs once in its file, and its tests exist."""
     for mutant in mutants.listed_mutants():
         assert (mutants.ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant
-        assert mutant.old != mutant.new and mutant.tests
+        assert mutant.old != mutant.new
+        assert mutant.tests
         for test in mutant.tests:
             assert (mutants.ROOT / test.partition("::")[0]).exists(), test
 

@@ -19,7 +19,8 @@ def test_two_ranks_match_float64(tmp_path):
     finished = launch(2, tmp_path, "--seq-len", "131", "--head-dim", "16", script="scripts.check.ring")
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
-    assert lines[-1] == "every error is within its limit" and "2 ranks on cpu, float32, S 131, D 16" in lines
+    assert lines[-1] == "every error is within its limit"
+    assert "2 ranks on cpu, float32, S 131, D 16" in lines
     rows = [text for text in lines if text.startswith("| p2p")]
     ways = ("p2p, state", "p2p, kv", "p2p, auto, all-to-all among 2")
     assert len(rows) == len(MASKS) * len(ways)
@@ -32,12 +33,13 @@ def test_two_ranks_match_float64_with_fp8(tmp_path):
     finished = launch(2, tmp_path, *arguments, script="scripts.check.ring")
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
-    assert lines[-1] == "every error is within its limit" and "2 ranks on cpu, float32, S 531, D 16, FP8 forward" in lines
+    assert lines[-1] == "every error is within its limit"
+    assert "2 ranks on cpu, float32, S 531, D 16, FP8 forward" in lines
     assert len([text for text in lines if text.startswith("| p2p")]) == len(MASKS) * 3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ("ieee", "fp8"))
+@pytest.mark.parametrize("precision", ["ieee", "fp8"])
 def test_four_ranks_on_gpus_match_float64(precision, tmp_path):
     """The ranks share GPUs if there are fewer than four."""
     finished = launch(4, tmp_path, "--seq-len", "515", "--precision", precision, script="scripts.check.ring")

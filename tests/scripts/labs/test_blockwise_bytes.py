@@ -40,7 +40,7 @@ def test_counted_bytes_agree_with_the_model(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", (3, 1 / 3), ids=("too-many", "too-few"))
+@pytest.mark.parametrize("factor", [3, 1 / 3], ids=("too-many", "too-few"))
 def test_error_of_the_model_by_a_factor_of_three_is_detected(factor: float) -> None:
     for mask, most in MASKS.values():
         wrong = {direction: factor * number for direction, number in predicted(mask).items()}

@@ -45,7 +45,7 @@ def test_both_backends_are_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failure_of_ncu_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.CompletedProcess([], 1, "==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM\n", "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **options: done)
-    with pytest.raises(RuntimeError, match="triton kernels: ==ERROR== ERR_NVGPUCTRPERM$"):
+    with pytest.raises(RuntimeError, match=r"triton kernels: ==ERROR== ERR_NVGPUCTRPERM$"):
         counted_bytes.count_on_gpu(256, SIZES)
 
 

@@ -47,7 +47,8 @@ def test_steps_of_all_lengths_have_the_same_tokens() -> None:
         gpt2.training_step(loss, optimizer, TEXT[0], length)
     assert [tokens.shape for tokens, _ in batches] == [(4, 8), (1, 32)]
     for tokens, labels in batches:
-        assert torch.equal(tokens.flatten(), TEXT[0, :-1]) and torch.equal(labels.flatten(), TEXT[0, 1:])
+        assert torch.equal(tokens.flatten(), TEXT[0, :-1])
+        assert torch.equal(labels.flatten(), TEXT[0, 1:])
     assert torch.equal(TEXT[0, -1], TEXT[1, 0])
     first = sorted(Path(os.__file__).parent.glob("*.py"))[0]
     assert bytes(TEXT[0].tolist()) == first.read_bytes()[:33]
@@ -68,13 +69,16 @@ def test_models_attend_to_earlier_tokens_only(variant: str) -> None:
         labels = torch.full((1, 16), -100)
         labels[0, 5] = 7
         losses.append(loss(tokens, labels).item())
-    assert losses[1] != pytest.approx(losses[0], rel=1e-4) and losses[2] == losses[0]
+    assert losses[1] != pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == losses[0]
 
 
 def test_a_row_contains_the_loss_after_training() -> None:
     """Before the training, all tokens have about the same probability."""
     row, longer = (gpt2.measure_variant("ringattn", TINY, 32, TEXT[[0] * n], CPU, compiled=False) for n in (2, 20))
-    assert row.tokens_per_s > 0 and row.host_ms > 0 and row.bytes > 0
+    assert row.tokens_per_s > 0
+    assert row.host_ms > 0
+    assert row.bytes > 0
     assert longer.loss < row.loss < math.log(256)
 
 
@@ -101,7 +105,8 @@ def test_all_variants_train(tmp_path: Path, capsys: pytest.CaptureFixture, monke
     assert [row[:3] for row in rows] == expected
     losses = {(length, variant): float(loss) for length, _, variant, *_, loss in rows}
     for length in ("8", "16"):
-        assert losses[length, "eager"] == pytest.approx(losses[length, "sdpa"], abs=0.002) and losses[length, "ringattn"] < 5.6
+        assert losses[length, "eager"] == pytest.approx(losses[length, "sdpa"], abs=0.002)
+        assert losses[length, "ringattn"] < 5.6
     assert path.stat().st_size < 100_000
 
 

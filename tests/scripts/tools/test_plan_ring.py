@@ -71,10 +71,10 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("name", ("kv", "state"))
+@pytest.mark.parametrize("name", ["kv", "state"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mask, window", MASKS)
-@pytest.mark.parametrize("ranks", (2, 3, 8))
+@pytest.mark.parametrize(("mask", "window"), MASKS)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_bytes_are_those_of_the_schedule(ranks: int, mask: str, window: int | None, kind: str, name: str) -> None:
     """The bytes of the busiest rank, with relaying and without; under a full mask they are also computed by hand."""
     if kind == "contiguous" and mask == "causal" and window:
@@ -93,10 +93,10 @@ def test_bytes_are_those_of_the_schedule(ranks: int, mask: str, window: int | No
                 assert max(sent) == (ranks - 1) * (1024 // ranks) * (block + result)
 
 
-@pytest.mark.parametrize("name", ("kv", "state"))
+@pytest.mark.parametrize("name", ["kv", "state"])
 @pytest.mark.parametrize(
-    "kind, mask, window",
-    (("zigzag", "causal", None), ("striped", "causal", None), ("contiguous", "full", None), ("striped", "causal", 100)),
+    ("kind", "mask", "window"),
+    [("zigzag", "causal", None), ("striped", "causal", None), ("contiguous", "full", None), ("striped", "causal", 100)],
 )
 def test_groups_of_ranks_cost_about_as_much_as_the_ranks(
     kind: str, mask: str, window: int | None, name: str, monkeypatch: pytest.MonkeyPatch
@@ -139,9 +139,11 @@ def test_slow_host_delays_the_ring() -> None:
     layer = Layer(4096, 1, 1, 128, 4, mask="full", schedule="kv")
     fast, slow = (predict(layer, replace(SLOW, forward_launch=launch))[0] for launch in (0.6e-3, 2e-3))
     assert fast == predict(layer, SLOW)[0]
-    assert slow.seconds == pytest.approx(8e-3) and slow.compute == fast.compute
+    assert slow.seconds == pytest.approx(8e-3)
+    assert slow.compute == fast.compute
     overhead = predict(layer, replace(SLOW, forward_overhead=1e-4))[0]
-    assert overhead.compute == pytest.approx(fast.compute + 4e-4) and overhead.exposed == pytest.approx(fast.exposed)
+    assert overhead.compute == pytest.approx(fast.compute + 4e-4)
+    assert overhead.exposed == pytest.approx(fast.exposed)
     # Three states of m, l and o are merged: 130 numbers of 4 bytes per row.
     merging = predict(layer, replace(SLOW, forward_merge=1e9))[0]
     assert merging.compute == pytest.approx(fast.compute + 3 * 1024 * 520e-9)
@@ -153,8 +155,10 @@ def test_all_to_all_by_hand() -> None:
     layer = Layer(4096, 4, 4, 128, 2, ulysses=2)
     cost = all_to_all(layer, SLOW, attention=1.0)
     x = torch.empty(1, 1, 4, 128, dtype=torch.bfloat16, device="meta")
-    assert layer.overlap_chunks == 1 and 2 * cost.bytes == 2048 * bytes_per_row(x, x, x, ulysses=2, ring=1)
-    assert cost.compute == 0 and cost.seconds == cost.exposed == pytest.approx(ALL_TO_ALL_FACTOR * cost.bytes / 1e9 + 2e-4)
+    assert layer.overlap_chunks == 1
+    assert 2 * cost.bytes == 2048 * bytes_per_row(x, x, x, ulysses=2, ring=1)
+    assert cost.compute == 0
+    assert cost.seconds == cost.exposed == pytest.approx(ALL_TO_ALL_FACTOR * cost.bytes / 1e9 + 2e-4)
     across = all_to_all(replace(layer, ranks=16, ulysses=4, heads=16), replace(SLOW, node=2), attention=1.0)
     to_each = 256 * (2 * 16 + 2 * 4) * 128 * 2 / 4
     assert across.seconds == pytest.approx(2 * (to_each / 1e8 + 2 * SLOW.network_latency))
@@ -165,7 +169,8 @@ def test_attention_hides_all_chunks_but_one() -> None:
     layer = Layer(65536, 16, 16, 128, 4, ulysses=4)
     assert layer.overlap_chunks == 4
     hidden, exposed = (all_to_all(layer, Cluster(nvlink_latency=0), attention) for attention in (1.0, 0.0))
-    assert exposed.seconds == pytest.approx(4 * hidden.seconds) and exposed.bytes == hidden.bytes
+    assert exposed.seconds == pytest.approx(4 * hidden.seconds)
+    assert exposed.bytes == hidden.bytes
     assert hidden.seconds == pytest.approx(ALL_TO_ALL_FACTOR * hidden.bytes / 4 / Cluster().nvlink)
     local = predict(replace(layer, ranks=1, ulysses=1, heads=4, kv_heads=4), Cluster())[0]
     assert predict(layer, Cluster())[0].compute == pytest.approx(local.compute + 3 * Cluster().forward_overhead, rel=1e-4)
@@ -243,11 +248,12 @@ def test_invalid_arguments_are_rejected(arguments: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as exited:
         plan_ring.main(arguments.split())
     printed = capsys.readouterr()
-    assert exited.value.code == 2 and not printed.out
+    assert exited.value.code == 2
+    assert not printed.out
     assert INVALID[arguments] in printed.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("text", ("{", "3", '{"ranks": 4}', "[4]", '[{"ranks": 4}]'))
+@pytest.mark.parametrize("text", ["{", "3", '{"ranks": 4}', "[4]", '[{"ranks": 4}]'])
 def test_file_without_measured_rows_is_rejected(text: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(text)
     with pytest.raises(SystemExit):

@@ -40,10 +40,12 @@ def test_a_run_resumes_from_a_checkpoint_of_every_format(version, settings, tmp_
     saved = unpack(version, run)
     assert run_command_line(*settings, f"hydra.run.dir={run}", "trainer.steps=3") == 0
     output = capfd.readouterr().out
-    assert f"resumed     {saved}" in output and ("checksums " in output) == (version == 1)
+    assert f"resumed     {saved}" in output
+    assert ("checksums " in output) == (version == 1)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # The weights and the position in the corpus determine this loss.
-    assert [record["step"] for record in records] == [3] and abs(records[0]["loss"] - LOSSES[version]) < 1e-5
+    assert [record["step"] for record in records] == [3]
+    assert abs(records[0]["loss"] - LOSSES[version]) < 1e-5
     # A checkpoint of the current format is saved, and it has kept the earlier settings.
     meta = storage.read_meta(storage.latest(run / "checkpoints"))
     assert (meta["format"], meta["step"], meta["config"]["data"]["eval_fraction"]) == (storage.FORMAT, 3, 0.01 * (version > 1))
@@ -87,5 +89,5 @@ def test_the_checksum_of_the_current_format_is_required(entries, tmp_path):
     saved = unpack(2, tmp_path)
     meta = json.loads((saved / "meta.json").read_text())
     (saved / "meta.json").write_text(json.dumps(meta | entries))
-    with pytest.raises(storage.CheckpointError, match="meta.json: .*checksum is wrong"):
+    with pytest.raises(storage.CheckpointError, match=r"meta\.json: .*checksum is wrong"):
         storage.read_meta(saved)

@@ -137,7 +137,7 @@ def test_a_head_of_the_index_must_exist(tmp_path):
     folder = write_folder(tmp_path / "hf")
     (file,) = (file for file in folder.glob("*.safetensors") if HEAD in load_file(file))
     save_file({name: x for name, x in load_file(file).items() if name != HEAD}, file)
-    with pytest.raises(ConfigError, match="has no lm_head.weight in its"):
+    with pytest.raises(ConfigError, match=r"has no lm_head\.weight in its"):
         huggingface.read_settings(folder)
 
 
@@ -273,7 +273,8 @@ def test_another_architecture_is_rejected_with_the_page_that_may_help(model_type
         huggingface.read_settings(tmp_path)
     message = str(error.value)
     assert f"supported model: model_type is {model_type}, but only llama or mistral or qwen2 or qwen3 is supported;" in message
-    assert message.endswith("docs/how-to/your-own-loop.md lists the exact models") and "Error" not in message
+    assert message.endswith("docs/how-to/your-own-loop.md lists the exact models")
+    assert "Error" not in message
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -322,7 +323,7 @@ def test_missing_settings_have_the_defaults_of_transformers(changes, name, value
 
 def test_nested_lists_are_an_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": ' + "[" * 3000 + "]" * 3000 + "}")
-    with pytest.raises(ConfigError, match="config.json cannot be read: maximum recursion depth exceeded"):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: maximum recursion depth exceeded"):
         huggingface.read_settings(tmp_path)
 
 
@@ -362,7 +363,8 @@ def test_rows_can_be_added_for_new_tokens(tmp_path):
     gpt = GPT(model, 260)
     torch.nn.init.ones_(gpt.embedding)
     huggingface.load(folder, gpt)
-    assert torch.equal(gpt.embedding[:259], read_tensors(folder)[EMBEDDING]) and gpt.embedding[259:].eq(1).all()
+    assert torch.equal(gpt.embedding[:259], read_tensors(folder)[EMBEDDING])
+    assert gpt.embedding[259:].eq(1).all()
 
 
 def test_the_scaling_may_differ_and_is_described(tmp_path):
@@ -435,7 +437,7 @@ def test_quantized_weights_are_an_error(tmp_path):
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         save_file({name: x.to(torch.float8_e4m3fn) if "proj" in name else x for name, x in tensors.items()}, file)
-    with pytest.raises(ConfigError, match="q_proj.weight is F8_E4M3, so the model is quantized"):
+    with pytest.raises(ConfigError, match=r"q_proj\.weight is F8_E4M3, so the model is quantized"):
         huggingface.load(folder, GPT(settings_of(folder), 257))
 
 
@@ -454,7 +456,7 @@ def test_files_outside_of_the_folder_are_not_read(name, tmp_path):
     save_file(read_tensors(folder), tmp_path / "other.safetensors")
     index = {"weight_map": dict.fromkeys(read_tensors(folder), name.format(absolute=tmp_path))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="cannot be read: model.safetensors.index.json lists it, but it is outside"):
+    with pytest.raises(ConfigError, match=r"cannot be read: model\.safetensors\.index\.json lists it, but it is outside"):
         huggingface.read_settings(folder)
 
 

@@ -69,7 +69,7 @@ def test_an_index_lists_the_tensors_and_their_files(checkpoint):
 
 
 def test_a_file_outside_the_checkpoint_is_rejected(checkpoint):
-    with pytest.raises(ValueError, match="refers to the file __0_0.distcp"):
+    with pytest.raises(ValueError, match=r"refers to the file __0_0\.distcp"):
         parse_index((checkpoint / ".metadata").read_bytes(), files={"another.distcp"})
 
 
@@ -83,9 +83,9 @@ def test_other_objects_of_torch_are_rejected(name):
 
 def test_code_in_an_index_is_not_run(checkpoint, tmp_path):
     replace_index(checkpoint, pickle.dumps(MakeDirectory(tmp_path / "made")))
-    with pytest.raises(storage.CheckpointError, match="posix.mkdir, which is not allowed"):
+    with pytest.raises(storage.CheckpointError, match=r"posix\.mkdir, which is not allowed"):
         load_weight(checkpoint)
-    with pytest.raises(storage.CheckpointError, match="posix.mkdir"):
+    with pytest.raises(storage.CheckpointError, match=r"posix\.mkdir"):
         storage.read_tensor_names(checkpoint)
     assert not (tmp_path / "made").exists()
 
@@ -100,7 +100,7 @@ def test_code_in_an_entry_is_not_run(tmp_path):
         dcp.save({"model.w": MakeDirectory(tmp_path / "made")}, checkpoint_id=path)
     files = {file.name: file.stat().st_size for file in path.iterdir()}
     (path / "meta.json").write_text(json.dumps({"step": 1, "files": files}))
-    with pytest.raises(storage.CheckpointError, match="model.w is a pickled object"):
+    with pytest.raises(storage.CheckpointError, match=r"model\.w is a pickled object"):
         load_weight(path)
     assert not (tmp_path / "made").exists()
 
@@ -115,7 +115,7 @@ def test_an_index_of_an_early_python_3_11_can_be_read(checkpoint):
 
 def test_getattr_reads_only_members_of_enumerations(checkpoint):
     replace_index(checkpoint, pickle.dumps(ReadAttribute()))
-    with pytest.raises(storage.CheckpointError, match="the attribute numel of <class 'torch.Size'>, which is not allowed"):
+    with pytest.raises(storage.CheckpointError, match=r"the attribute numel of <class 'torch\.Size'>, which is not allowed"):
         load_weight(checkpoint)
 
 

@@ -73,14 +73,14 @@ def test_a_path_to_neither_is_an_error(tmp_path):
 def test_a_checkpoint_of_another_tokenizer_is_an_error(checkpoint):
     meta = json.loads((checkpoint / "meta.json").read_text())
     (checkpoint / "meta.json").write_text(json.dumps(meta | {"tokenizer": 7, "format": 1, "checksum": None}))
-    with pytest.raises(ConfigError, match="data.tokenizer=bytes, but .*step_00000001 was trained with the tokenizer bytes"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes, but .*step_00000001 was trained with the tokenizer bytes"):
         init.compare_settings(checkpoint, Config(model=MODEL), BytesTokenizer())
 
 
 def test_a_hugging_face_model_with_another_tokenizer_is_an_error(tmp_path):
     folder = write_folder(tmp_path / "hf")
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="data.tokenizer=bytes, but .*its own tokenizer, .*hf/tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes, but .*its own tokenizer, .*hf/tokenizer\.json"):
         init.compare_settings(folder, Config(model=settings_of(folder)), BytesTokenizer())
 
 

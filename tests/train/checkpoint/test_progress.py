@@ -73,13 +73,13 @@ def test_save_and_load_show_their_progress(messages, monkeypatch, tmp_path):
     monkeypatch.setattr(storage, "_write_tensors", slow(storage._write_tensors, lambda: is_shown("saving")))
     path = storage.save(tmp_path, 1, tensors, {}, keep=1)
     saving, saved = messages()[-2:]
-    assert saving.startswith(f"saving      {path}: 4.0 MiB of 4.0 MiB") and saved.startswith(f"saved       {path}: 4.0 MiB in")
+    assert saving.startswith(f"saving      {path}: 4.0 MiB of 4.0 MiB")
+    assert saved.startswith(f"saved       {path}: 4.0 MiB in")
     monkeypatch.setattr(storage.dcp, "load", slow(storage.dcp.load, lambda: is_shown("loading")))
     storage.load(path, tensors)
     loading, loaded = messages()[-2:]
-    assert loading.startswith(f"loading     {path}: 4.0 MiB of 4.0 MiB") and loaded.startswith(
-        f"loaded      {path}: 4.0 MiB in"
-    )
+    assert loading.startswith(f"loading     {path}: 4.0 MiB of 4.0 MiB")
+    assert loaded.startswith(f"loaded      {path}: 4.0 MiB in")
 
 
 @pytest.mark.parametrize("has_earlier", [False, True])
@@ -95,6 +95,7 @@ def test_signal_during_a_save_tells_which_checkpoint_is_complete(has_earlier, me
     monkeypatch.setattr(storage, "_write_tensors", slow(storage._write_tensors, has_warned))
     storage.save(tmp_path, 2, {"model.w": torch.ones(1)}, {}, keep=1)
     (warning,) = [text for text in messages() if text.startswith("signal")]
-    assert f"{tmp_path}/step_00000002 is incomplete" in warning and "30 s" in warning
+    assert f"{tmp_path}/step_00000002 is incomplete" in warning
+    assert "30 s" in warning
     expected = f"resumes from {tmp_path}/step_00000001" if has_earlier else "starts from the beginning"
     assert f"the next launch then {expected}" in warning

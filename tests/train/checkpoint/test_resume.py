@@ -47,7 +47,7 @@ def another_run(tmp_path) -> Path:
 
 @pytest.mark.parametrize("value", [[[]], {"a": 1}, json.loads("[" * 400 + "]" * 400)], ids=["list", "dict", "nested"])
 def test_a_setting_of_a_wrong_type_is_an_error(value):
-    with pytest.raises(ConfigError, match="meta.json of the checkpoint is damaged"):
+    with pytest.raises(ConfigError, match=r"meta\.json of the checkpoint is damaged"):
         saved_config({"config": {"trainer": {"sample_prompt": value}}})
 
 
@@ -163,7 +163,7 @@ def test_scaling_is_compared_if_a_factor_is_set():
     before, now = Config(), Config()
     before.model.rope_factor = now.model.rope_factor = 2.0
     now.model.rope_scaling = "yarn"
-    with pytest.raises(ConfigError, match="model.rope_scaling"):
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling"):
         compare(now, before)
 
 
@@ -212,7 +212,7 @@ def test_a_resumed_run_keeps_its_warmup_unless_it_is_set(warmup, expected):
 
 def test_a_resumed_run_must_not_end_within_its_warmup():
     assert resumed(DIRECTORY, steps=10).optim.warmup_steps == 10
-    with pytest.raises(ConfigError, match="trainer.steps=9 would end within the warmup of 10 steps"):
+    with pytest.raises(ConfigError, match=r"trainer\.steps=9 would end within the warmup of 10 steps"):
         resumed(DIRECTORY, steps=9)
 
 
@@ -234,13 +234,13 @@ def test_the_same_corpus_is_accepted():
 
 @pytest.mark.parametrize("consumed", [None, "x", -7, 1.5, True, [], {}], ids=repr)
 def test_an_invalid_position_in_the_corpus_is_an_error(consumed):
-    with pytest.raises(ConfigError, match="step_00000005 is damaged: meta.json has consumed=.*at least 0"):
+    with pytest.raises(ConfigError, match=r"step_00000005 is damaged: meta\.json has consumed=.*at least 0"):
         check_corpus(PATH, {"corpus": CORPUS, "consumed": consumed}, CORPUS, Config())
 
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_another_corpus_is_an_error(name):
-    with pytest.raises(ConfigError, match="step_00000005 was trained on another corpus: .*trainer.init_from"):
+    with pytest.raises(ConfigError, match=r"step_00000005 was trained on another corpus: .*trainer\.init_from"):
         check_corpus_of(CORPUS, CORPUS | {name: "another"})
 
 
@@ -263,7 +263,8 @@ def test_the_error_of_another_corpus_names_the_setting(setting, value, entries):
     before = f"{setting}={getattr(Config().data, setting.split('.')[1])}"
     with pytest.raises(ConfigError) as error:
         check_corpus_of(CORPUS, CORPUS | dict.fromkeys(entries, 3), changed(setting, value))
-    assert f"another corpus: {before} (now {value}); its position" in str(error.value) and "{" not in str(error.value)
+    assert f"another corpus: {before} (now {value}); its position" in str(error.value)
+    assert "{" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_the_error_of_another_corpus_without_another_setting(changes, message):
 def test_a_checkpoint_without_an_entry_read_its_sequences_in_order():
     saved = {name: value for name, value in CORPUS.items() if name not in ("sequences", "text")}
     check_corpus_of(saved, CORPUS | {"sequences": "in order"})
-    with pytest.raises(ConfigError, match="another corpus: sequences in order .now shuffled."):
+    with pytest.raises(ConfigError, match=r"another corpus: sequences in order .now shuffled."):
         check_corpus_of(saved, CORPUS)
 
 
@@ -305,7 +306,8 @@ def test_saved_settings_may_be_incomplete_and_contain_unknown_settings(caplog):
     stored = {"model": {"dim": 64, "removed": None}, "trainer": {"eval_sequences": 16}, "data": {"added": [1]}}
     for _ in range(2):
         config = saved_config({"config": stored})
-    assert config.model.dim == 64 and config.trainer == TrainerConfig()
+    assert config.model.dim == 64
+    assert config.trainer == TrainerConfig()
     assert caplog.text.count("this version does not have them: data.added=[1], trainer.eval_sequences=16") == 1
 
 

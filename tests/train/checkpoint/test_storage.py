@@ -52,7 +52,8 @@ def assert_load_raises(path: Path, message: str, tensors: dict[str, Tensor] | No
     """Loading raises a CheckpointError of one line, which contains the path and matches `message`."""
     with pytest.raises(CheckpointError, match=message) as error:
         load(path, tensors or {"model.w": torch.zeros(6)})
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_loaded_tensors_equal_the_saved_ones(tmp_path):
@@ -125,9 +126,10 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(keep, tmp_path, monk
             raise KeyboardInterrupt
         rename(source, target)
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(os, "rename", interrupt)
-        save(tmp_path, 2, keep=keep)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 2, keep=keep)
     assert (tmp_path / ".step_00000002.tmp" / "meta.json").exists()
     assert latest(tmp_path) == first
 
@@ -165,7 +167,7 @@ def test_a_failed_save_does_not_fill_the_disk(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(storage.dcp, "save", write_and_fail)
-    with pytest.raises(CheckpointError, match="No space left on device.*check the disk"):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*check the disk"):
         save(tmp_path)
     assert names(tmp_path) == []
 
@@ -183,7 +185,7 @@ def after_writing(act: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 def test_a_checkpoint_that_lacks_a_file_of_another_host_is_not_published(act, tmp_path, monkeypatch):
     first = save(tmp_path, 1)
     after_writing(act, monkeypatch)
-    with pytest.raises(CheckpointError, match="/__0_0.distcp is missing or incomplete .*all hosts share"):
+    with pytest.raises(CheckpointError, match=r"/__0_0\.distcp is missing or incomplete .*all hosts share"):
         save(tmp_path, 2, keep=1)
     assert names(tmp_path) == [first.name]
     load(first, {"model.w": torch.zeros(6)})
@@ -229,7 +231,7 @@ def test_only_directories_may_be_impossible_to_sync(number, of_directories, is_e
             raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(CheckpointError, match="step_00000001.*check the disk") if is_error else nullcontext():
+    with pytest.raises(CheckpointError, match=r"step_00000001.*check the disk") if is_error else nullcontext():
         save(tmp_path, 1)
     assert names(tmp_path) == ([] if is_error else ["step_00000001"])
 
@@ -249,15 +251,17 @@ def open_full_device(self: FileSystem, path: Path, mode: str) -> Iterator[IO[byt
 @pytest.mark.parametrize("elements", [6, 2**20], ids=["in the buffer of a file", "in torch's archive"])
 def test_a_full_disk_is_reported_with_its_sizes_and_the_remaining_checkpoint(elements, tmp_path, monkeypatch):
     first = save(tmp_path, 1)
-    with monkeypatch.context() as patched, pytest.raises(DiskFullError) as error:
+    with monkeypatch.context() as patched:
         patched.setattr(FileSystem, "create_stream", open_full_device)
         free_space(3 * 2**30, patched)
-        save(tmp_path, 2, {"model.w": torch.zeros(elements)})
+        with pytest.raises(DiskFullError) as error:
+            save(tmp_path, 2, {"model.w": torch.zeros(elements)})
     message = str(error.value)
     assert re.search(
         r"full: .*/step_00000002 needs about (0|4).0 MiB, and 3.0 GiB are free.*remains is .*/step_00000001", message
     )
-    assert "\n" not in message and names(tmp_path) == ["step_00000001"]
+    assert "\n" not in message
+    assert names(tmp_path) == ["step_00000001"]
     load(first, {"model.w": torch.zeros(6)})
 
 
@@ -318,7 +322,7 @@ def test_a_warning_if_the_checkpoints_will_not_fit(existing, saves, keep, fittin
 
 def test_an_error_if_not_even_one_checkpoint_fits(tmp_path, monkeypatch):
     free_space(2**20 - 1, monkeypatch)
-    with pytest.raises(ConfigError, match="each needs about 1.0 MiB.*1.0 MiB free"):
+    with pytest.raises(ConfigError, match=r"each needs about 1\.0 MiB.*1\.0 MiB free"):
         check_space(tmp_path / "missing" / "checkpoints", 0, 2**20, keep=2, saves=1)
 
 
@@ -341,7 +345,7 @@ def test_a_disk_of_unknown_size_is_not_full(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="NotADirectoryError: .*check the disk"):
+    with pytest.raises(CheckpointError, match=r"NotADirectoryError: .*check the disk"):
         save(tmp_path / "file", 1)
 
 

@@ -107,7 +107,8 @@ def test_a_copy_of_a_plan_is_aligned() -> None:
     (pairs, *_) = plan.to(CPU)._block_pairs.values()
     tensors = [x for pair in pairs.values() for x in (pair.intervals.lo, pair.intervals.hi, *pair.intervals._tables.values())]
     assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1
-    assert len(tensors) > 4 and all(x.is_contiguous() and 4 * x.storage_offset() % 256 == 0 for x in tensors)
+    assert len(tensors) > 4
+    assert all(x.is_contiguous() and 4 * x.storage_offset() % 256 == 0 for x in tensors)
 
 
 def test_a_process_prepares_the_same_steps() -> None:
@@ -121,7 +122,8 @@ def test_a_process_prepares_the_same_steps() -> None:
         assert len(found) == 2
         for a, b in zip(expected, found, strict=True):
             assert b.batch.tokens.numpy().flags.aligned
-            assert torch.equal(a.batch.tokens, b.batch.tokens) and torch.equal(a.batch.labels, b.batch.labels)
+            assert torch.equal(a.batch.tokens, b.batch.tokens)
+            assert torch.equal(a.batch.labels, b.batch.labels)
             assert (a.batch.documents, a.mask, a.layout) == (b.batch.documents, b.mask, b.layout)
             on_demand = Plan(a.mask, a.layout.whole, 1, CPU)
             use(on_demand, 2)
@@ -133,7 +135,7 @@ def test_a_process_prepares_the_same_steps() -> None:
     ahead.close()
 
 
-@pytest.mark.parametrize("mask_documents", (False, True))
+@pytest.mark.parametrize("mask_documents", [False, True])
 def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> None:
     """A mask without documents is the same in all steps, so its plan is already known."""
     prepared = preparation(seq_len=100)
@@ -145,7 +147,7 @@ def test_the_error_of_a_process_reaches_the_trainer() -> None:
     ahead = AheadLoader()
     ahead.begin(preparation(seq_len=64, failing=6))
     ahead.get(0)
-    with pytest.raises(LoaderError, match="^the loader process failed: OSError: sequence 6 cannot be read$"):
+    with pytest.raises(LoaderError, match=r"^the loader process failed: OSError: sequence 6 cannot be read$"):
         ahead.get(4)
     ahead.close()
     assert ahead._process.poll() is not None
@@ -190,7 +192,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("action", ("inherit", pytest.param("end", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("action", ["inherit", pytest.param("end", marks=pytest.mark.slow)])
 def test_the_process_ends_with_the_trainer(action: str) -> None:
     """The training process is killed, or exits without any cleanup."""
     command = [sys.executable, "-c", TRAINER, action]

@@ -143,7 +143,8 @@ def test_the_sequences_of_a_group_have_similar_costs_in_every_epoch():
         return costs.max(axis=1).mean() / costs.mean() - 1
 
     excess, ungrouped = mean_excess(8), mean_excess(1)
-    assert ungrouped > 0.4 and excess < 0.03 * ungrouped, (excess, ungrouped)
+    assert ungrouped > 0.4, (excess, ungrouped)
+    assert excess < 0.03 * ungrouped, (excess, ungrouped)
 
 
 def test_groups_are_in_a_random_order_that_is_the_same_on_every_machine():
@@ -164,7 +165,7 @@ def test_groups_are_part_of_the_fingerprint():
 
 def test_a_corpus_must_fill_one_sequence():
     assert pack([[1, 2, 3]], 3).sequences_per_epoch == 1
-    with pytest.raises(ConfigError, match="4 tokens, but data.seq_len=4 requires 5"):
+    with pytest.raises(ConfigError, match=r"4 tokens, but data\.seq_len=4 requires 5"):
         pack([[1, 2, 3]], 4)
 
 
@@ -198,8 +199,10 @@ def test_special_tokens_are_cached_separately_and_warned_of_once(tmp_path, monke
     path = str(write_tokenizer(tmp_path, adds_bos=False))
     corpora = [write_text(tmp_path, f"def <|end_of_text|>{suffix}", f"{suffix}.txt") for suffix in "bc"]
     tokens = [[load(each, load_tokenizer(path, None, mode)).sampled for each in corpora] for mode in ("text", "parse", "text")]
-    assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
-    assert len(caplog.messages) == 1 and "<|end_of_text|>, the name of a special token" in caplog.text
+    assert tokens[0] != tokens[1]
+    assert tokens[0] == tokens[2]
+    assert len(caplog.messages) == 1
+    assert "<|end_of_text|>, the name of a special token" in caplog.text
     monkeypatch.setattr(JsonTokenizer, "encode", pytest.fail)
     assert [load(each, load_tokenizer(path)).sampled for each in corpora] == tokens[0]
 
@@ -207,7 +210,8 @@ def test_special_tokens_are_cached_separately_and_warned_of_once(tmp_path, monke
 @pytest.mark.slow
 def test_the_standard_library_is_a_corpus():
     corpus = load(DataConfig(eval_fraction=0.0), BytesTokenizer())
-    assert corpus.tokens_per_epoch > 5_000_000 and len(corpus.lengths) > 300
+    assert corpus.tokens_per_epoch > 5_000_000
+    assert len(corpus.lengths) > 300
     assert "import" in BytesTokenizer().decode(corpus.batch(range(50)).tokens.flatten().tolist())
 
 
@@ -290,7 +294,8 @@ def test_a_killed_tokenisation_continues(tmp_path, monkeypatch):
         monkeypatch.setattr(BytesTokenizer, "encode", record)
         with pytest.raises(KeyboardInterrupt) if killed_at else nullcontext():
             documents = packing.load_documents(corpus, BytesTokenizer())
-    assert encoded == ["line 9"] and not list(folder.rglob("*.partial"))
+    assert encoded == ["line 9"]
+    assert not list(folder.rglob("*.partial"))
     assert [bytes(tokens[1:]).decode() for tokens in documents["tokens"]] == [f"line {i}" for i in range(10)]
     assert documents.info.splits["train"].num_examples == 10
 
@@ -328,12 +333,13 @@ def write_lines(tmp_path: Path, **settings: object) -> DataConfig:
 def test_held_out_text_is_another_part_of_the_source(tmp_path):
     config = write_lines(tmp_path, split="train[:80%]", eval_split="train[80%:]")
     held_out = load_held_out(config, BytesTokenizer(), load(config, BytesTokenizer()))
-    assert len(held_out.lengths) == 2 and not held_out.shuffle
+    assert len(held_out.lengths) == 2
+    assert not held_out.shuffle
 
 
 @pytest.mark.parametrize(
     ("lengths", "fraction", "eval_tokens"),
-    (([10] * 100, 0.01, 10), ([10] * 100, 0.25, 250), ([1000], 0.01, 10), ([3, 500, 4], 0.001, 5), ([5, 5], 0.01, 5)),
+    [([10] * 100, 0.01, 10), ([10] * 100, 0.25, 250), ([1000], 0.01, 10), ([3, 500, 4], 0.001, 5), ([5, 5], 0.01, 5)],
 )
 def test_every_token_is_either_trained_on_or_held_out(lengths, fraction, eval_tokens):
     """With sequences of four tokens, at least five tokens are held out, because the last token of a sequence has a label."""
@@ -353,12 +359,13 @@ def test_a_part_of_the_text_is_held_out_by_default(tmp_path):
     training = load(config, BytesTokenizer())
     held_out = load_held_out(config, BytesTokenizer(), training)
     assert (training.tokens_per_epoch, held_out.tokens_per_epoch) == (65, 5)
-    assert held_out.beginning(3) == list(b"lin") and not held_out.shuffle
+    assert held_out.beginning(3) == list(b"lin")
+    assert not held_out.shuffle
 
 
 def test_text_that_is_too_short_to_hold_out_a_part_is_an_error(tmp_path):
     config = replace(write_lines(tmp_path), seq_len=35)
-    with pytest.raises(ConfigError, match="70 tokens.*requires 72.*data.eval_fraction=0"):
+    with pytest.raises(ConfigError, match=r"70 tokens.*requires 72.*data\.eval_fraction=0"):
         load(config, BytesTokenizer())
     assert load(replace(config, eval_fraction=0.0), BytesTokenizer()).sequences_per_epoch == 1
 
@@ -376,7 +383,7 @@ def test_held_out_text_must_not_be_trained_on(tmp_path):
 
 def test_an_error_of_held_out_text_names_its_settings(tmp_path):
     config = write_lines(tmp_path, eval_path="/missing")
-    with pytest.raises(ConfigError, match="held-out text: data.eval_path=/missing matches no file"):
+    with pytest.raises(ConfigError, match=r"held-out text: data\.eval_path=/missing matches no file"):
         load_held_out(config, BytesTokenizer(), load(config, BytesTokenizer()))
 
 

@@ -27,10 +27,12 @@ def check_document(tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Check one document of the task, and return the distance of each answer from its query."""
     (queries,) = np.nonzero(labels != IGNORE)
     block = min(len(tokens) // 4 * 2, BLOCK)
-    assert len(queries) == block // 2 and queries.min() >= len(tokens) - block
+    assert len(queries) == block // 2
+    assert queries.min() >= len(tokens) - block
     assert (labels[queries] == tokens[queries + 1]).all(), "a label is the next token"
     keys, values = tokens[queries] - FIRST_KEY, labels[queries] - FIRST_VALUE
-    assert ((keys >= 0) & (keys < 16)).all() and ((values >= 0) & (values < 12)).all()
+    assert ((keys >= 0) & (keys < 16)).all()
+    assert ((values >= 0) & (values < 12)).all()
     (facts,) = np.nonzero(tokens < FIRST_KEY)
     assert len(facts) == len(queries) == len(set(keys)), "each key has one fact and one query"
     position = {tokens[fact] // 12: fact for fact in facts}
@@ -39,7 +41,8 @@ def check_document(tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
         assert tokens[position[key]] % 12 == value
         distances.append(query - position[key])
     others = np.setdiff1d(np.arange(len(tokens)), np.concatenate([facts, queries, queries + 1]))
-    assert (tokens[others] >= FIRST_FILLER).all() and tokens.max() < 256
+    assert (tokens[others] >= FIRST_FILLER).all()
+    assert tokens.max() < 256
     return np.array(distances)
 
 
@@ -50,21 +53,26 @@ def test_every_answer_follows_its_key_earlier_in_the_document(seq_len):
     for index in range(80):
         tokens, labels, documents = dataset.sequence(index)
         assert sum(documents) == len(tokens) == len(labels) == seq_len
-        assert tokens.dtype == labels.dtype == np.int64 and 0 <= tokens.min() and tokens.max() < recall.VOCABULARY
+        assert tokens.dtype == labels.dtype == np.int64
+        assert tokens.min() >= 0
+        assert tokens.max() < recall.VOCABULARY
         lengths.add(documents[0])
         start = 0
         for length in documents:
             if length == documents[0]:
                 check_document(tokens[start : start + length], labels[start : start + length])
             else:
-                assert (labels[start:] == IGNORE).all() and (tokens[start:] >= FIRST_FILLER).all()
+                assert (labels[start:] == IGNORE).all()
+                assert (tokens[start:] >= FIRST_FILLER).all()
             start += length
     assert lengths == set(document_lengths(seq_len))
 
 
 def test_documents_are_halves_of_the_sequence():
-    assert document_lengths(200) == [200, 100, 50, 25, 12, 6] and evaluation_lengths(200) == [200, 100]
-    assert document_lengths(4) == evaluation_lengths(4) == [4] and document_lengths(3) == evaluation_lengths(3) == []
+    assert document_lengths(200) == [200, 100, 50, 25, 12, 6]
+    assert evaluation_lengths(200) == [200, 100]
+    assert document_lengths(4) == evaluation_lengths(4) == [4]
+    assert document_lengths(3) == evaluation_lengths(3) == []
 
 
 def test_positions_of_the_grid_are_spread_evenly():
@@ -77,7 +85,8 @@ def test_positions_of_the_grid_are_spread_evenly():
         distances = check_document(tokens, labels)
         (facts,) = np.nonzero(tokens < FIRST_KEY)
         start = position * free // (NUM_POSITIONS - 1)
-        assert start <= facts.min() and facts.max() < start + BLOCK
+        assert start <= facts.min()
+        assert facts.max() < start + BLOCK
         assert distances.min() > free - start
     assert not (batch.tokens[0] == batch.tokens[-1]).all()
 
@@ -86,7 +95,8 @@ def test_a_sequence_depends_only_on_the_seed_and_its_number():
     batch = RecallDataset(1024, seed=5).batch([7, 0, 3])
     for row, index in enumerate([7, 0, 3]):
         tokens, labels, documents = RecallDataset(1024, seed=5).sequence(index)
-        assert (batch.tokens[row].numpy() == tokens).all() and (batch.labels[row].numpy() == labels).all()
+        assert (batch.tokens[row].numpy() == tokens).all()
+        assert (batch.labels[row].numpy() == labels).all()
         assert batch.documents[row] == documents
     others = [(6, 7), (5, 8)]
     assert all(not (RecallDataset(1024, seed).sequence(index)[0] == batch.tokens[0].numpy()).all() for seed, index in others)
@@ -125,7 +135,8 @@ def test_no_run_is_trained_on_the_sequences_for_evaluation():
     training = load(config, BytesTokenizer())
     held_out = load_held_out(config, BytesTokenizer(), training)
     seeds = {training.fingerprint["seed"], held_out.fingerprint["seed"], recall.GRID_SEED}
-    assert len(seeds) == 3 and min(seeds) == config.seed
+    assert len(seeds) == 3
+    assert min(seeds) == config.seed
     assert not (training.sequence(0)[0] == held_out.sequence(0)[0]).all()
 
 
@@ -136,8 +147,8 @@ def test_the_fingerprint_identifies_the_sequences():
 
 
 def test_short_sequences_and_small_vocabularies_are_errors():
-    with pytest.raises(ConfigError, match="data.seq_len=3 must be at least 4"):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=3 must be at least 4"):
         RecallDataset(3, 0)
-    with pytest.raises(ConfigError, match="255 tokens.*256"):
+    with pytest.raises(ConfigError, match=r"255 tokens.*256"):
         recall.check_vocabulary(255)
     recall.check_vocabulary(256)

@@ -39,11 +39,13 @@ def contexts(eval_tokens: int, seq_len: int, length: int, mask_documents: bool) 
     result = {}
     for tokens, labels, group, documents in zip(batch.tokens, batch.labels, groups, batch.documents, strict=True):
         begins = np.repeat(np.cumsum((0, *documents[:-1])), documents)
-        assert len(tokens) == sum(documents) == seq_len and all(documents)
+        assert len(tokens) == sum(documents) == seq_len
+        assert all(documents)
         for row in np.flatnonzero(labels != IGNORE):
             position, context = int(tokens[row]), row - begins[row]
             assert position not in result, "each target token occurs once"
-            assert labels[row] == position + 1 and tokens[row - context] == position - context
+            assert labels[row] == position + 1
+            assert tokens[row - context] == position - context
             assert group[row] < len(chosen.tokens)
             result[position] = int(context)
     return result
@@ -56,7 +58,8 @@ def test_target_tokens_do_not_depend_on_the_length(eval_tokens, length, mask_doc
     """A target token has all earlier tokens of its document as context, or at least half of the length."""
     text = held_out(200)
     result, reference = (contexts(eval_tokens, *lengths, mask_documents) for lengths in ((200, length), (60, 60)))
-    assert result.keys() == reference.keys() and len(result) >= min(eval_tokens, 999)
+    assert result.keys() == reference.keys()
+    assert len(result) >= min(eval_tokens, 999)
     begins = np.sort(np.cumsum(np.asarray(text.lengths)[text._order_of(0)[0]]))
     for position, context in result.items():
         number = text.document_number(position)
@@ -93,19 +96,22 @@ def test_windows_fill_sequences():
 def test_documents_are_counted_once():
     """A document is one unit of the bootstrap, even if it contains several blocks of target tokens."""
     chosen = Targets(held_out(100), 100, [50, 100], 320, mask_documents=True)
-    assert chosen.tokens.sum() == 320 and len(chosen.tokens) <= len(DOCUMENTS)
+    assert chosen.tokens.sum() == 320
+    assert len(chosen.tokens) <= len(DOCUMENTS)
     assert chosen.num_groups == 2 * len(chosen.tokens)
 
 
 def test_checksum_identifies_the_target_tokens():
     same = {Targets(held_out(n), n, [n], 100, mask).checksum for n, mask in ((50, True), (100, False))}
-    assert len(same | {Targets(held_out(50), 50, [50], 200, True).checksum}) == 2 and len(same) == 1
+    assert len(same | {Targets(held_out(50), 50, [50], 200, True).checksum}) == 2
+    assert len(same) == 1
 
 
 def test_blocks_of_the_recall_task_are_whole_sequences():
     text = RecallDataset(64, EVALUATION_SEED)
     passages = list(read_passages(text, 100, 64))
-    assert [len(passage.tokens) for passage in passages] == [64, 64] and {passage.first for passage in passages} == {0}
+    assert [len(passage.tokens) for passage in passages] == [64, 64]
+    assert {passage.first for passage in passages} == {0}
     chosen = Targets(text, 64, [64], 100, mask_documents=True)
     num_labels = sum(int((text.sequence(number)[1] != IGNORE).sum()) for number in range(2))
     batch, groups = chosen.batch(range(chosen.num_sequences))

@@ -79,7 +79,7 @@ def test_eos_need_not_be_marked_as_special(tmp_path):
 
 
 def test_a_tokenizer_must_have_an_end_of_text_token(tokenizer_json):
-    with pytest.raises(ConfigError, match="has no end-of-text token: set data.eos_token to the name"):
+    with pytest.raises(ConfigError, match=r"has no end-of-text token: set data\.eos_token to the name"):
         load_tokenizer(tokenizer_json("[PAD]"))
 
 
@@ -94,12 +94,12 @@ def test_the_fingerprint_depends_on_the_contents_of_the_file(tokenizer_json, tmp
 def test_another_fingerprint_than_expected_is_an_error():
     check_tokenizer("bytes", BytesTokenizer(), BytesTokenizer.fingerprint, "unused")
     check_tokenizer("bytes", BytesTokenizer(), None, "unused")
-    with pytest.raises(ConfigError, match="data.tokenizer=bytes, but the model needs another: .*set data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes, but the model needs another: .*set data\.tokenizer"):
         check_tokenizer("bytes", BytesTokenizer(), 7, "the model needs another")
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="none.json: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"none\.json: No such file or directory"):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
@@ -156,7 +156,7 @@ def test_tokenizer_config_may_ask_for_the_first_token(token, added, bos, tmp_pat
 def test_a_first_token_that_does_not_exist_is_an_error(token, tmp_path):
     path = save_words(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "bos_token": token}))
-    with pytest.raises(ConfigError, match="add_bos_token, but its bos_token=.* is not a token"):
+    with pytest.raises(ConfigError, match=r"add_bos_token, but its bos_token=.* is not a token"):
         load_tokenizer(str(path))
 
 
@@ -164,7 +164,7 @@ def test_a_first_token_that_does_not_exist_is_an_error(token, tmp_path):
 def test_a_damaged_tokenizer_config_is_an_error(content, tmp_path):
     path = save_words(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ConfigError, match="tokenizer_config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read"):
         load_tokenizer(str(path))
 
 
@@ -266,7 +266,8 @@ def test_the_end_of_text_token_keeps_its_flags(flags, tmp_path):
 def test_only_rank_0_warns_of_special_tokens(tmp_path, warned, caplog, monkeypatch):
     monkeypatch.setattr(tokenizer_module.dist, "get_rank", lambda: 1)
     load_tokenizer(str(save_chat_tokenizer(tmp_path, {}, {}))).encode("<|im_end|>")
-    assert warned and not caplog.messages
+    assert warned
+    assert not caplog.messages
 
 
 def save_chat_tokenizer(folder: Path, tokenizer_config: object, config: object, **flags: bool) -> Path:

@@ -42,7 +42,8 @@ def test_loss_and_gradients_equal_those_of_pytorch(chunk, vocab_size, dtype, tol
 
 def test_chunks_are_longer_for_small_vocabularies():
     """The logits of a vocabulary of bytes need little memory, and few large chunks need few kernels."""
-    assert loss_module.chunk_size(320) == 209_715 and loss_module.chunk_size(50_304) == loss_module.chunk_size(128_256) == 2048
+    assert loss_module.chunk_size(320) == 209_715
+    assert loss_module.chunk_size(50_304) == loss_module.chunk_size(128_256) == 2048
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
@@ -70,7 +71,8 @@ def test_compiled_code_gives_the_same_loss_and_gradients(monkeypatch):
 def test_ignored_tokens_and_padding_rows_have_no_gradient():
     hidden, head, labels = problem(40, 50)
     cross_entropy(hidden, head, labels, 50, num_valid=10).backward()
-    assert hidden.grad[labels == IGNORE].eq(0).all() and hidden.grad[labels != IGNORE].ne(0).any(-1).all()
+    assert hidden.grad[labels == IGNORE].eq(0).all()
+    assert hidden.grad[labels != IGNORE].ne(0).any(-1).all()
     assert head.grad[50:].eq(0).all()
 
 
@@ -88,7 +90,9 @@ def test_without_valid_tokens_the_loss_and_its_gradients_are_zero():
     hidden, head, labels = problem(5, 64)
     loss = cross_entropy(hidden, head, torch.full_like(labels, IGNORE), 64, num_valid=1)
     loss.backward()
-    assert loss == 0 and hidden.grad.eq(0).all() and head.grad.eq(0).all()
+    assert loss == 0
+    assert hidden.grad.eq(0).all()
+    assert head.grad.eq(0).all()
 
 
 def test_logits_of_all_tokens_never_exist_at_once():

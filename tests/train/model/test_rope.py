@@ -35,7 +35,8 @@ def test_angles_are_exact_at_large_positions():
 def test_every_batch_entry_may_have_positions_of_its_own():
     positions = torch.tensor([[0, 1, 2], [500_000, 500_001, 500_002]])
     cos, sin = rope(positions, ModelConfig(head_dim=8))
-    assert cos.shape == (2, 3, 1, 4) and cos.dtype == torch.float32
+    assert cos.shape == (2, 3, 1, 4)
+    assert cos.dtype == torch.float32
     x = torch.randn(2, 3, 2, 8, dtype=torch.bfloat16)
     assert rotate(x, cos, sin).dtype == torch.bfloat16
     torch.testing.assert_close(cos[1], rope(positions[1], ModelConfig(head_dim=8))[0][0])
@@ -58,7 +59,8 @@ def test_llama3_slows_pairs_down_by_their_number_of_rotations():
     expected = torch.tensor([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
     torch.testing.assert_close(slowdown(rotations * 2 * math.pi / 8192, LLAMA), expected)
     plain, slower = (rope(torch.tensor([5000]), x)[0] for x in (replace(LLAMA, rope_factor=None), LLAMA))
-    assert torch.equal(plain[..., :4], slower[..., :4]) and not torch.isclose(plain[..., -4:], slower[..., -4:]).any()
+    assert torch.equal(plain[..., :4], slower[..., :4])
+    assert not torch.isclose(plain[..., -4:], slower[..., -4:]).any()
 
 
 QWEN = ModelConfig(head_dim=128, rope_theta=1e6, rope_factor=4.0, rope_trained_len=32_768, rope_scaling="yarn")
@@ -70,12 +72,14 @@ def test_yarn_slows_pairs_down_by_their_index():
     The two indices are rounded outwards, to 23 and 40.
     """
     slower = slowdown(frequencies(QWEN), QWEN)
-    assert torch.equal(slower[:24], torch.ones(24)) and torch.equal(slower[40:], torch.full((24,), 1 / 4))
+    assert torch.equal(slower[:24], torch.ones(24))
+    assert torch.equal(slower[40:], torch.full((24,), 1 / 4))
     torch.testing.assert_close(slower[24:40], 1 - torch.arange(1, 17) / 17 * 3 / 4)
 
 
 def test_yarn_scales_queries_and_keys():
-    assert yarn_scale(1.0) == 1.0 and yarn_scale(4.0) == pytest.approx(1.138629)
+    assert yarn_scale(1.0) == 1.0
+    assert yarn_scale(4.0) == pytest.approx(1.138629)
     cos, sin = rope(torch.tensor([0, 99_999]), QWEN)
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, yarn_scale(4.0) ** 2))
 

@@ -95,7 +95,8 @@ def assert_equal_steps(result: dict, expected: dict) -> None:
     assert {"eval_loss", "eval_loss_at/16", "eval_loss_at/61", "eval_targets"} <= expected["losses"].keys()
     # The error of the difference between two almost equal losses has a larger relative error than the losses.
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
-    assert result["gradients"].keys() == expected["gradients"].keys() and len(expected["gradients"]) == 2 + 2 * 9
+    assert result["gradients"].keys() == expected["gradients"].keys()
+    assert len(expected["gradients"]) == 2 + 2 * 9
     for name, gradient in expected["gradients"].items():
         scale = float(gradient.abs().max())
         assert scale > 0
@@ -168,7 +169,8 @@ def losses(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("ring", RINGS)
 def test_losses_of_twenty_steps_equal_those_of_one_rank(ring, runs):
     expected, result = losses(runs / "ranks1_ring1"), losses(runs / f"ranks4_ring{ring}")
-    assert len(result) == STEPS and expected[-1] < 0.8 * expected[0]
+    assert len(result) == STEPS
+    assert expected[-1] < 0.8 * expected[0]
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
 
 
@@ -179,7 +181,8 @@ def test_held_out_text_is_evaluated_regularly_and_at_the_end(ring, runs):
         {record["step"]: record["eval_loss"] for record in read_records(runs / name) if "eval_loss" in record}
         for name in ("ranks1_ring1", f"ranks4_ring{ring}")
     )
-    assert list(result) == [8, 16, 20] and result[20] < result[8]
+    assert list(result) == [8, 16, 20]
+    assert result[20] < result[8]
     assert result == pytest.approx(expected, rel=1e-4)
     summary = json.loads((runs / f"ranks4_ring{ring}" / "summary.json").read_text())
     assert summary["eval_loss"] == result[20]

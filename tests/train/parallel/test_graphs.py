@@ -30,10 +30,14 @@ def uses(tokens: int, ranks: int, wanted: bool | None = None, device: torch.devi
 
 
 def test_only_short_shards_use_graphs():
-    assert uses(32_768, 4) and uses(32_768, 1)
-    assert not uses(262_144, 4) and not uses(65_536, 1)
-    assert uses(262_144, 4, wanted=True) and not uses(32_768, 4, wanted=False)
-    assert not uses(32_768, 4, device=torch.device("cpu")) and not uses(32_768, 4, compiled=False)
+    assert uses(32_768, 4)
+    assert uses(32_768, 1)
+    assert not uses(262_144, 4)
+    assert not uses(65_536, 1)
+    assert uses(262_144, 4, wanted=True)
+    assert not uses(32_768, 4, wanted=False)
+    assert not uses(32_768, 4, device=torch.device("cpu"))
+    assert not uses(32_768, 4, compiled=False)
 
 
 def test_large_models_do_not_use_graphs():
@@ -45,14 +49,15 @@ def test_large_models_do_not_use_graphs():
 
 def test_shards_of_different_lengths_cannot_be_captured():
     """The zigzag layout of two ranks has four pieces. Layouts of chunks are equal only if all chunks are."""
-    assert uses(32_768, 2, wanted=True) and uses(32_767, 1, wanted=True)
+    assert uses(32_768, 2, wanted=True)
+    assert uses(32_767, 1, wanted=True)
     for tokens in (32_766, 40_960):
         assert not uses(tokens, 2)
         with pytest.raises(ConfigError, match="an equal share, such as 16,384"):
             uses(tokens, 2, wanted=True)
 
 
-@pytest.mark.parametrize("kernel", ("blockwise", "reference"))
+@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
 def test_attention_of_pytorch_is_not_captured(kernel):
     """It reads the mask on the host."""
     config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
@@ -99,7 +104,7 @@ def test_the_memory_of_graphs_is_estimated(model, seq_len, shape, peak):
 
 @pytest.mark.parametrize("impossible", [{"device": torch.device("cpu")}, {"compiled": False}])
 def test_graphs_that_are_impossible_are_rejected(impossible):
-    with pytest.raises(ConfigError, match="trainer.cuda_graphs=true requires a CUDA device"):
+    with pytest.raises(ConfigError, match=r"trainer\.cuda_graphs=true requires a CUDA device"):
         uses(32_768, 4, wanted=True, **impossible)
 
 
@@ -170,7 +175,8 @@ def test_training_with_graphs_gives_the_same_losses(corpus):
         with one_rank():
             losses[wanted] = losses_of(config)
         torch.use_deterministic_algorithms(False)
-    assert losses[True] == losses[False] and losses[True][3] < losses[True][0]
+    assert losses[True] == losses[False]
+    assert losses[True][3] < losses[True][0]
 
 
 @pytest.mark.gpu
@@ -193,4 +199,5 @@ def check_two_ranks(corpus: str) -> None:
                     setattr(config.parallel, name, value)
             losses.append(losses_of(config))
         os.environ.pop("RINGATTN_TRANSPORT", None)
-        assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[1][3] < losses[1][0], settings
+        assert losses[0] == pytest.approx(losses[1], rel=2e-3), settings
+        assert losses[1][3] < losses[1][0], settings

@@ -56,7 +56,8 @@ def test_the_time_of_the_launch_is_that_of_the_first_attempt() -> None:
     store = dist.HashStore()
     first = launch_time(store)
     time.sleep(1.1)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", first) and launch_time(store) == first
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", first)
+    assert launch_time(store) == first
 
 
 @pytest.mark.slow
@@ -69,8 +70,7 @@ def test_a_restarted_run_without_a_name_continues_in_its_directory(tmp_path) -> 
         assert process.wait(200) == 0
     output = (tmp_path / "output.log").read_text()
     (directory,) = tmp_path.glob("outputs/*")
-    assert re.search(r"^attempt +2\b", output, re.MULTILINE) and re.search(
-        rf"^resumed +\S*{directory.name}", output, re.MULTILINE
-    )
+    assert re.search(r"^attempt +2\b", output, re.MULTILINE)
+    assert re.search(rf"^resumed +\S*{directory.name}", output, re.MULTILINE)
     steps = [int(step) for step in re.findall(r'"step": (\d+)', (directory / "metrics.jsonl").read_text())]
     assert steps == list(range(1, 41))

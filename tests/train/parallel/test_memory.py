@@ -49,7 +49,8 @@ def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
 
 def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
-    assert not memory.reshard_after_forward(small, bf16=True) and memory.reshard_after_forward(LLAMA, bf16=True)
+    assert not memory.reshard_after_forward(small, bf16=True)
+    assert memory.reshard_after_forward(LLAMA, bf16=True)
     # The parameters of 12 blocks stay in bf16. Of the larger model, two blocks and the vocabulary are gathered.
     assert estimate(small, 4096, 8, vocab_size=256)["gathered parameters"] == pytest.approx(2 * 85e6, rel=0.01)
     assert estimate(LLAMA, 8192, 8)["gathered parameters"] == pytest.approx(2 * (218e6 + 1051e6), rel=0.01)
@@ -96,7 +97,8 @@ def test_no_more_blocks_are_recomputed_than_necessary(tokens, setting, gpu):
     assert count == expected.get(tokens, count)
     assert memory.is_tight(needed, gpu) == (tokens == 131_072)
     if tokens == 16_384:
-        assert 0 < count < LLAMA.layers and memory.is_tight(estimate(LLAMA, tokens, 8, recomputed_blocks=count - 1), gpu)
+        assert 0 < count < LLAMA.layers
+        assert memory.is_tight(estimate(LLAMA, tokens, 8, recomputed_blocks=count - 1), gpu)
 
 
 def test_memory_of_the_host_is_shared_by_its_ranks(monkeypatch):

@@ -31,7 +31,8 @@ def test_a_process_without_torchrun_is_the_only_rank(monkeypatch):
     launch = connect_ranks()
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        assert launch.store.add("count", 2) == 2 and launch.attempt == 1
+        assert launch.store.add("count", 2) == 2
+        assert launch.attempt == 1
         build_mesh("cpu", 1)
     finally:
         disconnect_ranks()
@@ -132,7 +133,7 @@ def test_ranks_share_gpus_only_on_request(gpus, monkeypatch):
         pick_device("cuda", share_gpus=True)
 
 
-@pytest.mark.parametrize("others", (b"00", b"01"))
+@pytest.mark.parametrize("others", [b"00", b"01"])
 def test_all_ranks_know_whether_any_gpu_is_shared(others, gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     store = dist.HashStore()
@@ -145,4 +146,5 @@ def test_ranks_on_cpus_divide_the_cores(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert pick_device("cpu") == torch.device("cpu")
-    assert gpus.threads == 2 and gpus.current is None
+    assert gpus.threads == 2
+    assert gpus.current is None

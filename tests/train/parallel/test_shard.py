@@ -73,7 +73,11 @@ def check_bf16() -> None:
         return q
 
     contribution = [256.0, 1.0, 2.0][dist.get_rank()]
-    finish = lambda hidden, head: dtypes.append(head.dtype) or head.sum() * contribution  # noqa: E731
+
+    def finish(hidden, head):
+        dtypes.append(head.dtype)
+        return head.sum() * contribution
+
     model(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2), attend, finish).backward()
     assert set(dtypes) == {torch.bfloat16}
     assert model.embedding.grad.full_tensor().eq(259).all()
