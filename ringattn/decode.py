@@ -22,6 +22,8 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.validation import (
     as_integer,
     check_bounds,
+    check_dense,
+    check_fit,
     check_new_tokens,
     check_rows,
     check_scale,
@@ -31,7 +33,7 @@ from ringattn.kernels.validation import (
 from ringattn.layout import Layout
 from ringattn.mask import as_window
 from ringattn.paged_cache import PagedKVCache
-from ringattn.spec import check_layout, resolve_scale
+from ringattn.spec import autocast, check_layout, resolve_scale
 
 Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N): each query attends to the rows [lo, hi) of the cache
 
@@ -103,7 +105,9 @@ class KVCache:
             ValueError: the cache is not empty, the layout has a different number of ranks than the cache, the sequence exceeds
                 the capacity, or k and v do not have as many tokens as this rank's shard.
         """
-        check_tensors(k, k, v)  # the queries will have the dtype and the head dim of the keys
+        check_dense(k, k, v)
+        k, v = autocast(k, v)
+        check_fit(k, k, v)  # the queries will have the dtype and the head dim of the keys
         check_layout(layout)
         if self.length:
             raise ValueError(f"the cache holds {self.length} tokens, but prefill requires an empty cache: create a new one")
@@ -136,7 +140,9 @@ class KVCache:
             ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens,
                 attention does not support their shape or dtype, or the cache does not accept `rows`.
         """
-        check_tensors(k, k, v)
+        check_dense(k, k, v)
+        k, v = autocast(k, v)
+        check_fit(k, k, v)
         k, v, num_tokens = k.detach(), v.detach(), k.shape[1]
         if rows is not None:
             self._write(k, v, rows)
@@ -283,7 +289,8 @@ def decode_attention(
 
     Args:
         q: (B, N, Hq, D), the queries of the last N tokens of each sequence. All ranks pass the same queries. Hkv must divide
-            Hq. The dtype is fp16, bf16, fp32 or fp64, and must be the dtype of the cache.
+            Hq. The dtype is fp16, bf16, fp32 or fp64, and must be the dtype of the cache. Under `torch.autocast`, q is cast to
+            the autocast dtype, as are the keys and values when a cache receives them.
         cache: this rank's shard of the cache. In a `PagedKVCache`, every sequence has its own length. The output of a sequence
             without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
@@ -304,7 +311,7 @@ def decode_attention(
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype, on every rank.
+        out (B, N, Hq, Dv) in the dtype of the cache, on every rank.
 
     Raises:
         ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
@@ -314,6 +321,7 @@ def decode_attention(
         raise ValueError(f"q is a {type(q).__name__}: it must be a dense tensor (batch, tokens, heads, head dim)")
     if not isinstance(cache, Cache):
         raise ValueError(f"cache is a {type(cache).__name__}: it must be a ringattn.KVCache or PagedKVCache")
+    (q,) = autocast(q)
     window = as_window(window)
     if bounds is not None:
         _check_kinds(bounds, window, sinks)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringattn.kernels.validation import as_integer, check_new_tokens, check_rows, check_tensors, shown
+from ringattn.kernels.validation import as_integer, check_dense, check_fit, check_new_tokens, check_rows, shown
+from ringattn.spec import autocast
 
 PAGE_UNIT = 64  # page sizes are multiples of this number of tokens, so that a tile of keys of the kernels lies within one page
 
@@ -96,7 +97,9 @@ class PagedKVCache:
             ValueError: too few pages are free, the tokens exceed the capacity, they have a different shape or dtype than the
                 earlier tokens, or attention does not support their shape or dtype.
         """
-        check_tensors(k, k, v)
+        check_dense(k, k, v)
+        k, v = autocast(k, v)
+        check_fit(k, k, v)
         k, v, num_tokens = k.detach(), v.detach(), k.shape[1]
         if rows is not None:
             self._write(k, v, rows, entry)

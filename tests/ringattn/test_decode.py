@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn import KVCache, Layout, Mask, decode_attention, flash_attention, ring_attention, simulate
+from ringattn import KVCache, Layout, Mask, PagedKVCache, decode_attention, flash_attention, ring_attention, simulate
 from ringattn.comm.connect import Group
 from ringattn.layout import KINDS
 from tests.covering import every_pair
@@ -299,6 +300,28 @@ def test_a_copied_cache_has_its_own_memory() -> None:
     copied.append(X[:, :1], X[:, :1] + 1.0)
     assert torch.equal(decode_attention(X, cache), before)
     assert not torch.equal(decode_attention(X, copied), before)
+
+
+@pytest.mark.parametrize("new_cache", (KVCache, partial(PagedKVCache, pages=2, batch=1)), ids=("KVCache", "PagedKVCache"))
+@pytest.mark.parametrize("is_prefilled", (False, True), ids=("append", "prefill"))
+def test_autocast_casts_queries_and_new_tokens(new_cache: Callable, is_prefilled: bool) -> None:
+    """The result has the same bits as with inputs in the autocast dtype. fp64 stays fp64."""
+    case = Case.random(seq_len=20)
+
+    def run(case: Case) -> torch.Tensor:
+        cache = new_cache(capacity=20)
+        if is_prefilled and new_cache is KVCache:
+            cache.prefill(case.k[:, :10], case.v[:, :10], Layout.zigzag(10, 1))
+        else:
+            cache.append(case.k[:, :10], case.v[:, :10])
+        cache.append(case.k[:, 10:], case.v[:, 10:])
+        return decode_attention(case.q[:, 17:], cache)
+
+    expected = run(case.to(torch.bfloat16)), run(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(case.to(torch.float32)), run(case)
+    assert all(map(torch.equal, found, expected))
+    assert [x.dtype for x in found] == [torch.bfloat16, torch.float64]
 
 
 def test_an_empty_batch() -> None:
