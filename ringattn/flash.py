@@ -49,10 +49,9 @@ def flash_attention(
     Calls may run on any CUDA stream, and on several streams at the same time. A CUDA graph can capture a call if the same call
     has run once before the capture.
 
-    This function differs from `scaled_dot_product_attention` in two ways. First, `scaled_dot_product_attention` expects tensors
-    of the shape (B, H, N, D), in which heads come before tokens. Second, `is_causal` has a different meaning if there are fewer
-    queries than keys: `scaled_dot_product_attention` aligns the first query with the first key, and this function aligns the
-    last query with the last key.
+    There are three differences from `scaled_dot_product_attention`. Tensors have the shape (B, N, H, D), in which tokens come
+    before heads. `mask` replaces `attn_mask`. If there are fewer queries than keys, `is_causal` aligns the last query with the
+    last key, and not the first query with the first key.
 
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. All three tensors have the same dtype (fp16,

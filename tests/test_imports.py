@@ -11,13 +11,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("kernels", "ringattn", "train", "scripts")
 
 # The layers of the package ringattn, from the lowest to the highest. A module may import from its own layer and lower ones.
-LAYERS = (
-    ("mask", "layout", "runs", "state", "load_balance"),
-    ("planning",),
-    ("comm", "spec", "custom_op", "checkpointing", "operands"),
-    ("ring",),
-    ("attention", "ulysses", "flash", "decode", "paged_cache", "explain", "trace"),
-)
+LAYERS = {
+    "the concepts": ("mask", "layout", "runs", "state", "load_balance"),
+    "what will happen, as plain data": ("planning",),
+    "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
+    "runs a schedule over a transport": ("ring",),
+    "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explain", "trace"),
+}
 
 # Modules without a test file of their own: the test files that cover them instead.
 UNTESTED = {
@@ -68,7 +68,7 @@ def package_of(name: str) -> str:
 
 def layer_of(name: str) -> int:
     """The layer of a module of the package ringattn."""
-    return next(i for i, folders in enumerate(LAYERS) if name.split(".")[1] in folders)
+    return next(i for i, folders in enumerate(LAYERS.values()) if name.split(".")[1] in folders)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -96,6 +96,12 @@ def test_layers_import_only_lower_layers() -> None:
             assert "ringattn" not in imported, f"{path} must import from the module that defines a name"
             higher = {other for other in imported if layer_of(other) > layer_of(name)}
             assert not higher, f"{name} imports {higher} of a higher layer"
+
+
+def test_the_design_page_lists_the_layers() -> None:
+    """The table of docs/design.md is made from `LAYERS`."""
+    rows = (f"| {i} | {text} | {' '.join(map('`{}`'.format, names))} |" for i, (text, names) in enumerate(LAYERS.items(), 1))
+    assert "\n".join(rows) in (ROOT / "docs" / "design.md").read_text()
 
 
 def test_no_modules_import_each_other() -> None:
