@@ -1,7 +1,11 @@
 """Tests of the documentation: its code works, and its links lead to files of this repository."""
 
 import copy
+import math
 import re
+import shlex
+import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,10 +15,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn import Layout, Mask, ring_attention
+from scripts.command import child_environment, torchrun
 from tests.distributed import run_ranks
+from tests.train.test_config import composed
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "how-to" / "your-own-loop.md"
 DOCUMENTS = [40, 35, 1, 25]
 
 
@@ -37,10 +42,57 @@ REJECTED_MODELS = {
 }
 
 
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+def python_examples(page: Path) -> list[str]:
+    """The Python examples of a page, which may be indented in a list."""
+    return [
+        textwrap.dedent(code) for code in re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
+EXAMPLES = {f"{page.relative_to(ROOT)}-{i}": code for page in PAGES for i, code in enumerate(python_examples(page))}
+# Examples that need several ranks or a GPU. Other tests of this module run them.
+RUN_BY_RANKS = (
+    "README.md-0",
+    "docs/how-to/several-ranks-on-one-gpu.md-0",
+    "docs/how-to/your-own-loop.md-0",
+    "docs/how-to/your-own-loop.md-1",
+)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in RUN_BY_RANKS])
+def test_examples_run(name: str) -> None:
+    exec(EXAMPLES[name], {})
+
+
+def run_with_torchrun(name: str, ranks: int, directory: Path, **variables: str) -> str:
+    """Run an example as a script on several ranks, and return what it printed."""
+    script = directory / "example.py"
+    script.write_text(EXAMPLES[name])
+    launched = subprocess.run(
+        torchrun(ranks, str(script)), env=child_environment(**variables), capture_output=True, text=True, timeout=200
+    )
+    assert launched.returncode == 0, launched.stderr
+    return launched.stdout
+
+
+def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_with_torchrun("README.md-0", 2, tmp_path, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+def test_the_example_of_several_ranks_on_one_gpu(tmp_path: Path) -> None:
+    printed = run_with_torchrun("docs/how-to/several-ranks-on-one-gpu.md-0", 2, tmp_path, RINGATTN_SHARE_GPUS="1")
+    errors = [float(text) for text in re.findall(r"largest difference from one rank ([\d.]+)", printed)]
+    assert len(errors) == 2 and max(errors) < 0.02
+
+
 def code_of_the_page() -> dict:
     """Run the code of the page and return its names."""
     page: dict = {}
-    exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], page)
+    exec(EXAMPLES["docs/how-to/your-own-loop.md-0"], page)
     return page
 
 
@@ -73,6 +125,12 @@ def check_the_training_loop(kind: str) -> None:
     assert page["train_step"](model, optimizers[0], tokens, DOCUMENTS, mesh) == pytest.approx(expected.item(), rel=1e-5)
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-4, atol=1e-5)
+    # The second example takes another step.
+    names = page | dict(
+        model=new_model(kind, **EXACT_MODELS[kind]), optimizer=optimizers[0], tokens=torch.randint(128, (1, 2048))
+    )
+    exec(EXAMPLES["docs/how-to/your-own-loop.md-1"].replace('"cuda"', '"cpu"'), names)
+    assert math.isfinite(names["loss"])
 
 
 def check_other_tokens_are_an_error() -> None:
@@ -125,12 +183,44 @@ def test_attention_sinks_scale_the_output() -> None:
     torch.testing.assert_close(*grads)
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     """Every relative link of a page leads to a file or folder that exists."""
     links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of the shell blocks of a page, as lists of words."""
+    blocks = re.findall(r"^ *```(?:sh|bash)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def check_settings(arguments: list[str]) -> None:
+    """Compose the settings of a training command. A sweep is represented by its first values."""
+    if "--cfg" not in arguments:
+        composed(*(argument.split(",")[0] if "=" in argument else argument for argument in arguments))
+
+
+def check_module(module: str, arguments: list[str]) -> None:
+    """The module exists, and its source names every option."""
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    path = path if path.exists() else path.with_suffix("") / "__main__.py"
+    source = path.read_text() + (ROOT / "scripts" / "command.py").read_text()
+    unknown = [argument for argument in arguments if argument.startswith("--") and f'"{argument}"' not in source]
+    assert not unknown, f"{module} has no option {unknown}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(page: Path) -> None:
+    """The settings of training commands and the options of scripts exist."""
+    for words in commands(page):
+        if "train/run.py" in words:
+            check_settings(words[words.index("train/run.py") + 1 :])
+        elif "-m" in words and (module := words[words.index("-m") + 1]).startswith(("scripts.", "ringattn.", "tests.")):
+            check_module(module, words[words.index("-m") + 2 :])
+        else:
+            paths = [word for word in words if word.startswith(("train/", "scripts/", "tests/", "ringattn/"))]
+            assert all((ROOT / path.split("::")[0]).exists() for path in paths), words
