@@ -86,7 +86,8 @@ def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
 def test_the_example_of_several_ranks_on_one_gpu(tmp_path: Path) -> None:
     printed = run_with_torchrun("docs/how-to/several-ranks-on-one-gpu.md-0", 2, tmp_path, RINGATTN_SHARE_GPUS="1")
     errors = [float(text) for text in re.findall(r"largest difference from one rank ([\d.]+)", printed)]
-    assert len(errors) == 2 and max(errors) < 0.02
+    assert len(errors) == 2
+    assert max(errors) < 0.02
 
 
 def code_of_the_page() -> dict:

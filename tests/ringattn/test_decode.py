@@ -302,8 +302,8 @@ def test_a_copied_cache_has_its_own_memory() -> None:
     assert not torch.equal(decode_attention(X, copied), before)
 
 
-@pytest.mark.parametrize("new_cache", (KVCache, partial(PagedKVCache, pages=2, batch=1)), ids=("KVCache", "PagedKVCache"))
-@pytest.mark.parametrize("is_prefilled", (False, True), ids=("append", "prefill"))
+@pytest.mark.parametrize("new_cache", [KVCache, partial(PagedKVCache, pages=2, batch=1)], ids=("KVCache", "PagedKVCache"))
+@pytest.mark.parametrize("is_prefilled", [False, True], ids=("append", "prefill"))
 def test_autocast_casts_queries_and_new_tokens(new_cache: Callable, is_prefilled: bool) -> None:
     """The result has the same bits as with inputs in the autocast dtype. fp64 stays fp64."""
     case = Case.random(seq_len=20)
