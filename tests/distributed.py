@@ -31,7 +31,7 @@ from ringattn.comm.watchdog import TIMEOUT as HOP_TIMEOUT
 
 # The server imports these modules before it forks the first rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed.fsdp", "pytest", "ringattn", "ringattn.train.run"]
+    ["torch.distributed.fsdp", "pytest", "ringattn", "ringattn.train.commands.run"]
 )
 
 # A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.

@@ -19,11 +19,22 @@ LAYERS = {
     "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explain", "trace"),
 }
 
+# The rooms of the package train, from the lowest to the highest. A room is a folder or a module that lies directly in train/. A
+# room imports only from lower ones. In particular, training does not import the commands, which parse command lines.
+ROOMS = (
+    *("settings", "model", "optim", "parallel", "data", "preemption", "checkpoint", "setup", "reports", "step", "inference"),
+    *("trainer", "commands", "run", "evaluate", "generate", "export"),
+)
+MAX_IMPORTS_BETWEEN_ROOMS = 74
+
 # Modules without a test file of their own: the test files that cover them instead.
 UNTESTED = {
     "kernels/hopper/epilogue_wide.py": "tests/kernels/hopper/test_epilogue.py",
     "kernels/hopper/forward_common.py": "tests/kernels/hopper/test_forward.py",
     "train/checkpoint/init.py": "tests/train/checkpoint/test_huggingface.py",
+    "train/commands/evaluate_recall.py": "tests/train/commands/test_options.py",
+    "train/commands/generate.py": "tests/train/commands/test_options.py",
+    "train/commands/launch_settings.py": "tests/train/settings/test_resolution.py",
     "train/data/sources.py": "tests/train/data/test_packing.py",
     "scripts/bench/peers.py": "tests/scripts/bench/test_kernels.py",
 }
@@ -102,6 +113,24 @@ def test_the_design_page_lists_the_layers() -> None:
     """The table of docs/design.md is made from `LAYERS`."""
     rows = (f"| {i} | {text} | {' '.join(map('`{}`'.format, names))} |" for i, (text, names) in enumerate(LAYERS.items(), 1))
     assert "\n".join(rows) in (ROOT / "docs" / "design.md").read_text()
+
+
+def room_of(name: str) -> str | None:
+    """The room of a module of the package train, or None for any other module."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["ringattn", "train"] and len(parts) > 2 else None
+
+
+def test_rooms_of_train_import_only_lower_rooms() -> None:
+    """The graph of the rooms has no cycle, and it is small enough to be drawn."""
+    between = set()
+    for name, path in MODULES.items():
+        if room := room_of(name):
+            imported = {room_of(other) for other in imports(path)} - {None, room}
+            higher = imported - set(ROOMS[: ROOMS.index(room)])
+            assert not higher, f"{name} imports {higher}, which are higher rooms"
+            between |= {(room, other) for other in imported}
+    assert len(between) <= MAX_IMPORTS_BETWEEN_ROOMS
 
 
 def test_no_modules_import_each_other() -> None:

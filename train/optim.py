@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ringattn.train.config import OptimConfig
+from ringattn.train.settings.config import OptimConfig
 
 
 class AdamW(torch.optim.AdamW):

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from ringattn.train.config import ConfigError, replace_link
 from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.settings.config import ConfigError, replace_link
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ Each part is checked before the next part is built.
 import gc
 import logging
 import math
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,8 @@ from ringattn.kernels import dispatch
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.ring import free_plans
-from ringattn.train import optim, startup
+from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
-from ringattn.train.config import Config, ConfigError, check
 from ringattn.train.data.loader import Loader, Preparation, start_loader
 from ringattn.train.data.packing import Sequences, load, load_held_out
 from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
@@ -33,7 +33,8 @@ from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
-from ringattn.train.token_budget import resolve_token_budget
+from ringattn.train.settings.config import Config, ConfigError, check
+from ringattn.train.settings.token_budget import resolve_token_budget
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Run(InferenceRun):
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None  # the CUDA graphs of a training step, if they are used
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
+    data_ready: float  # the time at which the data was loaded, on the clock of `time.monotonic`
     parent: str | None = None  # the checkpoint of another run from which this run branched
     ready: tuple[int, Any] | None = None  # the latest result of `step.prepare_step`, after the sequences consumed before it
 
@@ -170,7 +172,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         loader = start_loader(pick_device(config.trainer.device))
     found = find_resources(config, init_from)
     device, mesh, tokenizer = found.device, found.mesh, found.tokenizer
-    startup.end_part("data")
+    data_ready = time.monotonic()
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
     # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
@@ -191,7 +193,9 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     chosen = found.kernel, found.bf16, found.compiled, found.recomputed_blocks
     parts = config, device, mesh, tokenizer, found.held_out, *chosen, model
-    return Run(*parts, found.data, found.needed, optimizer, peak_flops, init_from, loader, graphs, found.init_from_changes)
+    return Run(
+        *parts, found.data, found.needed, optimizer, peak_flops, init_from, loader, graphs, found.init_from_changes, data_ready
+    )
 
 
 def build_for_inference(config: Config, weights: Path) -> InferenceRun:

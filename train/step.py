@@ -208,7 +208,7 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
     """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`."""
     mask, layout, shard, plan, packed = micro_step
     if run.graphs is not None:
-        return run.graphs.compute_loss(shard, packed) / num_valid
+        return run.graphs.compute_loss(shard.tokens, shard.positions, shard.labels, packed) / num_valid
     if plan is not None:
         add_plan(plan)
     finish = partial(

@@ -11,24 +11,26 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ringattn.train import metrics, optim, preemption, startup
+from ringattn.train import optim, preemption
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
-from ringattn.train.config import Config, ConfigError, TrainerConfig, check
 from ringattn.train.data.recall import evaluation_lengths
-from ringattn.train.description import communication_facts, describe, run_facts
-from ringattn.train.evaluate import evaluate
-from ringattn.train.evaluate_recall import evaluate_recall
+from ringattn.train.inference.generation import write_sample
+from ringattn.train.inference.losses import evaluate
+from ringattn.train.inference.recall import evaluate_recall
 from ringattn.train.parallel.ranks import broadcast_object, set_deterministic, sync_errors
-from ringattn.train.profiling import Profiler
-from ringattn.train.recall_results import to_metrics
+from ringattn.train.reports import metrics, startup
+from ringattn.train.reports.description import communication_facts, describe, run_facts
+from ringattn.train.reports.profiling import Profiler
+from ringattn.train.reports.recall_results import to_metrics
+from ringattn.train.reports.summary import complete_summary, peak_memory_gib, plot_loss, write_results
+from ringattn.train.reports.wandb_run import WandbRun
+from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check
+from ringattn.train.settings.sweep import is_job_of_sweep
+from ringattn.train.settings.token_budget import default_group_size, resolve_token_budget
 from ringattn.train.setup import Run, build, choose_fastest_mesh, find_resources
 from ringattn.train.step import take_step
-from ringattn.train.summary import complete_summary, peak_memory_gib, plot_loss, write_results
-from ringattn.train.sweep import is_job_of_sweep
-from ringattn.train.token_budget import default_group_size, resolve_token_budget
-from ringattn.train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         if checkpoint is None and config.data.group_size is None:
             config.data.group_size = default_group_size(config, dist.get_world_size())
         run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
+        startup.end_part("data", run.data_ready)
         stack.enter_context(closing(run.loader))
         run.parent = parent
         facts = run_facts(run)
@@ -82,6 +85,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         startup.end_part("W&B")
         with wandb_run:
             take_steps(run, directory, done, consumed, wandb_run)
+            write_sample(run, directory, wandb_run)
             return write_results(run, directory, done, wandb_run)
 
 
@@ -112,6 +116,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
     it is missing, and writes the summary. Only in this case, it continues the W&B run. `facts` is the result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
+        write_sample(run, directory)
         return summary
     with sync_errors():
         wandb_run = WandbRun(run.config, directory, facts)
@@ -121,6 +126,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
+        write_sample(run, directory, wandb_run)
         return write_results(run, directory, 0, wandb_run)
 
 

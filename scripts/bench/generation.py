@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ringattn import KVCache, Layout
-from ringattn.train.config import ModelConfig
+from ringattn.train.inference.token_step import TokenStep
 from ringattn.train.model.gpt import GPT, padded_vocabulary
-from ringattn.train.token_step import TokenStep
+from ringattn.train.settings.config import ModelConfig
 
 WARM_UP = 8  # tokens that are not timed, because transformers compiles the model while it generates the first ones
 

@@ -30,12 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ringattn.train import optim
-from ringattn.train.config import ModelConfig, OptimConfig
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.parallel.shard import compile_blocks
-from ringattn.train.summary import peak_memory_gib
+from ringattn.train.reports.summary import peak_memory_gib
+from ringattn.train.settings.config import ModelConfig, OptimConfig
 from scripts import command, gpus
 from scripts.bench.peers import stock_attention
 

@@ -19,7 +19,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from ringattn.train import metrics, run
+from ringattn.train.commands import run
+from ringattn.train.reports import metrics
 from scripts import command
 from scripts.check.kills import write_corpus
 

@@ -34,8 +34,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringattn.train import metrics
-from ringattn.train import run as command_line
+from ringattn.train.commands import run as command_line
+from ringattn.train.reports import metrics
 from scripts import command
 
 WAYS = ("worker", "torchrun", "restart", "two launchers", "fork")

@@ -2,7 +2,7 @@
 
     python -m scripts.check.mutants                                 the mutants of mutants.json, with the tests listed there
     python -m scripts.check.mutants --all --only ringattn/mask.py   the mutants of one file, with the whole quick suite
-    python -m scripts.check.mutants --generate 10 --seed 1 --only train/metrics.py
+    python -m scripts.check.mutants --generate 10 --seed 1 --only train/reports/metrics.py
 
 The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or runs out of time. A mutant
 survives if all tests pass. If a mutant survives, a test is missing. The exit status is 1 if any mutant survives. With

@@ -29,9 +29,9 @@ from ringattn.comm.p2p import backend_name
 from ringattn.kernels import dispatch, fp8
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
-from ringattn.train.config import ConfigError
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device, sync_errors
+from ringattn.train.settings.config import ConfigError
 from scripts import command
 from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.tables import markdown_table

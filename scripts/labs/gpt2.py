@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from ringattn import flash_attention
 from ringattn.train import optim
-from ringattn.train.config import ModelConfig, OptimConfig
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel.shard import compile_blocks
+from ringattn.train.settings.config import ModelConfig, OptimConfig
 from scripts import command
 from scripts.bench.stock_training import load_model_config
 from scripts.labs import measure

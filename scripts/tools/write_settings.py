@@ -2,8 +2,8 @@
 
     python -m scripts.tools.write_settings
 
-The page is generated from the dataclasses in train/config.py and from the comments above their fields. Run this script after
-every change of a setting.
+The page is generated from the dataclasses in train/settings/config.py and from the comments above their fields. Run this
+script after every change of a setting.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ import inspect
 import sys
 from pathlib import Path
 
-from ringattn.train import config
-from ringattn.train.help import as_yaml, explanations
+from ringattn.train.settings import config
+from ringattn.train.settings.help import as_yaml, explanations
 from scripts import command
 
 PAGE = command.ROOT / "docs" / "settings.md"
 HEADER = """# Settings
 
-<!-- Generated from train/config.py by `python -m scripts.tools.write_settings`. Do not edit this page by hand. -->
+<!-- Generated from train/settings/config.py by `python -m scripts.tools.write_settings`. Do not edit this page by hand. -->
 
 This page lists every setting of `train/run.py` with its type, its default and its explanation. Set a value on the command
 line as `group.setting=value`, for example `trainer.steps=500`. The value None is written as `null`. The YAML files in
@@ -28,7 +28,7 @@ settings, and `python train/run.py --cfg job --resolve` prints the values of a r
 
 
 def as_text(annotation: object) -> str:
-    """Return a type as it is written in train/config.py."""
+    """Return a type as it is written in train/settings/config.py."""
     return annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
 
 

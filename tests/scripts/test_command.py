@@ -86,6 +86,6 @@ def test_child_finds_the_packages_that_the_user_provides(monkeypatch):
 def test_no_program_replaces_the_search_path_of_the_user():
     """Child processes take their search path from `child_environment`. Two tests of the search path itself set their own."""
     assignment = '"PYTHONPATH"' + ":"  # in two parts, so that this file does not contain it
-    allowed = {"scripts/command.py", "tests/train/test_inference.py", "tests/train/test_run.py"}
+    allowed = {"scripts/command.py", "tests/train/commands/test_options.py", "tests/train/commands/test_run.py"}
     files = [path for folder in ("scripts", "tests") for path in (command.ROOT / folder).rglob("*.py")]
     assert {str(path.relative_to(command.ROOT)) for path in files if assignment in path.read_text()} == allowed

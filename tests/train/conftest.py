@@ -9,8 +9,8 @@ import datasets
 import pytest
 import torch
 
-from ringattn.train import run
 from ringattn.train import setup as run_setup
+from ringattn.train.commands import run
 from tests.train.launch import write_corpus
 
 

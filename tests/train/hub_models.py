@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
-from ringattn.train.config import ModelConfig
+from ringattn.train.commands.options import folder_config
 from ringattn.train.data.tokenizer import load_tokenizer
-from ringattn.train.inference import folder_config
 from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import ModelConfig
 
 # The settings of our model that determine the shapes of its weights.
 SIZES = dict(layers=2, dim=32, heads=4, kv_heads=2, head_dim=16, ffn_dim=48)

@@ -5,8 +5,16 @@ from contextlib import contextmanager
 
 import torch
 
-from ringattn.train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks
+from ringattn.train.settings.config import (
+    Config,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
 
 STEPS = 20
 SEQUENCES = 4  # per step

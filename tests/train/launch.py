@@ -17,7 +17,7 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 
-from ringattn.train import run
+from ringattn.train.commands import run
 from scripts.check.kills import write_corpus as write_corpus
 from scripts.command import child_environment
 from tests.distributed import start_ranks

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 
-from ringattn.train.config import CHOICES, RANGES, Config
+from ringattn.train.settings.config import CHOICES, RANGES, Config
 
 # Command lines that no rule below generates.
 OTHERS = [

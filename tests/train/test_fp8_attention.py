@@ -7,10 +7,12 @@ import datasets
 import pytest
 import torch
 
-from ringattn.train import evaluate, generate, step
 from ringattn.train import setup as run_setup
-from ringattn.train.config import Config
-from ringattn.train.description import describe, run_facts
+from ringattn.train import step
+from ringattn.train.inference import generation
+from ringattn.train.inference.losses import evaluate
+from ringattn.train.reports.description import describe, run_facts
+from ringattn.train.settings.config import Config
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -27,7 +29,7 @@ def losses(corpus: str, use: str, steps: int = 2) -> tuple[list[float], float]:
     config = job(corpus, 1)
     config.trainer.fp8_attention = use
     run = run_setup.build(config)
-    return train(run, steps), evaluate.evaluate(run)["eval_loss"]
+    return train(run, steps), evaluate(run)["eval_loss"]
 
 
 @pytest.mark.slow
@@ -42,7 +44,7 @@ def test_fp8_hardly_changes_the_perplexity_of_a_trained_model(corpus):
         results = {}
         for use in ("never", "inference"):
             config.trainer.fp8_attention = use
-            results[use] = evaluate.evaluate(run)["eval_loss"]
+            results[use] = evaluate(run)["eval_loss"]
     perplexities = {use: math.exp(loss) for use, loss in results.items()}
     assert results["never"] != results["inference"]
     assert perplexities["inference"] == pytest.approx(perplexities["never"], rel=TOLERANCE)
@@ -65,13 +67,13 @@ def test_setting_selects_the_passes_that_use_fp8(corpus):
 @pytest.mark.parametrize("use", ["never", "inference"])
 def test_only_the_prompt_of_a_generation_uses_fp8(use, corpus, monkeypatch):
     """New tokens attend to the caches, which have the dtype of the model."""
-    received, attend = [], generate.ring_attention
-    monkeypatch.setattr(generate, "ring_attention", lambda *x, **options: received.append(options) or attend(*x, **options))
+    received, attend = [], generation.ring_attention
+    monkeypatch.setattr(generation, "ring_attention", lambda *x, **options: received.append(options) or attend(*x, **options))
     config = job(corpus, 1)
     config.trainer.fp8_attention = use
     with one_rank():
         run = run_setup.build(config)
-        tokens = generate.generate(run, [1, 2, 3], 4, temperature=0.0)
+        tokens = generation.generate(run, [1, 2, 3], 4, temperature=0.0)
     assert len(tokens) > 3
     assert [options["precision"] for options in received] == ["fp8" if use == "inference" else "ieee"] * config.model.layers
 
@@ -88,14 +90,14 @@ def check_ranks(corpus: str, directory: Path) -> None:
         config = job(corpus, 1, ring=2, **settings)
         config.trainer.batch_size, config.trainer.accumulate = 4, 1
         run = run_setup.build(config)
-        never = evaluate.evaluate(run)["eval_loss"]
+        never = evaluate(run)["eval_loss"]
         config.trainer.fp8_attention = "always"
-        always = evaluate.evaluate(run)["eval_loss"]
+        always = evaluate(run)["eval_loss"]
         assert always != never
         assert always == pytest.approx(never, abs=TOLERANCE)
         (loss,) = train(run, 1)
         assert loss == pytest.approx(never, abs=0.5)
-        assert evaluate.evaluate(run)["eval_loss"] < always
+        assert evaluate(run)["eval_loss"] < always
 
 
 def test_description_names_the_use_of_fp8(corpus, caplog):

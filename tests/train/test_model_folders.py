@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn.train import export
 from ringattn.train.checkpoint import huggingface
+from ringattn.train.commands import export
 from ringattn.train.model.gpt import GPT
 from tests.covering import every_value
 from tests.train.hub_models import (

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ringattn.train import optim
-from ringattn.train.config import ModelConfig, OptimConfig
 from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import ModelConfig, OptimConfig
 from tests.train.jobs import one_rank
 
 

@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.train import metrics, preemption, step, trainer
-from ringattn.train.config import Config, ConfigError
+from ringattn.train import preemption, step, trainer
 from ringattn.train.preemption import (
     StoppedEarly,
     TrainingStopped,
@@ -30,6 +29,8 @@ from ringattn.train.preemption import (
     handle_stop_signals,
     stop_requested,
 )
+from ringattn.train.reports import metrics
+from ringattn.train.settings.config import Config, ConfigError
 from ringattn.train.step import until_stopped
 from tests.distributed import run_ranks
 from tests.train.checkpoint.test_formats import unpack

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train import step
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
 from ringattn.train.model.gpt import Block
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from ringattn import Mask
 from ringattn.train import preemption, step
 from ringattn.train import setup as run_setup
-from ringattn.train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
 from ringattn.train.data.loader import AheadLoader, Loader, choose_layout, mask_of
 from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.settings.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.plain import plain_attention

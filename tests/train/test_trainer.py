@@ -17,13 +17,16 @@ import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ringattn.train import config as train_config
-from ringattn.train import evaluate, metrics, preemption, run, trainer
+from ringattn.train import preemption, trainer
 from ringattn.train import setup as run_setup
 from ringattn.train.checkpoint import storage
-from ringattn.train.config import ConfigError, TrainerConfig
+from ringattn.train.commands import run
+from ringattn.train.inference import losses as evaluation
 from ringattn.train.parallel.ranks import disconnect_ranks
-from ringattn.train.token_budget import default_group_size
+from ringattn.train.reports import metrics
+from ringattn.train.settings import config as train_config
+from ringattn.train.settings.config import ConfigError, TrainerConfig
+from ringattn.train.settings.token_budget import default_group_size
 from tests.train.hub_models import write_folder
 from tests.train.launch import SMALL
 
@@ -455,7 +458,7 @@ def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, r
 
 def stop_in_batch(number: int, how: str):
     """A replacement for `forward` in which the process receives SIGTERM, or its time limit passes, in one batch."""
-    forward, batches = evaluate.forward, []
+    forward, batches = evaluation.forward, []
 
     def forward_with_request(*arguments):
         batches.append(len(batches) + 1)
@@ -485,7 +488,7 @@ def test_request_during_an_evaluation_stops_it(how, step, overrides, settings, o
         patched.setattr(preemption, "_received_signals", set())
         patched.setattr(preemption, "LAUNCH_TIME", preemption.LAUNCH_TIME)
         forward, batches = stop_in_batch(2, how)
-        patched.setattr(evaluate, "forward", forward)
+        patched.setattr(evaluation, "forward", forward)
         assert run_command_line(*settings, "name=a", "trainer.time_limit_s=1e5") == 0
     assert batches == [1, 2, 3]
     assert f"step {step} is saved" in capfd.readouterr().out
@@ -510,7 +513,7 @@ def test_request_during_an_evaluation_stops_it(how, step, overrides, settings, o
 def test_crash_in_the_last_evaluation_does_not_lose_the_step(settings, outputs, run_command_line, monkeypatch):
     settings = [*settings, "name=a", "data.eval_fraction=0.2", "trainer.steps=2"]
     with monkeypatch.context() as patched:
-        patched.setattr(evaluate, "forward", Mock(side_effect=Killed))
+        patched.setattr(evaluation, "forward", Mock(side_effect=Killed))
         with pytest.raises(Killed):
             run_command_line(*settings)
     disconnect_ranks()

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
-from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
+from ringattn.train.settings.config import MAY_DIFFER, ConfigError, ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ DEFAULTS = {
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 # The advice for a model with another architecture.
 OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
-# The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
-MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}
 
 
 def is_model(path: Path) -> bool:

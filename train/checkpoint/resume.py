@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
-from ringattn.train.config import Config, ConfigError, ModelConfig, TrainerConfig, resolve_path
-from ringattn.train.literal import literal_settings
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+from ringattn.train.settings.config import GROUPS, Config, ConfigError, ModelConfig, TrainerConfig, resolve_path
+from ringattn.train.settings.literal import literal_settings
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,8 @@ FREE = (
     "trainer.keep_checkpoints trainer.log_every trainer.sample_tokens trainer.sample_prompt trainer.profile"
 ).split()
 
-# The groups of settings that are compared with those of a checkpoint, and all groups.
-COMPARED = ("model", "data", "parallel", "optim", "trainer")
-GROUPS = (*COMPARED, "logger")
+# The groups of settings that are compared with those of a checkpoint.
+COMPARED = tuple(group for group in GROUPS if group != "logger")
 
 
 def saved_config(meta: dict[str, Any]) -> Config:

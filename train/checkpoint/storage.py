@@ -42,8 +42,8 @@ from torch.futures import Future
 
 from ringattn.train.checkpoint.index import parse_index
 from ringattn.train.checkpoint.progress import bytes_on_disk, format_size, local_bytes, show_progress
-from ringattn.train.config import ConfigError
 from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 import ringattn
-from ringattn import Layout, Mask, balanced_layout
+from ringattn import Layout, Mask
 from ringattn.planning.rank_plan import Plan, Requests
-from ringattn.train.config import Config
 from ringattn.train.data.batch import Batch
-from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.mesh import MeshShape, choose_layout
+from ringattn.train.settings.config import Config
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2) is PR_SET_PDEATHSIG: the kernel kills the loader process (signal 9) when the training process dies, even
@@ -128,13 +128,6 @@ class Preparation:
 def mask_of(config: Config, batch: Batch) -> Mask:
     """Return the attention mask of a batch. The mask is causal. The settings determine its sliding window and its documents."""
     return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
-
-
-def choose_layout(config: Config, shape: MeshShape, mask: Mask) -> Layout:
-    """Return the layout of a sequence over the ranks of a ring, split among the ranks of an all-to-all."""
-    kind, seq_len = config.parallel.layout, config.data.seq_len
-    whole = balanced_layout(mask, seq_len, shape.ring) if kind == "auto" else Layout(kind, seq_len, shape.ring)
-    return whole.split(shape.ulysses)
 
 
 class Loader:

@@ -44,10 +44,10 @@ from datasets.utils import tqdm
 from filelock import FileLock
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ringattn.train.config import ConfigError, DataConfig
 from ringattn.train.data import recall, sources
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.settings.config import ConfigError, DataConfig
 
 TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
 

@@ -22,9 +22,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from ringattn.train.config import ConfigError
 from ringattn.train.data.batch import Batch
 from ringattn.train.model.loss import IGNORE
+from ringattn.train.settings.config import ConfigError
 
 # The number of tokens of the block of facts, and of the block of queries, in documents that are long enough.
 BLOCK = 32

@@ -22,7 +22,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
-from ringattn.train.config import ConfigError, DataConfig
+from ringattn.train.settings.config import ConfigError, DataConfig
 
 # Folders within the standard library whose files are not documents, because they contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ringattn.train.config import ConfigError
+from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 

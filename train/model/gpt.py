@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringattn.train.config import ModelConfig, round_up
 from ringattn.train.model.rope import rope, rotate
+from ringattn.train.settings.config import ModelConfig, round_up
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ringattn.train.config import ModelConfig
+from ringattn.train.settings.config import ModelConfig
 
 # A pair of dimensions keeps its frequency if it makes more than this number of rotations within rope_trained_len tokens. If a
 # pair makes between one rotation and this number of rotations, its frequency is interpolated.

@@ -22,13 +22,11 @@ from ringattn.kernels.validation import MAX_HEAD_DIM
 from ringattn.load_balance import MAX_CHUNKS, TILE, always_has_equal_shards
 from ringattn.planning.plan_slots import PlanSlots
 from ringattn.planning.rank_plan import Plan, use_plan
-from ringattn.train.config import Config, ConfigError
-from ringattn.train.data.batch import Shard
-from ringattn.train.data.loader import choose_layout
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.mesh import Mesh, MeshShape, attention
+from ringattn.train.parallel.mesh import Mesh, MeshShape, attention, choose_layout
+from ringattn.train.settings.config import Config, ConfigError
 
 # If one block has fewer FLOPs than this in its matrix products, the host may limit its speed. On an H100, these FLOPs take
 # 1.5 ms.
@@ -196,18 +194,18 @@ class ModelGraphs:
     def _plan(self, mask: Mask, layout: Layout) -> Plan:
         return Plan(mask, layout.whole, self._ring_rank, torch.device("cpu"), is_fixed=True)
 
-    def compute_loss(self, shard: Shard, packed: Tensor | None) -> Tensor:
+    def compute_loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, packed: Tensor | None) -> Tensor:
         """Return the sum of the losses of all tokens of a rank, with a graph for the backward pass. Call `finish` afterwards.
 
         Args:
-            shard: the tokens of this rank.
+            tokens, positions, labels: those of this rank, see `ringattn.train.data.batch.Shard`.
             packed: the result of `pack` for their mask.
         """
         if packed is not None:
             self.slots.write(packed)
         # The hops of the graphs are not watched, so the watchdogs regard a whole micro-step as one hop.
         self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
-        return self._model.replay(shard.tokens, shard.positions, shard.labels)
+        return self._model.replay(tokens, positions, labels)
 
     def finish(self) -> None:
         """Record in the watchdogs that a backward pass has been launched."""

@@ -4,11 +4,11 @@ import os
 
 import torch
 
-from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import chunk_size
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.ranks import ranks_per_host
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 GIB = 2**30
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ringattn import Layout, Mask, ulysses_attention
+from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
-from ringattn.train.config import Config
 from ringattn.train.model.gpt import Attend
+from ringattn.train.settings.config import Config
 
 # The timeout of a hop, in seconds, from the environment variable. This timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
@@ -62,6 +62,13 @@ class Mesh(NamedTuple):
     def shape(self) -> MeshShape:
         """The number of ranks along each axis."""
         return MeshShape(self.dp.size(), self.ring.size(), self.ulysses.size())
+
+
+def choose_layout(config: Config, shape: MeshShape, mask: Mask) -> Layout:
+    """Return the layout of a sequence over the ranks of a ring, split among the ranks of an all-to-all."""
+    kind, seq_len = config.parallel.layout, config.data.seq_len
+    whole = balanced_layout(mask, seq_len, shape.ring) if kind == "auto" else Layout(kind, seq_len, shape.ring)
+    return whole.split(shape.ulysses)
 
 
 def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: bool, recompute: bool = False) -> Attend:

@@ -14,12 +14,12 @@ import torch
 from ringattn import Mask
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import EQUAL_TIMES, MAX_PLANNED_RANKS, attention_seconds
-from ringattn.train.config import Config, ConfigError
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.graphs import can_capture, uses_graphs
 from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.settings.config import Config, ConfigError
 
 # The constants were fitted to runs on one to four H100s and H200s, see the table in tests/train/parallel/test_prediction.py.
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ringattn.comm.shared_gpus import SHARE_GPUS
-from ringattn.train.config import ConfigError
 from ringattn.train.parallel.launcher import begin_attempt, launch_time
 from ringattn.train.parallel.mesh import build_mesh
+from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringattn.train.config import ModelConfig
+from ringattn.train.settings.config import ModelConfig
 from scripts.bench import generation
 
 CONFIG = ModelConfig(vocab_size=64, layers=2, dim=64, heads=4, kv_heads=2)

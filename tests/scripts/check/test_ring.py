@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.train.config import ConfigError
+from ringattn.train.settings.config import ConfigError
 from scripts.accuracy import NAMES
 from scripts.check import ring as check_ring
 from tests.train.jobs import one_rank

@@ -3,7 +3,7 @@
 import re
 from dataclasses import fields, is_dataclass
 
-from ringattn.train.config import Config
+from ringattn.train.settings.config import Config
 from scripts.tools import write_settings
 
 NAMES = [
@@ -20,7 +20,7 @@ def test_page_is_up_to_date():
 
 def test_page_explains_every_setting():
     found = re.findall(r"^\*\*`([\w.]+)`\*\* \(.+?, default `.*?`\): \S.*\.$", write_settings.page(), re.MULTILINE)
-    assert sorted(found) == sorted(NAMES), "every setting needs a comment above its field in train/config.py"
+    assert sorted(found) == sorted(NAMES), "every setting needs a comment above its field in train/settings/config.py"
 
 
 def test_output(tmp_path):

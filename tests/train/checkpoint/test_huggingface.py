@@ -12,10 +12,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ringattn.train.checkpoint import huggingface, progress
-from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.shard import shard_model
+from ringattn.train.settings.config import ConfigError, ModelConfig
 from tests.distributed import run_ranks
 from tests.train.hub_models import (
     CONFIG,

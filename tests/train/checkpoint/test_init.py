@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from ringattn.train.checkpoint import init, state_dict, storage
-from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 from tests.train.hub_models import SIZES, read_tensors, settings_of, write_folder
 
 MODEL = ModelConfig(**SIZES, tie_embeddings=False)

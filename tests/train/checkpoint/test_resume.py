@@ -16,7 +16,7 @@ from ringattn.train.checkpoint.resume import (
     find_checkpoint,
     saved_config,
 )
-from ringattn.train.config import Config, ConfigError, TrainerConfig, check
+from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check
 from tests.train.jobs import one_rank
 
 PATH = Path("runs/a/checkpoints/step_00000005")

@@ -33,7 +33,7 @@ from ringattn.train.checkpoint.storage import (
     read_meta,
     read_tensor_names,
 )
-from ringattn.train.config import ConfigError
+from ringattn.train.settings.config import ConfigError
 from tests.distributed import run_ranks
 
 WEIGHT = torch.arange(6.0)

@@ -22,11 +22,11 @@ from ringattn import Layout, Mask
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.rank_plan import Plan, Requests
 from ringattn.planning.workload import backward_work, forward_work
-from ringattn.train.config import Config, DataConfig, ParallelConfig
 from ringattn.train.data import loader
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.loader import AheadLoader, Loader, LoaderError, Preparation
 from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.settings.config import Config, DataConfig, ParallelConfig
 from scripts.command import child_environment
 from tests.ringattn.test_runs import random_layout, random_mask
 

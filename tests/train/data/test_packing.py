@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ringattn.train.config import ConfigError, DataConfig
 from ringattn.train.data import packing, sources, tokenizer
 from ringattn.train.data.packing import PackedDataset, load, load_held_out, split_documents
 from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer
+from ringattn.train.settings.config import ConfigError, DataConfig
 from tests.distributed import run_ranks
 from tests.train.hub_models import write_tokenizer
 

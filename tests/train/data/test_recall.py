@@ -5,7 +5,6 @@ import zlib
 import numpy as np
 import pytest
 
-from ringattn.train.config import RANGES, ConfigError, DataConfig
 from ringattn.train.data import recall
 from ringattn.train.data.packing import load, load_held_out
 from ringattn.train.data.recall import (
@@ -21,6 +20,7 @@ from ringattn.train.data.recall import (
 )
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.model.loss import IGNORE
+from ringattn.train.settings.config import RANGES, ConfigError, DataConfig
 
 
 def check_document(tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:

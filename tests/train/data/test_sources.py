@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from ringattn.train.config import ConfigError, DataConfig
 from ringattn.train.data import sources
 from ringattn.train.data.packing import load, load_held_out
 from ringattn.train.data.tokenizer import BytesTokenizer
+from ringattn.train.settings.config import ConfigError, DataConfig
 
 
 def config(source: str, **settings: object) -> DataConfig:

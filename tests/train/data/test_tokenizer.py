@@ -11,9 +11,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.train.config import ConfigError
 from ringattn.train.data import tokenizer as tokenizer_module
 from ringattn.train.data.tokenizer import BytesTokenizer, check_tokenizer, fingerprint, load_tokenizer
+from ringattn.train.settings.config import ConfigError
 
 
 @pytest.fixture

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ringattn.train.config import ModelConfig
 from ringattn.train.model.flops import matmul_parameters, peak_flops, step_flops
 from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import ModelConfig
 
 # The weights of a layer with dim 8, two query heads and one key head of dim 4, and ffn_dim 16: 8*8 + 2*8*4 + 8*8 + 3*8*16.
 LAYER = 576

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from ringattn import Layout, Mask, ring_attention
-from ringattn.train.config import ModelConfig
 from ringattn.train.model.gpt import GPT, Block
-from tests.train.test_config import composed
+from ringattn.train.settings.config import ModelConfig
+from tests.train.settings.test_config import composed
 
 VOCAB = 50
 

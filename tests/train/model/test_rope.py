@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringattn.train.config import ModelConfig
 from ringattn.train.model.rope import rope, rotate, slowdown, yarn_scale
+from ringattn.train.settings.config import ModelConfig
 
 
 def frequencies(config: ModelConfig) -> torch.Tensor:

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.train import evaluate, metrics, step, trainer
 from ringattn.train import setup as run_setup
-from ringattn.train.config import Config, TrainerConfig
-from ringattn.train.generate import generate
+from ringattn.train import step, trainer
+from ringattn.train.inference import losses as evaluation
+from ringattn.train.inference.generation import generate
+from ringattn.train.reports import metrics
+from ringattn.train.settings.config import Config, TrainerConfig
 from tests.distributed import run_ranks
 from tests.train.jobs import STEPS, job, one_rank
 from tests.train.launch import write_corpus
@@ -43,11 +45,11 @@ def prepare(directory: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
 
 
-@patch.object(evaluate, "SHORTEST_LENGTH", 16)
+@patch.object(evaluation, "SHORTEST_LENGTH", 16)
 def first_step(config: Config) -> dict:
     """Return the losses on held-out text before the first step, and the gradients of all parameters in that step."""
     run = run_setup.build(config)
-    losses = evaluate.evaluate(run)
+    losses = evaluation.evaluate(run)
     run.optimizer.zero_grad = lambda: None
     # The update gathers the parameters again for the next step. The gathered parameters have no gradients.
     run.model.unshard = lambda: None
@@ -131,7 +133,7 @@ def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
     return generate(run, prompt, 8, temperature=0.0)
 
 
-@patch.object(evaluate, "SHORTEST_LENGTH", 16)
+@patch.object(evaluation, "SHORTEST_LENGTH", 16)
 def write_runs(corpus: str, directory: Path) -> None:
     """Train with every ring that divides the number of ranks, and generate some text."""
     prepare(directory)

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from ringattn import Mask
 from ringattn.planning.rank_plan import Plan
 from ringattn.train import setup, step
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
-from ringattn.train.evaluate import evaluate
+from ringattn.train.commands.run import CONFIGS
+from ringattn.train.inference.losses import evaluate
 from ringattn.train.parallel import graphs, memory
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.run import CONFIGS
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
 from tests.distributed import gpu_backend, run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -132,7 +132,7 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
 def graph_job(corpus: str, wanted: bool) -> Config:
     """Two layers on a GPU, with two micro-steps per step and several documents per sequence. Some programs have no work."""
     config = job(corpus, 1)
-    config.data.path = str(Path(graphs.__file__).parents[1] / "*.py")
+    config.data.path = str(Path(graphs.__file__).parents[1] / "*" / "*.py")
     config.model = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, qk_norm=True)
     config.data.seq_len = 4096
     config.trainer.device, config.trainer.cuda_graphs = "cuda", wanted

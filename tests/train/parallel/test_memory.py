@@ -7,10 +7,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
+from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.run import CONFIGS
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
 
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 

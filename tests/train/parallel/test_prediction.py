@@ -6,10 +6,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
+from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import memory, prediction
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.run import CONFIGS
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
 
 # The names of the GPUs, and their memory in GiB.
 GPUS = {"H100": ("NVIDIA H100 80GB HBM3", 79.2), "H200": ("NVIDIA H200", 139.8)}

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ringattn.comm.p2p import backend_name
 from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.train.checkpoint.storage import CheckpointError
-from ringattn.train.config import ConfigError
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.ranks import (
     CUBLAS_WORKSPACE,
@@ -22,6 +21,7 @@ from ringattn.train.parallel.ranks import (
     set_deterministic,
     sync_errors,
 )
+from ringattn.train.settings.config import ConfigError
 from tests.distributed import run_ranks
 from tests.train.jobs import one_rank
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import ringattn.attention
 from ringattn.train import setup as run_setup
 from ringattn.train import step
-from ringattn.train.config import ModelConfig
 from ringattn.train.model.gpt import GPT, Block
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.shard import compile_blocks, shard_model
+from ringattn.train.settings.config import ModelConfig
 from tests.distributed import run_ranks
 from tests.train.jobs import SEQUENCES, job, one_rank
 

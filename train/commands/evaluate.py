@@ -1,0 +1,180 @@
+"""Compute the loss on held-out text at several sequence lengths, or the accuracy on a recall task.
+
+    python train/evaluate.py run=NAME                                      at the sequence length of the training, and below
+    python train/evaluate.py run=NAME data.seq_len=4096,16384,65536        at other lengths
+    python train/evaluate.py run=NAME evaluate=recall                      the accuracy on the recall task
+    torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
+
+All losses are means over the same target tokens. The length only limits the number of earlier tokens to which a target token
+can attend. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains the
+error of each loss, and the error of its difference to the loss at the shortest length. train/data/targets.py describes the
+target tokens.
+
+The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
+default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:
+
+    data=text, jsonl, parquet, hub or stdlib    the kind of text
+    data.path=...                               the files or the dataset
+    data.split=...                              the part of the text, all of it by default
+    data.column=... data.subset=...             as in training
+
+trainer.eval_tokens=N sets the number of target tokens. Other settings can follow as group.key=value, for example
+trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains them.
+With trainer.fp8_attention=inference, attention uses FP8.
+
+With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png. They show the
+accuracy by the length of the sequence and by the position of the answer in the sequence. The default lengths are the sequence
+length of the training, half of this length, a quarter, and so on. The command accepts models that were trained on any text.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from ringattn.train.commands.errors import exit_process
+from ringattn.train.commands.evaluate_recall import evaluate_model
+from ringattn.train.commands.options import (
+    RUN_HELP,
+    Model,
+    apply_overrides,
+    find_model,
+    option,
+    parse,
+    run_command,
+    write_table_and_plot,
+)
+from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, load_held_out, split_documents
+from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.inference.losses import default_lengths, evaluate_lengths
+from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.reports.loss_results import Losses, loss_table, plot_losses
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, check_values
+from ringattn.train.setup import InferenceRun, build_for_inference
+
+# The settings that this command accepts, in addition to those of `ringattn.train.commands.options`.
+SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
+
+# The values of the option `evaluate`.
+EVALUATIONS = ("loss", "recall")
+
+
+@dataclass
+class Options:
+    """The options of this command."""
+
+    run: str = option(RUN_HELP)
+    evaluate: str = option(
+        "What is evaluated: loss (the loss on held-out text) or recall (the accuracy on the recall task).", default="loss"
+    )
+    output: str = option(
+        "The folder for the table and the plot. By default, this folder is next to the run, and its name is the name of the "
+        "run followed by -evaluation. For a model in Hugging Face's format, the default folder is in outputs/.",
+        default="",
+    )
+
+
+def main() -> NoReturn:
+    """Run the command line and exit. This function is the entry point of `ringattn-evaluate`."""
+    exit_process(run_command(run_command_line, Options, __doc__))
+
+
+def run_command_line(arguments: list[str]) -> None:
+    """Evaluate the model that the arguments name, and write the results on rank 0. All ranks call this function."""
+    options, overrides = parse(arguments, Options, SETTINGS)
+    if options.evaluate not in EVALUATIONS:
+        raise ConfigError(f"unknown evaluate={options.evaluate}: choose one of {', '.join(EVALUATIONS)}")
+    model = find_model(options.run)
+    if options.evaluate == "recall":
+        return evaluate_model(model, overrides, options.output)
+    configs = evaluation_configs(model.config, overrides)
+    longest = max(configs, key=lambda config: config.data.seq_len)
+    with sync_errors():
+        for config in configs:
+            check_values(config)
+        check(longest, dist.get_world_size())
+    run = build_for_inference(longest, model.path)
+    with sync_errors():
+        run.held_out = load_text(longest, model.config.data.seq_len, run.tokenizer)
+    losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_progress=True)
+    with sync_errors():
+        if dist.get_rank() == 0:
+            write_results(losses, model, run, options.output)
+
+
+def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
+    """Return the settings of the evaluation at each sequence length.
+
+    Evaluation uses only one text. In the overrides, data.path and data.split therefore describe the evaluated text.
+
+    Args:
+        config: the settings with which the model was trained.
+        overrides: the values of settings, from the command line.
+
+    Raises:
+        ConfigError: there is no text to evaluate, or a sequence length is not an integer.
+        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
+    """
+    overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
+    if any(name.startswith("data.eval_") for name in overrides):
+        raise ConfigError(
+            "data.eval_path and data.eval_split: an evaluation uses only one text, so use data.path and data.split instead"
+        )
+    source = overrides.get("data.source", config.data.source)
+    lengths = overrides.pop("data.seq_len", ",".join(map(str, default_lengths(config.data.seq_len, source)))).split(",")
+    if (text := evaluated_text(config.data, overrides)) is not None:
+        config = replace(config, data=replace(text, eval_fraction=DataConfig.eval_fraction))
+    elif config.data.eval_fraction == 0:
+        raise ConfigError(f"run={config.name} has no held-out text: name the text to evaluate, such as data=text data.path=...")
+    configs = [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]
+    if text is not None and text.source != "recall":
+        for each in configs:
+            each.data.eval_split, each.data.split = each.data.split, DataConfig.split
+    return configs
+
+
+def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
+    """Return the settings of a separate corpus for the evaluation. The overrides have not been applied to these settings.
+
+    The result is None if the evaluated text is the fraction of the training text that was held out.
+    """
+    if overrides.keys() & {"data.source", "data.path"}:
+        kept = {name: getattr(data, name) for name in ("tokenizer", "eos_token", "special_tokens", "mask_documents")}
+        return DataConfig(source=overrides.get("data.source", data.source), **kept)
+    return data if data.held_out is None and "data.split" in overrides else data.held_out
+
+
+def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequences:
+    """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function.
+
+    The fraction of the text that the training has held out depends on the sequence length of the training, `trained_len`.
+    """
+    data = config.data
+    if data.source == "recall":
+        return load_held_out(data, tokenizer, load(data, tokenizer))
+    if data.held_out is not None:
+        return load(data.held_out, tokenizer, shuffle=False)
+    _, documents = split_documents(load_documents(data, tokenizer), data.eval_fraction, trained_len)
+    return PackedDataset(documents, data.seq_len, seed=0, shuffle=False)
+
+
+def write_results(losses: Losses, model: Model, run: InferenceRun, output: str) -> None:
+    """Print the table of the results, and write the table and the plot to a folder.
+
+    Args:
+        losses: the losses of the target tokens.
+        model: the evaluated model.
+        run: the run of the evaluation.
+        output: the folder. If it is empty, the folder is next to the directory of the run.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    config = run.config
+    part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
+    text = config.data.description + (f" {part}" if config.data.source != "recall" else "")
+    attention = " with FP8 attention" if config.trainer.attention_precision(training=False) == "fp8" else ""
+    table = f"Loss of {model.path}{attention} on {text}, in nats per token.\n\n{loss_table(losses)}\n"
+    title = run.plot_title(model.directory.name, f"{int(losses.tokens.sum()):,} target tokens")
+    write_table_and_plot(model, output, "evaluation", table, partial(plot_losses, losses, title=title))

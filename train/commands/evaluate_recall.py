@@ -1,0 +1,63 @@
+"""Evaluate a model on the recall task: `python train/evaluate.py run=NAME evaluate=recall`."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from ringattn.train.commands.options import Model, apply_overrides, write_table_and_plot
+from ringattn.train.data.recall import CHANCE, check_length, check_vocabulary, evaluation_lengths
+from ringattn.train.inference.recall import evaluate_recall
+from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.reports.recall_results import accuracy_table, plot_accuracies
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, check
+from ringattn.train.setup import build_for_inference
+
+
+def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None:
+    """Evaluate a model, and write the results on rank 0. All ranks call this function.
+
+    Args:
+        model: the model.
+        overrides: the values of settings, from the command line.
+        output: the folder of the results. If it is empty, the folder is next to the directory of the run.
+
+    Raises:
+        ConfigError: on every rank, if a setting is invalid or has no effect on this evaluation.
+    """
+    configs = evaluation_configs(model.config, overrides)
+    with sync_errors():
+        for config in configs:
+            check_length(config.data.seq_len)
+            check(config, dist.get_world_size())
+    run = build_for_inference(configs[0], model.path)
+    with sync_errors():
+        check_vocabulary(run.tokenizer.vocab_size)
+    accuracies = evaluate_recall(run, [config.data.seq_len for config in configs], show_progress=True)
+    with sync_errors():
+        if dist.get_rank() == 0:
+            title = run.plot_title(model.directory.name, f"{run.config.trainer.eval_tokens:,} tokens per length")
+            text = f"Accuracy of {model.path} on the recall task. The accuracy of guesses would be {CHANCE:.1%}.\n\n"
+            text += accuracy_table(accuracies) + "\n"
+            write_table_and_plot(model, output, "recall", text, partial(plot_accuracies, accuracies, CHANCE, title=title))
+
+
+def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
+    """Return the settings of the evaluation at each sequence length.
+
+    Args:
+        config: the settings with which the model was trained.
+        overrides: the values of settings, from the command line. Without data.seq_len, the lengths are the length of the
+            training, and this length divided by powers of two.
+
+    Raises:
+        ConfigError: an override describes a text, or a sequence length is not an integer.
+        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
+    """
+    for name in overrides:
+        if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer", "data.eos_token"):
+            raise ConfigError(f"{name} has no effect with evaluate=recall, which generates its text: leave it out")
+    trained = config.data.seq_len
+    data = DataConfig(source="recall", tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
+    lengths = overrides.get("data.seq_len", ",".join(map(str, evaluation_lengths(trained)))).split(",")
+    return [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]

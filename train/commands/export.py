@@ -1,0 +1,315 @@
+"""Export a trained model as a folder in the format of Hugging Face's transformers.
+
+    python train/export.py run=NAME                                the newest checkpoint of a run, in bf16
+    python train/export.py run=NAME output=FOLDER dtype=fp32       to another folder, in fp32
+
+The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. transformers has no
+tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
+
+If the run started from a folder in this format, the export contains all files of this folder except its weights. Only entries
+of config.json and generation_config.json that the run has changed differ. Otherwise, the exported model usually has the Llama
+architecture. A model with a window becomes a Mistral model. A model with model.qkv_bias or model.qk_norm becomes a Qwen model.
+
+The export needs enough memory for all parameters.
+"""
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ringattn.train.checkpoint import huggingface, state_dict, storage
+from ringattn.train.checkpoint.init import initial_weights_path
+from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
+from ringattn.train.checkpoint.resume import saved_config
+from ringattn.train.commands.errors import exit_process
+from ringattn.train.commands.options import find_model, option, parse, run_command
+from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
+from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Maps each model_type to the class of the model in transformers.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# The files next to a tokenizer.json that belong to the tokenizer.
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+# The files of a published model that an export leaves out: weights in any format, their indices, and hidden files, which belong
+# to git or to the download.
+LEFT_OUT = (".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
+LEFT_OUT += ("*.onnx*", "*.ot", "*.tflite", "*.npz")
+# The settings of a published model that a run may change, each with the entries of config.json that determine the setting.
+ENTRIES = {
+    "vocab_size": ("vocab_size",),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "norm_eps": ("rms_norm_eps",),
+    # The types of models have different defaults of num_key_value_heads.
+    "window": (
+        *("model_type", "architectures", "num_key_value_heads"),
+        *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    ),
+    **dict.fromkeys(
+        ("rope_theta", "rope_factor", "rope_trained_len", "rope_scaling"),
+        ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"),
+    ),
+}
+
+
+@dataclass
+class Options:
+    """The options of this command."""
+
+    run: str = option(
+        "The model: the name of a run in outputs/, the path of the directory of a run, or the path of a checkpoint. The newest "
+        "checkpoint of a run is used."
+    )
+    output: str = option(
+        "A new or empty folder. By default, this folder is next to the run, and its name is the name of the run followed by "
+        "-huggingface.",
+        default="",
+    )
+    dtype: str = option("The dtype of the exported parameters: bf16, fp16 or fp32.", default="bf16")
+
+
+def main() -> NoReturn:
+    """Run the command line and exit. This function is the entry point of `ringattn-export`."""
+    exit_process(run_command(run_command_line, Options, __doc__))
+
+
+def run_command_line(arguments: list[str]) -> None:
+    """Export the model that the arguments name."""
+    options, overrides = parse(arguments, Options)
+    if dist.get_world_size() > 1:
+        raise ConfigError("an export uses a single process: start it without torchrun")
+    for name, value in overrides.items():
+        raise ConfigError(f"{name}={value} has no effect on an export: leave it out")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype={options.dtype}: choose one of {', '.join(DTYPES)}")
+    model = find_model(options.run)
+    if huggingface.is_model(model.path):
+        raise ConfigError(f"run={options.run} is already in Hugging Face's format: give the name of a run or a checkpoint")
+    folder = model.directory.with_name(f"{model.directory.name}-huggingface")
+    export(model.path, Path(options.output).expanduser() if options.output else folder, DTYPES[options.dtype])
+
+
+def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write the model of a checkpoint to a folder.
+
+    Args:
+        path: the directory of the checkpoint.
+        folder: a new or empty folder. If writing fails, the folder is removed.
+        dtype: the dtype of the exported parameters.
+
+    Raises:
+        ConfigError: the checkpoint or the tokenizer does not exist, the tokenizer differs from the tokenizer of the training,
+            transformers has no suitable architecture, the folder is not empty, or the folder cannot be written.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} already exists and is not an empty folder: choose a new folder")
+    meta = storage.read_meta(path)
+    saved = saved_config(meta)
+    data, settings = saved.data, saved.model
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
+    published, rows = published_folder(saved, tokenizer), max(tokenizer.vocab_size, settings.vocab_size or 0)
+    if published is not None:
+        rows = max(rows, huggingface.declared_settings(published)["vocab_size"])
+    special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    written = {"config.json": config_json(settings, rows, data.seq_len, special, dtype), "generation_config.json": special}
+    if published is not None:
+        if published.resolve() in folder.resolve().parents:
+            raise ConfigError(f"{folder} is inside of {published}, whose files are copied: choose another folder")
+        written = changed_files(published, saved, written["config.json"], tokenizer)
+    tensors = exported_tensors(path, settings, rows, dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
+            save_torch_state_dict(tensors, folder)
+        if published is not None:
+            copy_files(published, folder, LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES)
+        for name, content in written.items():
+            _write_json(folder / name, content)
+        if isinstance(tokenizer, JsonTokenizer):
+            write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error
+    print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
+    if published is not None:
+        print(f"All other files are those of {published}" + (f", except {' and '.join(written)}" if written else ""))
+    elif saved.trainer.init_from is not None:
+        print(f"No other files were copied, because {saved.trainer.init_from} is not (or no longer) the folder of this model")
+    if not isinstance(tokenizer, JsonTokenizer):
+        print(f"The folder has no tokenizer: the token ids are the bytes of the text, and {tokenizer.eos} starts each document")
+
+
+def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
+    """Return the folder in Hugging Face's format of the model that a run has trained, or None if there is no such folder.
+
+    The folder is `trainer.init_from`. If a run started from a checkpoint of another run, the folder is the one that contains
+    the tokenizer. The sizes in config.json must be those of the run.
+    """
+    tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
+    for folder in (initial_weights_path(saved), tokenizer_folder):
+        if folder is not None and huggingface.is_model(folder):
+            with suppress(ConfigError):
+                settings = huggingface.declared_settings(folder).items()
+                if all(name in ENTRIES or getattr(saved.model, name) == value for name, value in settings):
+                    return folder
+    return None
+
+
+def changed_files(published: Path, saved: Config, current: dict[str, Any], tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """Return the new contents of config.json and generation_config.json of a published model, if the run has changed them.
+
+    Args:
+        published: the folder of the model.
+        saved: the settings of the run.
+        current: the result of `config_json` for the run.
+        tokenizer: the tokenizer of the run.
+    """
+    files = {name: read_config(published, name) for name in ("config.json", "generation_config.json")}
+    special = {name: current[name] for name in ("bos_token_id", "eos_token_id")}
+    config = special | files["config.json"]
+    length, trained = config.get("max_position_embeddings"), current["max_position_embeddings"]
+    config["max_position_embeddings"] = max(length, trained) if isinstance(length, int) else trained
+    config |= {name: current["torch_dtype"] for name in ("torch_dtype", "dtype") if name in config}
+    model = replace(saved.model, vocab_size=current["vocab_size"])
+    for name, value in huggingface.declared_settings(published, config).items():
+        if value != getattr(model, name):
+            config = {entry: value for entry, value in config.items() if entry not in ENTRIES[name]}
+            config |= {entry: current[entry] for entry in ENTRIES[name] if entry in current}
+    written = files | {"config.json": config}
+    for name, content in written.items():
+        if not isinstance(tokenizer, JsonTokenizer):
+            written[name] = content | special  # The published ids are those of another tokenizer.
+        elif saved.data.eos_token is not None and content:
+            written[name] = _with_stop_token(content, tokenizer.eos)
+    return {name: content for name, content in written.items() if content != files[name]}
+
+
+def _with_stop_token(config: dict[str, Any], token: int) -> dict[str, Any]:
+    """Add a token to the tokens at which generation stops."""
+    known = config.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    return config if token in known else config | {"eos_token_id": [token, *known] if known else token}
+
+
+def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
+    """Copy the files of a folder and of its subfolders, except those whose names match a pattern in `left_out`."""
+    for path in source.iterdir():
+        if any(path.match(pattern) for pattern in left_out):
+            continue
+        if path.is_dir():
+            copy_files(path, folder / path.name, left_out)
+        elif path.is_file():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.name)  # Permissions are not copied, because the source may be read-only.
+
+
+def exported_tensors(path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the parameters of a checkpoint under their names in transformers. Only `rows` of the embedding are exported."""
+    model = GPT(settings, rows)
+    storage.load(path, state_dict.model_state(model))
+    tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    for name in {huggingface.hugging_face_name("embedding"), huggingface.hugging_face_name("head")} & tensors.keys():
+        tensors[name] = tensors[name][:rows].clone()
+    return tensors
+
+
+def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
+    """Write the files of a tokenizer to a folder, unless the folder already contains them.
+
+    Args:
+        path: the tokenizer.json of the training. Files next to it that belong to a tokenizer are copied as well.
+        tokenizer: the tokenizer that was loaded from `path`.
+        folder: the folder.
+    """
+    shutil.copyfile(path, folder / "tokenizer.json")
+    for name in TOKENIZER_FILES:
+        if path.with_name(name).is_file() and not (folder / name).exists():
+            shutil.copyfile(path.with_name(name), folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        names = {"bos_token": tokenizer.token(tokenizer.bos), "eos_token": tokenizer.token(tokenizer.eos)}
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def config_json(
+    model: ModelConfig, vocab_size: int, max_positions: int, special: dict[str, int], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return the content of config.json for a model.
+
+    Args:
+        model: the settings of the model.
+        vocab_size: the number of rows of the embedding.
+        max_positions: the number of tokens of the longest sequences for which the model was trained.
+        special: the ids of the special tokens under their names in config.json.
+        dtype: the dtype of the weights.
+
+    Raises:
+        ConfigError: transformers has no architecture with these settings.
+    """
+    model_type, optional = model_type_of(model), {}
+    if model.window:
+        optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
+    if model.rope_factor is not None:
+        optional["rope_scaling"] = {
+            "rope_type": model.rope_scaling,
+            "factor": model.rope_factor,
+            "original_max_position_embeddings": model.rope_trained_len,
+            **huggingface.ROPE_FIXED[model.rope_scaling],
+        }
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.dim,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.resolved_head_dim,
+        "intermediate_size": model.resolved_ffn_dim,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": max_positions,
+        **special,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **huggingface.FIXED,
+        **optional,
+    }
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """Return the `model_type` of the model in transformers.
+
+    Raises:
+        ConfigError: transformers has no architecture with these settings.
+    """
+    if model.qkv_bias and model.qk_norm:
+        raise ConfigError(
+            "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"
+        )
+    if model.qkv_bias or model.qk_norm:
+        return "qwen2" if model.qkv_bias else "qwen3"
+    return "mistral" if model.window else "llama"

@@ -1,0 +1,223 @@
+"""Parse the options of train/generate.py, train/evaluate.py and train/export.py, and find the model that the options name."""
+
+import logging
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from ringattn.train.checkpoint import huggingface, storage
+from ringattn.train.checkpoint.resume import saved_config
+from ringattn.train.commands.errors import USER_ERRORS, report_error, terminate, terminate_on_error
+from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig, replace_link
+from ringattn.train.settings.literal import literal_settings
+
+RUN_HELP = (
+    "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
+    "folder in Hugging Face's format. The newest checkpoint of a run is used."
+)
+# Settings that both commands accept. A name that ends in a dot stands for all settings of a group.
+SETTINGS = ("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device")
+SETTINGS += ("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention")
+
+
+def option(text: str, **default: Any) -> Any:
+    """Return a field of the options of a command. `text` explains the option in `--help`."""
+    return field(metadata={"help": text}, **default)
+
+
+@dataclass
+class Model:
+    """A model that was selected with the option `run`.
+
+    Attributes:
+        path: the checkpoint, or the folder in Hugging Face's format.
+        directory: the directory of the run of the checkpoint. If there is no run, the path of the checkpoint or of the folder.
+        config: the settings with which the model was trained. The settings of the machine, such as the device and the number
+            of ranks that share a sequence, have their default values.
+    """
+
+    path: Path
+    directory: Path
+    config: Config
+
+
+def run_command(command: Callable[[list[str]], None], options: type, doc: str) -> int:
+    """Run a command on all ranks, and return the exit status. An error of the user is reported in one line.
+
+    Args:
+        command: a function that all ranks call with the arguments of the command line. It must raise a user error on all ranks.
+        options: the dataclass of the options of the command.
+        doc: the docstring of the command, which is the first part of its help.
+    """
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(help_text(options, doc))
+        return 0
+    logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
+    launch = connect_ranks()
+    if dist.get_rank() == 0:
+        logging.basicConfig(format="%(message)s")  # Messages are written to stderr.
+        logging.getLogger("ringattn.train").setLevel(logging.INFO)
+    status = 0
+    try:
+        command(sys.argv[1:])
+    except USER_ERRORS as error:
+        status = 1
+        if dist.get_rank() == 0:
+            report_error(error)
+    except KeyboardInterrupt:
+        terminate(launch.store, "interrupted", 130)
+    except BrokenPipeError:
+        terminate(launch.store, "stopped, because the reader of the output has exited", 1)
+    except Exception as error:
+        terminate_on_error(launch.store, error)
+    disconnect_ranks()
+    return status
+
+
+def help_text(options: type, doc: str) -> str:
+    """Return the text that `--help` prints: the docstring of the command and one paragraph per option."""
+    paragraphs = [doc.strip(), "Options:"]
+    for each in fields(options):
+        default = "required" if each.default is MISSING else f"default: {shlex.quote(str(each.default))}"
+        text = textwrap.fill(each.metadata["help"], 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        paragraphs.append(f"  {each.name}=...  ({default})\n{text}")
+    return "\n\n".join(paragraphs)
+
+
+def parse(arguments: list[str], options: type, settings: tuple[str, ...] = ()) -> tuple[Any, dict[str, str]]:
+    """Split a command line into the options of the command and the overrides of settings.
+
+    Args:
+        arguments: the arguments, each of the form `name=value`.
+        options: the dataclass of the options.
+        settings: the settings that the command accepts in addition to SETTINGS.
+
+    Returns:
+        The options, and a dict that maps the name of each overridden setting, such as "trainer.device", to its value.
+
+    Raises:
+        ConfigError: an argument is not of this form, its name is unknown, its value has the wrong type, or an option without a
+            default is missing.
+    """
+    types = {each.name: each.type for each in fields(options)}
+    values, overrides = {}, {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        if not separator:
+            raise ConfigError(f"{argument} is not of the form name=value: see --help")
+        if name in types:
+            values[name] = _convert(name, value, types[name])
+        elif name.startswith((*SETTINGS, *settings)):
+            overrides[name] = value
+        else:
+            known = ", ".join([*types, *(f"{each}*" if each.endswith(".") else each for each in (*SETTINGS, *settings))])
+            raise ConfigError(f"unknown option {name}: choose one of {known}")
+    for each in fields(options):
+        if each.default is MISSING and not values.get(each.name):
+            raise ConfigError(f"{each.name}=... is required: see --help")
+    return options(**values), overrides
+
+
+def _convert(name: str, value: str, kind: type) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        required = {int: "an integer", float: "a number"}[kind]
+        raise ConfigError(f"{name}={value}: must be {required}") from None
+
+
+def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
+    """Return a copy of the settings in which `overrides` replace some values.
+
+    Raises:
+        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
+    """
+    settings = literal_settings(asdict(config))
+    for name, value in overrides.items():
+        OmegaConf.update(settings, name, None if value == "null" else value)
+    return OmegaConf.to_object(settings)
+
+
+def find_model(run: str) -> Model:
+    """Find the model that was selected with the option `run`. All ranks call this function, and only rank 0 reads files.
+
+    Raises:
+        ConfigError: on every rank, if there is no such model, or if it cannot be read.
+    """
+    with sync_errors():
+        found = _find_model(run) if dist.get_rank() == 0 else None
+    return broadcast_object(found)
+
+
+def _find_model(run: str) -> Model:
+    for path in (Path("outputs", run), Path(run).expanduser()):
+        path = path.resolve()
+        if huggingface.is_model(path):
+            return Model(path, Path("outputs", path.name), folder_config(path))
+        checkpoint = path if (path / "meta.json").is_file() else storage.latest(path / "checkpoints")
+        if checkpoint is not None:
+            directory = checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
+            return Model(checkpoint, directory, _settings_for_inference(saved_config(storage.read_meta(checkpoint))))
+    runs = sorted(path.parents[1] for path in Path("outputs").glob("*/checkpoints/step_*"))
+    names = list(dict.fromkeys(path.name for path in runs))
+    listed = (
+        f"the runs in outputs/ are {', '.join(names[:20])}{', ...' * (len(names) > 20)}" if names else "outputs/ has no run"
+    )
+    raise ConfigError(
+        f"run={run} must be the name of a run in outputs/ that has a checkpoint ({listed}), the path of such a run or of a "
+        "checkpoint, or the path of a folder in Hugging Face's format, which contains a config.json"
+    )
+
+
+def write_table_and_plot(model: Model, output: str, name: str, table: str, plot: Callable[[Path], None]) -> None:
+    """Print the table of an evaluation, and write the table and a plot to a folder.
+
+    Args:
+        model: the evaluated model.
+        output: the folder. If it is empty, the folder is next to the directory of the run.
+        name: the name of both files, without the suffix.
+        table: the content of the Markdown file.
+        plot: a function that writes the plot to a path.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
+    print(table, end="", flush=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_link(folder / f"{name}.md").write_text(table, encoding="utf-8")
+        plot(folder / f"{name}.png")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
+    print(f"{folder}/{name}.md and {folder}/{name}.png contain this table and its plot.", file=sys.stderr)
+
+
+def _settings_for_inference(config: Config) -> Config:
+    """Keep the settings that belong to the model and to the text. Inference may run on another machine than training."""
+    trainer = TrainerConfig(precision=config.trainer.precision, fp8_attention=config.trainer.fp8_attention, compile=False)
+    if config.data.held_out is not None or config.data.eval_fraction > 0:
+        trainer.eval_tokens = config.trainer.eval_tokens
+    return Config(name=config.name, model=config.model, data=config.data, trainer=trainer)
+
+
+def folder_config(path: Path) -> Config:
+    """Return the settings of a model in Hugging Face's format. The folder must contain its tokenizer.
+
+    Raises:
+        ConfigError: config.json does not describe a supported model, or tokenizer.json is missing.
+    """
+    model = huggingface.model_config(path)
+    if not (tokenizer := path / "tokenizer.json").is_file():
+        raise ConfigError(f"{path} has no tokenizer.json: download the tokenizer of the model as well")
+    return Config(
+        path.name, model, DataConfig(tokenizer=str(tokenizer), eval_fraction=0.0), trainer=TrainerConfig(compile=False)
+    )

@@ -1,0 +1,289 @@
+"""Train a GPT over a ring of ranks. This module is the training command.
+
+    torchrun --nproc_per_node=N train/run.py [overrides]        on N ranks
+    python train/run.py [overrides]                             on one rank
+    torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
+
+If ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. The option `--help` explains the
+groups and the common settings, and `--cfg job` shows all settings.
+
+Only rank 0 reads the command line. For every job, rank 0 broadcasts the settings and the output directory to the other ranks.
+All ranks therefore run the same job in the same directory, and an error in the settings is reported only once.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+import torch
+import torch.distributed as dist
+from hydra.conf import HydraConf
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ringattn.train.checkpoint import storage
+from ringattn.train.commands.errors import (
+    USER_ERRORS,
+    describe_error,
+    exit_process,
+    is_out_of_memory,
+    report_error,
+    terminate,
+    terminate_on_error,
+)
+from ringattn.train.commands.launch_settings import resolve_settings
+from ringattn.train.parallel.memory import InsufficientMemory
+from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
+from ringattn.train.preemption import TrainingStopped
+from ringattn.train.reports import startup
+from ringattn.train.reports.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, log_to_wandb, sweep_table
+from ringattn.train.settings.config import Config, ConfigError, replace_link
+from ringattn.train.settings.help import common_settings
+from ringattn.train.settings.literal import literal_settings
+from ringattn.train.settings.overrides import check_options, check_overrides, checked_name, quote_paths
+from ringattn.train.settings.sweep import is_job_of_sweep, job_directory, jobs_of_sweep, varied_lengths, varied_settings
+from ringattn.train.settings.token_budget import by_ranks
+from ringattn.train.trainer import check_job, train
+
+log = logging.getLogger(__name__)
+
+# The folder of the YAML files is next to this package, both in the repository (configs/) and in an installation
+# (ringattn/configs/).
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+# configs/recipe/gpu.yaml contains ${by_ranks:...}.
+OmegaConf.register_new_resolver("by_ranks", by_ranks, replace=True)
+
+# A rank that runs out of memory in a sweep creates this file in the directory of the job.
+MEMORY_MARKER = "out_of_memory"
+
+startup.end_part("imports")
+
+
+def main() -> NoReturn:
+    """Run the command line and exit. This function is the entry point of `ringattn-train`."""
+    exit_process(run_command_line())
+
+
+def run_command_line() -> int:
+    """Join the other ranks, run all jobs of the command line, and return the exit status."""
+    logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
+    launch = connect_ranks()
+    startup.end_part("connection")
+    try:
+        status = run_as_rank_zero(launch) if dist.get_rank() == 0 else run_as_other_rank()
+    except KeyboardInterrupt:
+        terminate(launch.store, "interrupted; every completed step is saved", 130)
+    except Exception as error:
+        terminate_on_error(launch.store, error)
+    disconnect_ranks()
+    return status
+
+
+def run_as_rank_zero(launch: Launch) -> int:
+    """Run every job that Hydra composes from the command line. The other ranks run the same jobs. Return the exit status."""
+    jobs = Jobs()
+    OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
+    OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
+
+    # `select_recipe` may add a recipe to the command line. Such a recipe is not a choice of the user.
+    recipe_chosen = any(argument.startswith("recipe=") for argument in sys.argv)
+
+    def resolve(settings: DictConfig, overrides: list[str], directory: Path) -> Config:
+        given = [text for text in overrides if recipe_chosen or not text.startswith("recipe=")]
+        check_overrides(given)
+        return resolve_settings(to_config(settings), given, directory, jobs.lengths, dist.get_world_size())
+
+    def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
+        """Check all jobs of a sweep before the first one starts. `directory` is the directory of any job."""
+        jobs.rejected, valid = {}, set()
+        logging.disable(logging.INFO)  # Each job logs its choices when it starts.
+        for overrides in jobs_of_sweep(params):
+            job = Outcome(overrides, varied_settings(overrides, params))
+            path = directory.parent / job_directory(overrides, params)
+            try:
+                config = resolve(hydra.compose("train", overrides), overrides, path)
+                run_on_all_ranks(check_job, config, path)
+                valid.add(config.data.seq_len)
+            except USER_ERRORS as error:
+                jobs.rejected[tuple(overrides)] = error
+                report_error(ConfigError(f"{job.name} cannot run: {describe_error(error)}"))
+        logging.disable(logging.NOTSET)
+        jobs.lengths = [length for length in varied_lengths(params) if length in valid]
+
+    def run_job(settings: DictConfig) -> None:
+        context = HydraConfig.get()
+        directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
+        jobs.directory = Path(context.sweep.dir).resolve() if is_sweep else None
+        params = OmegaConf.select(context, "sweeper.params") if is_sweep else None
+        overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
+        outcome = Outcome(overrides, varied_settings(overrides, params))
+        jobs.outcomes.append(outcome)
+        replace_link(directory / "run.log")
+        try:
+            check_name(settings.name, context)
+            if is_sweep and jobs.rejected is None:
+                check_jobs(directory, params)
+            if (error := (jobs.rejected or {}).get(tuple(overrides))) is not None:
+                outcome.result = describe_failure(error, directory)
+                return
+            resumes = storage.latest(directory / "checkpoints") is not None
+            config = outcome.config = resolve(settings, overrides, directory)
+            if is_sweep:
+                check_earlier_attempt(directory, launch.attempt)
+            if not resumes and context.runtime.choices.get("experiment") is None:
+                log.info(f"{'recipe':<12}{context.runtime.choices.recipe} (or recipe=cpu, recipe=gpu); override any setting")
+            if launch.attempt > 1:
+                log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
+            outcome.result = run_on_all_ranks(train, config, directory)
+        except (TrainingStopped, KeyboardInterrupt):
+            outcome.result = "stopped"
+            raise
+        except Exception as error:
+            outcome.result = describe_failure(error, directory)
+            if isinstance(error, USER_ERRORS):
+                report_error(error)
+            elif is_sweep and outcome.result == OUT_OF_MEMORY and dist.get_world_size() == 1:
+                # No other rank waits in a collective for this rank, so the sweep can continue.
+                report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
+            else:
+                # The process must exit here, because Hydra would catch the error and continue with the next job.
+                jobs.write_results()
+                terminate_on_error(launch.store, error)
+        finally:
+            # The results are written after every job, because a later job may crash.
+            jobs.write_results()
+
+    status = run_hydra(run_job)
+    broadcast_object(None)
+    if len(jobs.outcomes) > 1:
+        print(sweep_table(jobs.outcomes), flush=True)
+    if jobs.directory is not None and all(outcome.result != "stopped" for outcome in jobs.outcomes):
+        log_to_wandb(jobs.outcomes, jobs.directory)
+    return status or int(jobs.has_errors())
+
+
+def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
+    """Call `function(config, directory)`, also on the other ranks, which wait in `run_as_other_rank`."""
+    broadcast_object((function, config, directory))
+    return function(config, directory)
+
+
+def run_as_other_rank() -> int:
+    """Run the functions that rank 0 broadcasts, until it broadcasts None. Return the exit status.
+
+    A user error or a request to stop ends the job on all ranks. Only rank 0 reports the error or the request, and only rank 0
+    decides whether another job follows.
+    """
+    while (job := broadcast_object(None)) is not None:
+        function, config, directory = job
+        try:
+            function(config, directory)
+        except (*USER_ERRORS, TrainingStopped):
+            pass
+        except Exception as error:
+            describe_failure(error, directory)
+            raise
+    return 0
+
+
+def describe_failure(error: Exception, directory: Path) -> str:
+    """Return the text that a table of a sweep shows for a job that ended with an error.
+
+    If a rank runs out of memory in a sweep, it also creates a file in the directory of the job. Rank 0 fails as well, because
+    it has lost this rank, and finds the reason in the file.
+    """
+    marker = directory / MEMORY_MARKER
+    if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
+        with suppress(OSError):
+            marker.touch()
+    return OUT_OF_MEMORY if is_out_of_memory(error) or marker.exists() else "failed"
+
+
+def check_earlier_attempt(directory: Path, attempt: int) -> None:
+    """Check that the job did not run out of memory in an earlier attempt of this launch.
+
+    If one of several ranks runs out of memory, all ranks must exit, because other ranks may wait for this rank in a collective.
+    If torchrun then restarts all ranks, the sweep continues with the next job. The same job would run out of memory again.
+
+    Args:
+        directory: the directory of the job.
+        attempt: the number of times that torchrun has started the ranks of this launch.
+
+    Raises:
+        InsufficientMemory: the job ran out of memory in an earlier attempt.
+    """
+    marker = directory / MEMORY_MARKER
+    if attempt == 1:
+        marker.unlink(missing_ok=True)
+    elif marker.exists():
+        raise InsufficientMemory(
+            f"{directory} ran out of memory before torchrun restarted the ranks: start the sweep again with more ranks"
+        )
+
+
+def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
+    """Let Hydra compose the settings, and call `run_job` for the job or for every job of a sweep. Return the exit status."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
+    select_recipe()
+    ConfigStore.instance().store(name="schema", node=Config)
+    # The directories in configs/train.yaml contain ${run_name:...}, so a name is checked before Hydra creates a directory.
+    OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
+    # The help text in configs/train.yaml contains ${common_settings:}.
+    OmegaConf.register_new_resolver("common_settings", lambda *, _root_: common_settings(_root_), replace=True)
+    sys.argv[1:] = quote_paths(sys.argv[1:])
+    try:
+        check_options()
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()
+    except USER_ERRORS as error:
+        report_error(error)
+        return 1
+    except BrokenPipeError:  # The reader of the output, such as `head` after --help, has exited.
+        return 1
+    except OSError as error:  # Hydra raised this error itself, because `run_job` handles the errors of jobs.
+        report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
+        return 1
+    except Exception as error:  # Hydra raises errors of various types if it cannot use the command line.
+        report_error(ConfigError(f"Hydra cannot use the command line: {error}; see --help and --hydra-help"))
+        return 1
+    except SystemExit as request:  # Hydra raises SystemExit for --help, --cfg and unknown flags. TrainingStopped ends a sweep.
+        return int(request.code or 0)
+    return 0
+
+
+def select_recipe() -> None:
+    """Add `recipe=gpu` to the command line if the job will run on a GPU.
+
+    If the command line already selects a recipe or an experiment, do not change the command line.
+    """
+    chosen = [argument for argument in sys.argv if argument.startswith(("recipe=", "experiment=", "+experiment="))]
+    if torch.cuda.is_available() and not chosen and "trainer.device=cpu" not in sys.argv:
+        sys.argv.insert(1, "recipe=gpu")
+
+
+def to_config(settings: DictConfig) -> Config:
+    """Convert the settings to dataclasses. An unknown option is an error, even if the user has added it with Hydra's `+`."""
+    return OmegaConf.to_object(literal_settings(OmegaConf.to_container(settings, resolve=True)))
+
+
+def check_name(name: str | None, context: HydraConf) -> None:
+    """Check that the run has its own directory under this name. In a sweep, check that each job has its own directory.
+
+    Raises:
+        ConfigError: the name is invalid, or the jobs of a sweep have different names.
+    """
+    checked_name(name)
+    # Hydra writes multirun.yaml to the directory of the sweep. If the sweep varies the name, `context.sweep.dir` depends on the
+    # name of the job and is not the directory of the sweep. Therefore `context.sweep.dir` does not contain multirun.yaml.
+    if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
+        raise ConfigError(
+            f"name={name} is one of several names, but all jobs of a sweep must have the same name: each job has its own "
+            "directory under this name"
+        )

@@ -1,0 +1,181 @@
+"""Sample text from a trained model."""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention
+from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
+from ringattn.train.model.gpt import Attend
+from ringattn.train.reports.wandb_run import WandbRun
+from ringattn.train.settings.config import replace_link
+from ringattn.train.setup import InferenceRun, Run
+
+log = logging.getLogger(__name__)
+
+# The number of tokens of a held-out document that the sample continues, if the user has set no prompt.
+PROMPT_TOKENS = 256
+
+
+def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -> None:
+    """Generate text that continues the prompt, and write the prompt and the new text to sample.txt.
+
+    If `trainer.sample_tokens` is 0, this function does nothing.
+    """
+    trainer = run.config.trainer
+    if trainer.sample_tokens == 0:
+        return
+    if trainer.sample_prompt is None and run.held_out:
+        prompt = [token for token in run.held_out.beginning(PROMPT_TOKENS) if token != run.tokenizer.eos]
+    else:
+        prompt = run.tokenizer.encode("def " if trainer.sample_prompt is None else trainer.sample_prompt).tolist()
+    tokens = generate(run, prompt, trainer.sample_tokens, temperature=0.8, top_p=0.95)
+    if dist.get_rank() == 0:
+        text = run.tokenizer.decode(tokens)
+        log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
+        replace_link(directory / "sample.txt").write_text(text, encoding="utf-8")
+        if wandb_run is not None:
+            parts = run.tokenizer.decode(tokens[: len(prompt)]), run.tokenizer.decode(tokens[len(prompt) :])
+            wandb_run.log_table("samples", trainer.steps, ["step", "prompt", "text"], [[trainer.steps, *parts]])
+
+
+# torch.compile would compile the model again for the prompt and for single tokens. This takes longer than the generation.
+@torch.compiler.set_stance("force_eager")
+def generate(run: InferenceRun, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
+    """Sample a continuation of a prompt. All ranks call this function together and return the same tokens.
+
+    Args:
+        run: the run whose model generates the text.
+        prompt: the token ids of the prompt.
+        num_tokens: the largest number of tokens to generate.
+        options: the temperature, top_p and the seed, as in `stream`.
+
+    Returns:
+        The prompt and the generated tokens, without `eos`.
+    """
+    return [*prompt, *stream(run, prompt, num_tokens, **options)]
+
+
+@torch.no_grad()
+def stream(
+    run: InferenceRun, prompt: list[int], num_tokens: int, temperature: float = 0.8, top_p: float = 1.0, seed: int = 0
+) -> Iterator[int]:
+    """Yield the tokens of a sampled continuation. All ranks call this function together and yield the same tokens.
+
+    The tokens of the prompt are sharded over the ranks as in training. The prompt runs through the model once, and each rank
+    stores the keys and values of its tokens in a cache. Afterwards, one new token at a time runs through the model on all
+    ranks. The new token attends to the caches of all ranks. The rank that holds the last position samples each token and
+    broadcasts it. On one GPU, the step of a new token is the replay of a CUDA graph.
+
+    Args:
+        run: the run whose model generates the text. The positions of the text are divided among the ranks that share a
+            sequence. The embedding may be padded beyond the vocabulary of the tokenizer, and token ids of this padding are
+            never sampled. Generation stops when the model generates the end-of-text token `eos` of the tokenizer.
+        prompt: the token ids of the prompt. The model reads one `bos` before the prompt, as before every document in training.
+        num_tokens: the largest number of tokens to generate.
+        temperature: divides the logits before the softmax; 0 selects the most likely token.
+        top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`. If `top_p` is 1,
+            each token is sampled from all tokens.
+        seed: the seed of the sampling. The random numbers do not depend on the number of ranks.
+    """
+    model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
+    ranks, rank = group.size(), group.rank()
+    tokens = [tokenizer.bos, *prompt]
+    layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
+    options = dict(layout=layout, mask=Mask.causal(model.config.window), group=group, backend=run.config.parallel.kernel)
+    options |= dict(precision=run.config.trainer.attention_precision(training=False))
+    caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
+    attend = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
+    inputs, positions = layout.shard(torch.tensor([tokens], device="cpu"), rank), layout.positions(rank)
+    logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    step = _captured_step(run, caches) or partial(_eager_step, run, attend)
+    for i in range(num_tokens):
+        if i > 0:
+            logits = step(tokens[-1], len(tokens) - 1)
+        token = torch.zeros((), dtype=torch.int64, device="cpu")
+        if rank == ranks - 1:
+            token = _sample(logits[0, : tokenizer.vocab_size].float().cpu(), temperature, top_p, generator)
+        dist.broadcast(token, group=group, group_src=ranks - 1)
+        if token == tokenizer.eos:
+            break
+        tokens.append(int(token))
+        yield tokens[-1]
+
+
+def _eager_step(run: InferenceRun, attend: list[Attend], token: int, position: int) -> Tensor:
+    """Run one new token through the model on all ranks, and return its logits."""
+    inputs, positions = (torch.tensor(x, device="cpu") for x in ([[token]], [position]))
+    return run.model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
+
+
+def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None:
+    """Return the step of a new token as a CUDA graph.
+
+    The result is None if the job does not run on a single GPU, if the attention kernels cannot be captured, or if the GPU has
+    too little memory.
+    """
+    if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
+        return None
+    model = copy_for_one_rank(run.model, torch.bfloat16 if run.bf16 else torch.float32)
+    if model is None:
+        return None
+    step = TokenStep(model, caches, _last_logits, run.config.parallel.kernel)
+    step.capture(caches[0].length)
+    return step
+
+
+def _attend_with_cache(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, precision: str, **options: Any
+) -> Tensor:
+    """Compute the attention of one layer. The first call processes the prompt, and each later call processes one new token.
+
+    Args:
+        q, k, v: the queries, keys and values of the tokens of this rank.
+        cache: the keys and values of all earlier calls.
+        layout: the layout of the prompt.
+        mask: the mask of the model: causal, with or without a sliding window.
+        precision: the precision of the prompt, as in `ring_attention`. The cache and the attention of new tokens use the dtype
+            of the model, even if the prompt uses FP8.
+        options: the process group and the attention kernels, as in `ring_attention`.
+    """
+    if cache.length == 0:
+        cache.prefill(k, v, layout)
+        return ring_attention(q, k, v, layout=layout, mask=mask, precision=precision, **options)
+    cache.append(k, v)
+    return decode_attention(q, cache, window=mask.window, **options)
+
+
+def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """Return the logits of this rank's last token as (1, padded vocabulary).
+
+    If this rank has no token, the shape is (0, padded vocabulary).
+    """
+    return hidden[0, -1:] @ head.T
+
+
+def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Sample one token from the logits, (vocabulary,). `stream` explains the other arguments."""
+    if temperature == 0:
+        return logits.argmax()
+    return torch.multinomial(_nucleus((logits / temperature).softmax(-1), top_p), 1, generator=generator)[0]
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Set all probabilities outside the nucleus to 0 (Holtzman et al. 2020).
+
+    The nucleus consists of the most likely tokens. It is the smallest set of tokens whose probabilities sum to at least
+    `top_p`. The returned probabilities are not normalised again.
+    """
+    if top_p == 1:
+        return probabilities
+    ordered, tokens = probabilities.sort(descending=True, stable=True)
+    # A token belongs to the nucleus if the probabilities of all more likely tokens sum to less than `top_p`.
+    outside = ordered.cumsum(0) - ordered >= top_p
+    return probabilities.index_fill(0, tokens[outside], 0)

@@ -1,0 +1,77 @@
+"""Compute the loss on held-out text at several sequence lengths. train/data/targets.py describes the target tokens."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from datasets.utils import tqdm
+
+from ringattn import Mask
+from ringattn.train.data.targets import Targets
+from ringattn.train.model.loss import token_losses
+from ringattn.train.parallel.mesh import choose_layout
+from ringattn.train.reports.loss_results import Losses, to_metrics
+from ringattn.train.setup import InferenceRun
+from ringattn.train.step import forward, until_stopped
+
+# The shortest length at which a model is evaluated by default.
+SHORTEST_LENGTH = 64
+
+
+@torch.no_grad()
+def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool = False) -> Losses:
+    """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
+
+    Args:
+        run: the run. `data.seq_len` is the number of tokens of the sequences that this rank processes.
+        lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
+        show_progress: whether rank 0 shows a progress bar.
+
+    Raises:
+        StoppedEarly: on every rank, if any rank was asked to stop.
+    """
+    data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
+    targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
+    # Each row contains the sum of the losses of a group and the number of its tokens. The last row is for all other tokens.
+    sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)
+    loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
+    offset = dp.get_local_rank() * size
+    # Every batch requires communication between all ranks, so all ranks process the same number of batches.
+    starts = range(offset, offset + targets.num_sequences, dp.size() * size)
+    if show_progress and dist.get_rank() == 0:
+        starts = tqdm(starts, desc="evaluate", unit=" batches")
+    for start in until_stopped(run, starts):
+        batch, groups = targets.batch(range(start, start + size))
+        mask = Mask.causal(run.config.model.window, batch.documents)
+        layout = choose_layout(run.config, run.mesh.shape, mask)
+        losses = forward(run, batch, mask, layout, loss_fn).double().flatten()
+        groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device).flatten()
+        sums.index_add_(0, groups, torch.stack([losses, torch.ones_like(losses)], 1))
+    dist.all_reduce(sums)
+    losses, tokens = sums[:-1].cpu().numpy().T.reshape(2, len(lengths), -1)
+    assert (tokens == targets.tokens).all(), "the losses at all lengths must be means over the same target tokens"
+    return Losses(lengths, targets.tokens, losses, targets.checksum)
+
+
+def evaluate(run: InferenceRun) -> dict[str, float]:
+    """Return the losses on the held-out text at the lengths of `default_lengths`, see `loss_results.to_metrics`.
+
+    All ranks call this function together and return the same losses.
+
+    Raises:
+        StoppedEarly: on every rank, if any rank was asked to stop.
+    """
+    data = run.config.data
+    return to_metrics(evaluate_lengths(run, default_lengths(data.seq_len, data.source)))
+
+
+def default_lengths(seq_len: int, source: str) -> list[int]:
+    """Return the lengths of an evaluation if the user has not chosen any: `seq_len`, and shorter lengths in ascending order.
+
+    The shorter lengths are SHORTEST_LENGTH, 4 SHORTEST_LENGTH, 16 SHORTEST_LENGTH and so on. There are no shorter lengths for
+    the recall task, because `ringattn.train.inference.recall` evaluates this task at several lengths.
+    """
+    lengths = [SHORTEST_LENGTH]
+    while lengths[-1] < seq_len:
+        lengths.append(4 * lengths[-1])
+    return [*(lengths[:-1] if source != "recall" else []), seq_len]

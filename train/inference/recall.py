@@ -1,0 +1,92 @@
+"""Measure the accuracy on the recall task, by the length of the sequence and by the position of the answer in the sequence.
+
+The task is that of `ringattn.train.data.recall`. `python train/evaluate.py run=NAME evaluate=recall` evaluates any checkpoint
+whose tokenizer has enough tokens, and training with data=recall evaluates the model in the same way.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from datasets.utils import tqdm
+from torch import Tensor
+
+from ringattn.train.data.loader import mask_of
+from ringattn.train.data.recall import NUM_POSITIONS, grid_batch
+from ringattn.train.model.loss import CHUNK, IGNORE
+from ringattn.train.parallel.mesh import choose_layout
+from ringattn.train.reports.recall_results import Accuracies
+from ringattn.train.setup import InferenceRun
+from ringattn.train.step import forward, until_stopped
+
+# The minimum number of documents per length and position. Four documents with blocks of full size contain 64 answers.
+MIN_DOCUMENTS = 4
+
+
+# torch.compile would compile the model again for every length.
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bool = False) -> Accuracies:
+    """Compute the accuracy of the answers. All ranks call this function together and return the same accuracies.
+
+    An answer is correct if its value has the largest logit of all tokens. Each sequence is one document. At each length, at
+    least `trainer.eval_tokens` tokens are evaluated. All runs are evaluated on the same documents.
+
+    Args:
+        run: the run whose model is evaluated.
+        lengths: the lengths of the sequences in tokens.
+        show_progress: whether rank 0 shows a progress bar.
+
+    Raises:
+        StoppedEarly: on every rank, if any rank was asked to stop.
+    """
+    lengths = list(lengths)
+    accuracies: Accuracies = {}
+    shown = tqdm(lengths, desc="evaluate", unit=" lengths") if show_progress and dist.get_rank() == 0 else lengths
+    for length in until_stopped(run, shown):  # A length may have only one batch.
+        config = replace(run.config, data=replace(run.config.data, seq_len=length))
+        # Batches of short sequences have about as many tokens as batches of the longest sequences.
+        batch_size = run.config.trainer.batch_size * max(lengths) // length
+        sums = _count_answers(replace(run, config=config), batch_size)
+        for position, (correct, total) in enumerate(sums.tolist()):
+            accuracies[length, round(100 * position / (NUM_POSITIONS - 1))] = correct / total
+    return accuracies
+
+
+def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
+    """Return the number of correct answers and the number of all answers at each position, int64 (NUM_POSITIONS, 2)."""
+    length, dp = run.config.data.seq_len, run.mesh.dp
+    sums = torch.zeros(NUM_POSITIONS, 2, dtype=torch.int64, device=run.device)
+    count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
+    count = NUM_POSITIONS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_POSITIONS * length)))
+    offset = dp.get_local_rank() * batch_size
+    # Every batch requires communication between all ranks, so all ranks process the same number of batches. The last batches
+    # may contain documents that must not be counted.
+    for start in until_stopped(run, range(offset, offset + count, dp.size() * batch_size)):
+        batch, positions = grid_batch(length, range(start, start + batch_size))
+        batch.labels[max(count - start, 0) :] = IGNORE
+        mask = mask_of(run.config, batch)
+        counts = forward(run, batch, mask, choose_layout(run.config, run.mesh.shape, mask), count_fn)
+        sums.index_add_(0, positions.to(run.device), counts)
+    dist.all_reduce(sums)
+    return sums
+
+
+def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    """Return the number of correct answers and the number of all answers of each sequence, int64 (B, 2).
+
+    Args:
+        hidden: (B, N, dim).
+        head: (V, dim). Rows from `vocab_size` on are padding.
+        labels: int64 (B, N), the correct next tokens. Tokens with the label IGNORE are not counted.
+        vocab_size: the number of tokens of the tokenizer.
+    """
+    is_answer = labels != IGNORE
+    head = head[:vocab_size].float()
+    # Only the logits of one chunk exist at a time, because the vocabulary may be large.
+    best = [(chunk.float() @ head.T).argmax(-1) for chunk in hidden[is_answer].split(CHUNK)]
+    correct = torch.zeros_like(is_answer)
+    correct[is_answer] = torch.cat(best) == labels[is_answer]
+    return torch.stack([correct.sum(1), is_answer.sum(1)], 1)

@@ -1,0 +1,192 @@
+"""Describe a run: the properties that follow from its settings, the machine and the versions of the software."""
+
+import logging
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn import Mask
+from ringattn.comm.connect import connect
+from ringattn.planning.rank_plan import Plan
+from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
+from ringattn.planning.workload import Work, backward_work, forward_work
+from ringattn.spec import with_route
+from ringattn.train.checkpoint import huggingface
+from ringattn.train.model import flops
+from ringattn.train.parallel import memory, prediction
+from ringattn.train.parallel.mesh import choose_layout
+from ringattn.train.setup import Run, machine_of
+
+log = logging.getLogger(__name__)
+
+# In the repository, this folder contains the package and .git. In an installation, it does not contain .git.
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# The number of sequences whose documents the prediction of a step takes into account.
+SAMPLED_SEQUENCES = 32
+
+# What the description of a run says about FP8, by the value of trainer.fp8_attention.
+FP8_DESCRIPTIONS = {
+    "never": "",
+    "inference": ", FP8 attention in evaluation and generation",
+    "always": ", FP8 attention in every forward pass",
+}
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """Return the properties of a run as values that JSON can represent."""
+    config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
+    (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
+    return {
+        "device": run.device.type,
+        "device_name": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.machine(),
+        "ranks": dist.get_world_size(),
+        "mesh": {"data_parallel": mesh.dp.size(), "ring": mesh.ring.size(), "ulysses": mesh.ulysses.size()},
+        "kernel": run.kernel.backend,
+        "kernel_reason": run.kernel.reason,
+        "layout": config.parallel.layout,
+        "schedule": config.parallel.schedule,
+        "route": config.parallel.route,
+        "tokens_per_rank": memory.tokens_per_rank(config, mesh.shape),
+        "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
+        "fp8_attention": config.trainer.fp8_attention,
+        "deterministic": config.trainer.deterministic,
+        "compiled": run.compiled,
+        "cuda_graphs": run.graphs is not None,
+        "recomputed_blocks": run.recomputed_blocks,
+        "parameters": run.num_parameters,
+        "vocab_size": run.tokenizer.vocab_size,
+        "sequences_per_epoch": run.data.sequences_per_epoch,
+        "held_out_sequences": run.held_out.sequences_per_epoch if run.held_out else 0,
+        "sequences_per_step": run.sequences_per_step,
+        "tokens_per_step": run.tokens_per_step,
+        # This number is for a sequence that consists of one document.
+        "flops_per_token": flops.step_flops(run.model, seq_len, pairs) / seq_len,
+        "peak_tflops_per_rank": run.peak_flops / 1e12 if run.peak_flops else None,
+        "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
+        "init_from": str(run.init_from) if run.init_from else None,
+        "git_commit": git_commit(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "triton", "ringattn")},
+    }
+
+
+def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
+    """Log the properties of this run. `facts` is the result of `run_facts`."""
+    config, mesh, per_step = run.config, facts["mesh"], facts["sequences_per_step"]
+    held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
+    data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
+    if config.data.source == "recall":
+        data = f"generated sequences of {config.data.seq_len:,} tokens"
+    rows = config.model.vocab_size or 0
+    padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
+    entries = {
+        "directory": directory,
+        "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}{padding}",
+        "data": f"{config.data.description}, {data}",
+        "mesh": f"{mesh['data_parallel']} data-parallel x {mesh['ring']} ring x {mesh['ulysses']} Ulysses ranks "
+        f"on {facts['device']}",
+        "step": f"{per_step} sequence{'s' * (per_step > 1)}, {facts['tokens_per_step']:,} tokens",
+        "ring": f"layout {facts['layout']}, {facts['tokens_per_rank']:,} tokens per rank, schedule {facts['schedule']}, "
+        f"route {facts['route']}",
+        "kernel": f"{facts['kernel']}: {facts['kernel_reason']}" + (", deterministic" if facts["deterministic"] else ""),
+        "precision": facts["precision"] + FP8_DESCRIPTIONS[facts["fp8_attention"]],
+        "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
+        "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank",
+    }
+    if count := facts["recomputed_blocks"]:
+        entries["memory"] += f", the backward pass recomputes {count} of {config.model.layers} blocks except for attention"
+    if facts["cuda_graphs"]:
+        entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
+    if (machine := machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)) and dist.get_rank() == 0:
+        if run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
+            entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
+    if run.held_out and config.data.resolved_eval_fraction:
+        share = run.held_out.tokens_per_epoch / (run.data.tokens_per_epoch + run.held_out.tokens_per_epoch)
+        entries["held out"] = f"{share:.1%} of the tokens, because data.eval_split is not set (see data.eval_fraction)"
+    if run.init_from:
+        changes = f", which were trained with {run.init_from_changes}" if run.init_from_changes else ""
+        entries["weights"] = f"from {run.init_from}{changes}"
+        if huggingface.is_model(run.init_from):
+            warning = huggingface.warn_of_length(run.init_from, config.model, config.data.seq_len)
+            entries |= {"positions": warning} if warning else {}
+    for name, value in entries.items():
+        log.info(f"{name:<12}{value}")
+
+
+def pair_shares(run: Run) -> list[float]:
+    """Return the (query, key) pairs that the mask allows in some sequences, relative to a sequence of one document."""
+    if not run.config.data.mask_documents:
+        return [1.0]
+    seq_len, window, count = run.config.data.seq_len, run.config.model.window, run.data.sequences_per_epoch
+    # The sequences are spread over the epoch, because neighbouring sequences may have a similar cost, see `data.group_size`.
+    numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
+    masks = (Mask.causal(window, run.data.batch([number]).documents) for number in numbers)
+    (full,) = Mask.causal(window).pairs(seq_len)
+    return [sum(mask.pairs(seq_len)) / full for mask in masks]
+
+
+def communication_facts(run: Run) -> dict[str, Any]:
+    """Return which transport, route and schedules the ring uses, for sequences of one document.
+
+    All ranks call this function together, and only after the first step, because the first step connects the ranks and
+    compares their calls.
+
+    Returns:
+        A dict with `transport` ("nvlink", "nccl" or "gloo"), `route` ("direct" or "relay"), `schedule_forward` and
+        `schedule_backward` ("state" or "kv"), and `predicted_exposed_communication_s_per_step`. The cost model predicts the
+        last entry. It is the time per step in which attention does not hide the communication of the ring. It does not include
+        the all-to-all of Ulysses. Without a ring, the dict only contains the transport of the all-to-all, or None.
+    """
+    mesh, parallel = run.mesh, run.config.parallel
+    if mesh.ring.size() == 1:
+        group = mesh.ulysses.get_group().group_name if mesh.ulysses.size() > 1 else ""
+        return {"transport": connect(group, run.device).interconnect.name if group else None}
+    connection = connect(mesh.ring.get_group().group_name, run.device, relays=parallel.route == "relay")
+    joined = with_route(connection.interconnect, parallel.route)
+    mask = Mask.causal(run.config.model.window)
+    # This plan is not used for attention. On the CPU, it occupies no memory of the GPU.
+    plan = Plan(mask, choose_layout(run.config, mesh.shape, mask).whole, connection.rank, torch.device("cpu"))
+    facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
+    exposed = 0.0
+    for work in _attention_work(run, plan):
+        chosen = facts[f"schedule_{work.direction}"] = plan.choose_schedule(parallel.schedule, work, joined)
+        exposed += sum(max(hop.communication - hop.compute, 0) for hop in plan.costs(chosen, work, joined))
+    calls = run.config.model.layers * run.config.trainer.accumulate
+    return facts | {"predicted_exposed_communication_s_per_step": exposed * calls}
+
+
+def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
+    """Return the work of the forward pass and of the backward pass of attention in one layer and one micro-step."""
+    model, ulysses = run.config.model, run.mesh.ulysses.size()
+    shape = run.config.trainer.batch_size, plan.layout.rows(plan.rank)
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    # If there are more Ulysses ranks than key heads, key heads are copied, and each rank computes with one key head.
+    heads = model.heads // ulysses, max(model.kv_heads // ulysses, 1)
+    q, k = (torch.empty(*shape, count, model.resolved_head_dim, dtype=dtype, device="meta") for count in heads)
+    precision = run.config.trainer.attention_precision(training=True)
+    return forward_work(q, k, k, precision), backward_work(q, k, k)
+
+
+def git_commit() -> str | None:
+    """Return the commit of this code, or None if the code is not in a clone of its repository."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    """Return the version of an installed package, or None if the package is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,139 @@
+"""Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
+
+The error of a loss is half of the width of its 95% interval, from a bootstrap over documents. The bootstrap draws documents
+with replacement, and computes the loss of the drawn documents. The error of the difference between two lengths is much smaller
+than the error of a loss, because both losses are means over the same tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringattn.train.settings.config import replace_link
+
+# The number of times that the bootstrap draws all documents.
+NUM_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of the target tokens at several lengths.
+
+    Attributes:
+        lengths: the L lengths in tokens, in ascending order. The first one is the reference of all differences.
+        tokens: (D,), the number of target tokens of each document.
+        sums: (L, D) float64, the sum of the losses of the target tokens of each document, in nats.
+        checksum: a checksum of the target tokens.
+    """
+
+    lengths: list[int]
+    tokens: np.ndarray
+    sums: np.ndarray
+    checksum: int
+
+    @property
+    def means(self) -> np.ndarray:
+        """The loss at each length, in nats per token."""
+        return self.sums.sum(1) / self.tokens.sum()
+
+    def errors(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the error of the loss at each length, and the error of its difference to the loss at the first length.
+
+        The result is None if all target tokens belong to one document.
+        """
+        count = len(self.tokens)
+        if count == 1:
+            return None
+        random, draws = np.random.default_rng(0), []
+        for _ in range(NUM_DRAWS):
+            times = np.bincount(random.integers(count, size=count), minlength=count)
+            draws.append(self.sums @ times / (self.tokens @ times))
+        means = np.stack(draws)
+        return 1.96 * means.std(0), 1.96 * (means - means[:, :1]).std(0)
+
+
+def to_metrics(losses: Losses) -> dict[str, float]:
+    """Return the losses as metrics.
+
+    Returns:
+        `eval_loss`, the loss at the longest length, and its error `eval_loss_error`; `eval_loss_at/LENGTH` for each length, and
+        the error of its difference to the shortest length, `eval_difference_error/LENGTH`; the number of target tokens,
+        `eval_target_tokens`, and their checksum, `eval_targets`. Errors are left out if they are unknown.
+    """
+    means, errors = losses.means.tolist(), losses.errors()
+    metrics = {"eval_loss": means[-1]}
+    metrics |= {f"eval_loss_at/{length}": mean for length, mean in zip(losses.lengths, means, strict=True)}
+    if errors is not None:
+        own, differences = (each.tolist() for each in errors)
+        metrics["eval_loss_error"] = own[-1]
+        names = [f"eval_difference_error/{length}" for length in losses.lengths]
+        metrics |= dict(zip(names[1:], differences[1:], strict=True))
+    return metrics | {"eval_target_tokens": int(losses.tokens.sum()), "eval_targets": losses.checksum}
+
+
+def from_metrics(values: Mapping[str, Any], name: str = "eval_loss_at") -> dict[int, float]:
+    """Return the metrics `name`/LENGTH that a record contains, by length. The result is empty if the record contains none."""
+    return {int(key.removeprefix(f"{name}/")): value for key, value in values.items() if key.startswith(f"{name}/")}
+
+
+def loss_table(losses: Losses) -> str:
+    """Return the losses as a Markdown table with one row per length, and a paragraph that explains the table."""
+    lengths, means, errors, count = losses.lengths, losses.means, losses.errors(), len(losses.tokens)
+    own, differences = errors or (None, None)
+    rows = [["sequence length", "target tokens", "loss", f"difference to {lengths[0]:,} tokens"], ["---"] * 4]
+    for index, length in enumerate(lengths):
+        difference = _with_error("{:+.4f}", means[index] - means[0], differences, index) if index else "-"
+        tokens = f"{int(losses.tokens.sum()):,}"
+        rows.append([f"{length:,}", tokens, _with_error("{:.4f}", means[index], own, index), difference])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    bars = "No errors are known, because the target tokens belong to one document."
+    if errors is not None:
+        bars = f"± is the 95% interval of a bootstrap over the {count:,} documents of the target tokens."
+    return (
+        f"{table}\n\nAll rows contain the same target tokens. A target token can attend to all earlier tokens of its document, "
+        f"or at least to half of the sequence length. {bars} A longer context helps if the loss falls by more than the error "
+        "of the difference."
+    )
+
+
+def _with_error(form: str, value: float, errors: np.ndarray | None, index: int) -> str:
+    return form.format(value) + ("" if errors is None else f" ± {errors[index]:.4f}")
+
+
+def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
+    """Plot the losses and their differences to the first length, with error bars, and save the plot as a PNG file."""
+    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    own, differences = losses.errors() or (None, None)
+    draw_by_length(left, losses.lengths, losses.means, own)
+    draw_by_length(right, losses.lengths, losses.means - losses.means[0], differences)
+    right.axhline(0, color="0.5", linewidth=0.8)
+    left.set_ylabel("loss (nats per token)")
+    right.set_ylabel(f"difference to {losses.lengths[0]:,} tokens (nats per token)")
+    left.set_title(f"the same {int(losses.tokens.sum()):,} target tokens at every length", fontsize="medium")
+    right.set_title("below zero: a longer context helps", fontsize="medium")
+    for axes in (left, right):
+        axes.set_xlabel("sequence length in tokens")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(replace_link(output), dpi=150)
+
+
+def label_numbers(axis: Any) -> None:
+    """Label the ticks of an axis of matplotlib with numbers such as 10,000,000, where matplotlib would write 1 and "1e7"."""
+    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+
+
+def draw_by_length(axes: Any, lengths: list[int], values: Any, errors: Any = None, **style: Any) -> None:
+    """Plot values over the length on axes of matplotlib. The x axis is logarithmic. `errors` may be None."""
+    axes.errorbar(lengths, values, errors, marker="o", capsize=3, **style)
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)

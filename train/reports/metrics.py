@@ -1,0 +1,253 @@
+"""Record the metrics of every step on the console and in metrics.jsonl, pass them to W&B, and plot the losses."""
+
+import json
+import logging
+import math
+import os
+import statistics
+import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ringattn.train.model.flops import utilisation
+from ringattn.train.reports.loss_results import draw_by_length, from_metrics, label_numbers
+from ringattn.train.reports.wandb_run import WandbRun
+from ringattn.train.settings.config import Config, replace_link
+
+log = logging.getLogger(__name__)
+
+# The message of a step on the console consists of these parts, in this order. Metrics that a step lacks are left out.
+CONSOLE_FORMATS = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval loss {:.4f}",
+    "recall_accuracy": "recall {:.1%}",
+    "grad_norm": "grad norm {:.3g}",
+    "lr": "lr {:.2e}",
+    "tokens_per_s_per_rank": "{:,.0f} tokens/s per rank",
+    "tflops_per_rank": "{:.3g} TFLOP/s",
+    "mfu": "MFU {:.1%}",
+    "peak_memory_gib": "{:.2f} GiB",
+}
+
+# Without `trainer.log_every`, the console shows the first FIRST_STEPS steps of a launch, and then at most one step every
+# CONSOLE_INTERVAL_S seconds.
+FIRST_STEPS = 3
+CONSOLE_INTERVAL_S = 5.0
+
+
+class Recorder:
+    """Records the steps of a run on the console, in metrics.jsonl and in its W&B run. Only rank 0 records anything."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        done: float = 0,
+        peak_flops: float | None = None,
+        wandb_run: WandbRun | None = None,
+    ) -> None:
+        """Open metrics.jsonl.
+
+        Args:
+            config: the settings of the run.
+            directory: the directory of the run. The recorder writes metrics.jsonl to this directory.
+            done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl. With
+                math.inf, all records are kept.
+            peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
+            wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
+        """
+        self._is_active = not dist.is_initialized() or dist.get_rank() == 0
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._done, self._steps, self._every = done, config.trainer.steps, config.trainer.log_every
+        self._last_shown = -math.inf  # the time of the latest line on the console
+        self._latest: dict[str, float] = {}  # the record of the latest step of this launch
+        self._peak_flops = peak_flops
+        self._seconds: deque[float] = deque(maxlen=20)
+        self._wandb = wandb_run
+        if self._is_active:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._path = directory / "metrics.jsonl"
+            self._rewrite(read(self._path, until=done))
+
+    def log(
+        self, step: int, *, tokens: int, seconds: float, flops: float | None = None, show: bool = True, **values: float | None
+    ) -> None:
+        """Record one step.
+
+        Args:
+            step: the number of the step, from 1.
+            tokens: the number of tokens of the step, on all ranks together.
+            seconds: the time that the step took.
+            flops: the model FLOPs of the step, on all ranks together.
+            show: whether the console may show the step now. If False, `extend` shows it together with the evaluation.
+            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, `data_wait_s` and
+                `total_tokens`. The value of `total_tokens` is the number of tokens that the run has consumed so far. The plot
+                of the loss has `total_tokens` on its x axis. Metrics that are None are left out.
+        """
+        if not self._is_active:
+            return
+        values |= {"seconds": seconds, "tokens_per_s_per_rank": tokens / seconds / self._ranks}
+        if flops is not None:
+            values |= utilisation(flops / seconds / self._ranks, self._peak_flops)
+        self._latest = {"step": step} | {name: value for name, value in values.items() if value is not None}
+        self._file.write(_to_json(self._latest))
+        self._file.flush()
+        self._seconds.append(seconds)
+        if show and (step == self._steps or self._is_due(step)):
+            self._show_latest()
+        self._log_to_wandb(self._latest)
+
+    def extend(self, step: int, **values: float) -> None:
+        """Add metrics to the record of `step`, which must be the latest step that this recorder has recorded."""
+        if not self._is_active:
+            return
+        # A single write replaces the end of the last line. If the run is killed, the file therefore contains either the old
+        # line or the new line, and never a part of a line.
+        self._file.seek(self._file.tell() - len("}\n"))
+        self._file.write(", " + _to_json(values).removeprefix("{"))
+        self._file.flush()
+        self._latest |= values
+        if "eval_loss" in values:
+            self._show_latest()
+        self._log_to_wandb({"step": step, **values})
+
+    def lacks_evaluation(self, step: int) -> bool:
+        """Return whether metrics.jsonl contains a record of `step` without `eval_loss`. Only the result of rank 0 is valid."""
+        return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
+
+    def amend(self, step: int, **values: float) -> None:
+        """Add metrics to the record of a step that an earlier launch has recorded."""
+        if not self._is_active:
+            return
+        self._file.close()
+        records = read(self._path)
+        record = next(record for record in records if record["step"] == step)
+        record |= values
+        self._rewrite(records)
+        log.info(self._format(record))
+        self._log_to_wandb({"step": step, **values})
+
+    def _rewrite(self, records: list[dict[str, float]]) -> None:
+        """Replace metrics.jsonl by these records, and open it for the records of the next steps."""
+        write_atomically(self._path, "".join(map(_to_json, records)))
+        self._file = open(self._path, "r+")
+        self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        if self._is_active:
+            self._file.close()
+
+    def _show_latest(self) -> None:
+        log.info(self._format(self._latest))
+        self._last_shown = time.monotonic()
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the console shows a step. The last step and evaluated steps are always shown, without this check."""
+        if self._every is not None:
+            return step % self._every == 0
+        return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_shown >= CONSOLE_INTERVAL_S
+
+    def _format(self, record: dict[str, float]) -> str:
+        """Return the message of a step on the console."""
+        known = [form.format(record[name]) for name, form in CONSOLE_FORMATS.items() if name in record]
+        step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
+        if self._seconds:  # This launch has taken a step.
+            # The first step is slow. The median, unlike the mean, is not affected by this step.
+            remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
+            known.append(f"ETA {timedelta(seconds=round(remaining))}")
+        return "  ".join([step, *known])
+
+    def _log_to_wandb(self, record: dict[str, float]) -> None:
+        if self._wandb is not None:
+            self._wandb.log(record["step"], {name: value for name, value in record.items() if name != "step"})
+
+
+def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl up to and including step `until`.
+
+    Lines that are not records are skipped. For example, the last line is incomplete if the run was killed while it wrote the
+    line.
+    """
+    records = []
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            record = json.loads(text)
+            if record["step"] <= until:
+                records.append(record)
+    return records
+
+
+def _to_json(record: dict[str, float]) -> str:
+    """Return a record as one line of JSON. NaN and infinity are replaced by null, because JSON cannot represent them."""
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+    return json.dumps(finite) + "\n"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the content of a file by `text`. Other processes see either the old content or the complete new content."""
+    temporary = replace_link(path.with_suffix(".tmp"))
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        # Without this fsync, the file could be empty if the machine crashes after the renaming.
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def plot_loss(path: Path, output: Path, title: str = "") -> None:
+    """Plot the losses in the metrics.jsonl at `path` and save the plot as a PNG file at `output`.
+
+    The x axis of the left panel is the number of tokens, or the number of steps if the numbers of tokens are unknown. If the
+    held-out text was evaluated, the right panel shows the latest loss of the same held-out tokens by sequence length.
+    """
+    # matplotlib is imported here because the import is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
+
+    records = [record for record in read(path) if record.get("loss") is not None]
+    evaluated = [record for record in records if record.get("eval_loss") is not None]
+    # Earlier versions did not evaluate the same tokens at several lengths.
+    by_length = bool(evaluated) and bool(from_metrics(evaluated[-1]))
+    figure = Figure(figsize=(11 if by_length else 7, 4), layout="constrained")
+    panels = figure.subplots(1, 2 if by_length else 1, squeeze=False)[0]
+    x = "total_tokens" if records and all("total_tokens" in record for record in records) else "step"
+    positions, losses = [record[x] for record in records], [record["loss"] for record in records]
+    panels[0].plot(positions, losses, linewidth=0.6, alpha=0.3, color="C0")
+    panels[0].plot(positions, _smooth(losses), linewidth=1.5, color="C0", label="training, smoothed")
+    panels[0].set_xlabel("tokens" if x == "total_tokens" else "step")
+    panels[0].locator_params(axis="x", nbins=5)
+    label_numbers(panels[0].xaxis)
+    figure.suptitle(title, fontsize="medium")
+    if evaluated:
+        losses = [record["eval_loss"] for record in evaluated]
+        panels[0].plot([record[x] for record in evaluated], losses, "o-", color="C1", label="held-out text")
+        panels[0].legend(frameon=False)
+    if by_length:
+        _plot_by_length(panels[1], evaluated[-1])
+    for axes in panels:
+        axes.set_ylabel("loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(replace_link(output), dpi=150)
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    """Return a moving average of the losses. The width of the average is a fiftieth of all steps."""
+    width = max(len(losses) // 50, 1)
+    # Differences of cumulative sums give all means in linear time. A run may have a million steps.
+    sums = [0.0, *accumulate(losses)]
+    return [(sums[end] - sums[max(end - width, 0)]) / min(end, width) for end in range(1, len(sums))]
+
+
+def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
+    """Plot the losses of `evaluate` by sequence length. The error bars belong to the differences to the shortest length."""
+    losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
+    draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
+    axes.set_xlabel(f"sequence length in tokens (step {record['step']})")
+    axes.set_title("the same held-out tokens at every length", fontsize="medium")

@@ -1,0 +1,70 @@
+"""Show the accuracy on the recall task by length of the sequence and by position of the answer, as a table and a picture.
+
+The answer is in the block of facts. A position of 0% means that this block is at the beginning of the sequence, and a position
+of 100% means that it is directly before the queries, see `ringattn.train.data.recall`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ringattn.train.settings.config import replace_link
+
+# The accuracy by the length of the sequence in tokens and the position of the answer in percent.
+Accuracies = dict[tuple[int, int], float]
+
+
+def to_metrics(accuracies: Accuracies) -> dict[str, float]:
+    """Return the accuracies as metrics.
+
+    Returns:
+        `recall/LENGTH/POSITION` for every length and position, and `recall_accuracy`. The latter is the accuracy at the largest
+        length and at position 0, where the answers are the farthest from the queries.
+    """
+    hardest = accuracies[max(length for length, _ in accuracies), 0]
+    cells = {f"recall/{length}/{position}": value for (length, position), value in accuracies.items()}
+    return {"recall_accuracy": hardest} | cells
+
+
+def from_metrics(values: Mapping[str, Any]) -> Accuracies:
+    """Return the accuracies that a record of metrics contains. The result is empty if the record contains none."""
+    names = [name.split("/") for name in values if name.startswith("recall/")]
+    return {(int(length), int(position)): values[f"recall/{length}/{position}"] for _, length, position in names}
+
+
+def accuracy_table(accuracies: Accuracies) -> str:
+    """Return the accuracies as a Markdown table with one row per position and one column per length."""
+    lengths, positions = _axes(accuracies)
+    rows = [["position of the answer", *(f"{length:,} tokens" for length in lengths)], ["---"] * (len(lengths) + 1)]
+    for position in positions:
+        rows.append([f"{position}%", *(f"{accuracies[length, position]:.1%}" for length in lengths)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: str = "") -> None:
+    """Draw a heat map of the accuracies, and save it as a PNG file. `chance`, the accuracy of guesses, is below the title."""
+    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
+
+    lengths, positions = _axes(accuracies)
+    figure = Figure(figsize=(2.5 + 0.9 * len(lengths), 1.5 + 0.35 * len(positions)), layout="constrained")
+    axes = figure.subplots()
+    grid = [[accuracies[length, position] for length in lengths] for position in positions]
+    colours = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for row, values in enumerate(grid):
+        for column, value in enumerate(values):
+            colour = "black" if value > 0.6 else "white"
+            axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize="small")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(positions)), [f"{position}%" for position in positions])
+    axes.set_xlabel("length of the sequence in tokens")
+    axes.set_ylabel("position of the answer")
+    axes.set_title(f"accuracy in percent (chance: {100 * chance:.1f})", fontsize="medium")
+    figure.suptitle(title.replace(": ", ":\n"), fontsize="medium")  # The picture is narrow.
+    figure.colorbar(colours, label="accuracy")
+    figure.savefig(replace_link(output), dpi=150)
+
+
+def _axes(accuracies: Accuracies) -> tuple[list[int], list[int]]:
+    """Return all lengths and all positions, sorted."""
+    return sorted({length for length, _ in accuracies}), sorted({position for _, position in accuracies})

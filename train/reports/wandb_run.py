@@ -1,0 +1,197 @@
+"""Record a run in Weights & Biases (W&B): its settings, metrics, tables, images and summary.
+
+A run has one W&B run, even if it is resumed many times. The file wandb_id in the directory of the run contains the id of the
+W&B run. Each launch without a connection writes one folder, wandb/offline-run-*. The command of `sync_command` uploads all of
+these folders to the same W&B run.
+"""
+
+import logging
+import os
+import secrets
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ringattn.train.preemption import TrainingStopped
+from ringattn.train.reports.loss_results import from_metrics as losses_from_metrics
+from ringattn.train.reports.recall_results import from_metrics
+from ringattn.train.settings.config import Config, ConfigError, replace_link
+from ringattn.train.settings.sweep import is_job_of_sweep
+
+log = logging.getLogger(__name__)
+
+# The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
+WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
+
+# The folder in which W&B keeps the contents of tables until they are uploaded, if the user has chosen it.
+USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
+
+
+class WandbRun:
+    """The W&B run of a training run.
+
+    The methods only have an effect on rank 0, and only if W&B is on. They never raise an error. After the first error of W&B,
+    they have no effect.
+    """
+
+    def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:
+        """Start the W&B run, or continue it if an earlier launch has started it.
+
+        Args:
+            config: the settings of the run, which become the config of the W&B run.
+            directory: the directory of the run.
+            facts: further properties of the run. They are added to the config under the key "run".
+
+        Raises:
+            ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in to W&B.
+        """
+        self._directory, self._facts = directory, dict(facts or {})
+        self._run, self._is_offline = None, False
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._run, self._is_offline = _start(config, directory, self._facts)
+
+    def add_facts(self, facts: dict[str, Any]) -> None:
+        """Add properties of the run that were unknown when the run started."""
+        self._facts |= facts
+        self._call(lambda run: run.config.update({"run": self._facts}, allow_val_change=True))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Record the metrics of a step. The losses by length and the accuracies are also recorded as tables."""
+        self._call(lambda run: run.log({"step": step, **values}))
+        if losses := losses_from_metrics(values):
+            self.log_table("loss_by_length", step, ["length", "loss"], losses.items())
+        if accuracies := from_metrics(values):
+            rows = [[length, position, accuracy] for (length, position), accuracy in accuracies.items()]
+            self.log_table("recall_by_position", step, ["length", "position_percent", "accuracy"], rows)
+
+    def log_table(self, name: str, step: int, columns: list[str], rows: Iterable[Iterable[Any]]) -> None:
+        """Record a table that belongs to a step."""
+        self._log_media(name, step, "Table", columns=columns, data=[list(row) for row in rows])
+
+    def log_picture(self, name: str, step: int, path: Path) -> None:
+        """Record the PNG file at `path`, which belongs to a step."""
+        self._log_media(name, step, "Image", str(path))
+
+    def update_summary(self, summary: dict[str, Any]) -> None:
+        """Add the entries to the summary of the W&B run."""
+        self._call(lambda run: run.summary.update(summary))
+
+    def __enter__(self) -> "WandbRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(exit_code=0 if kind is None or issubclass(kind, TrainingStopped) else 1)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the W&B run. If it was recorded offline, log the command that uploads it.
+
+        Args:
+            exit_code: 0 if the launch ended as intended. W&B shows the run as failed otherwise.
+        """
+        self._call(lambda run: run.finish(exit_code=exit_code))
+        if self._run is not None and self._is_offline:
+            log.info(f"{'W&B':<12}upload this run with: {sync_command(self._directory)}")
+        self._run = None
+
+    def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
+        """Record an image, a table or another object of W&B. `kind` is the name of its class in the package wandb."""
+
+        def log_object(run: Any) -> None:
+            import wandb  # Importing wandb is slow, so it is not imported if W&B is off.
+
+            run.log({"step": step, name: getattr(wandb, kind)(*arguments, **options)})
+
+        self._call(log_object)
+
+    def _call(self, method: Callable[[Any], Any]) -> None:
+        """Pass the W&B run to a function, if there is such a run. After the first error, W&B is no longer used."""
+        if self._run is None:
+            return
+        try:
+            method(self._run)
+        except Exception as error:  # Training must not stop because W&B fails.
+            log.warning("W&B failed: %s; the run continues without W&B", error)
+            self._run = None
+
+
+def sync_command(directory: Path, is_sweep: bool = False) -> str:
+    """Return the command that uploads all parts of a run that were recorded offline, or those of all runs of a sweep."""
+    folder = shlex.quote(str(directory))
+    return f"wandb sync {folder}/wandb" + f" {folder}/*/wandb" * is_sweep
+
+
+def keep_tables_in(directory: Path) -> None:
+    """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
+
+    By default, W&B keeps them in the home directory. If they are missing there, for example on another machine, `wandb sync`
+    leaves the tables out without an error.
+    """
+    if USER_DATA_DIRECTORY is None:
+        os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
+
+
+def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any, bool]:
+    """Start the W&B run.
+
+    Returns:
+        The W&B run, and whether it is offline. The W&B run is None if W&B is off or cannot start.
+    """
+    choice = chosen_mode(config)
+    if choice == "off":
+        log.info(f"{'W&B':<12}off")
+        return None, False
+    import wandb  # Importing wandb is slow.
+
+    wandb.setup(settings=wandb.Settings(silent=True))
+    if choice != "offline" and not wandb.login(prompt=False, verify=False):
+        if choice == "online":
+            raise ConfigError("logger.wandb=online requires a login to W&B: run `wandb login`, or use offline or auto")
+        choice = "offline"
+    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+    keep_tables_in(directory)
+    for mode in ("offline",) if choice == "offline" else ("online", "offline"):
+        try:
+            # The option `resume` is also necessary offline. W&B saves its value, and `wandb sync` then numbers the rows of this
+            # launch after those of earlier launches. Without the option, several rows would have the same number.
+            run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
+            # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+            log.info(f"{'W&B':<12}{mode}, " + (run.url if mode == "online" else str(directory / "wandb")))
+            return run, mode == "offline"
+        except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
+            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
+            wandb.teardown()  # Otherwise W&B would report in the next attempt that the id of the run is in use.
+    return None, False
+
+
+def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of wandb.init that describe the run."""
+    name, group = config.name, None
+    if is_job_of_sweep(directory):  # All jobs of a sweep have the same name, and they form a group.
+        name, group = f"{config.name}/{directory.name}", config.name
+    project = project_name(config)
+    return dict(project=project, name=name, group=group, id=run_id(directory), config=asdict(config) | {"run": facts})
+
+
+def chosen_mode(config: Config) -> str:
+    """Return "online", "offline" or "off" if the user has chosen this mode, and "auto" otherwise."""
+    choice = config.logger.wandb
+    return WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto") if choice == "auto" else choice
+
+
+def project_name(config: Config) -> str:
+    """Return the name of the project in W&B."""
+    return config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
+
+
+def run_id(directory: Path) -> str:
+    """Return the id in the file wandb_id, which all launches in this directory use. The first launch creates the file."""
+    path = directory / "wandb_id"
+    if not (path.exists() and path.read_text().strip()):
+        replace_link(path).write_text(secrets.token_hex(4))
+    return path.read_text().strip()

@@ -1,0 +1,595 @@
+"""Define the settings of a run as typed dataclasses, and check the settings before anything is built.
+
+This module defines the defaults. The YAML files in configs/ override the defaults, and the command line overrides both. The
+comment above each field explains the setting. For settings whose default is None, the comment explains the meaning of None.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+
+from ringattn import layout
+from ringattn.kernels import dispatch
+from ringattn.kernels.validation import MAX_HEAD_DIM
+from ringattn.planning import cost_model, rank_plan
+
+
+class ConfigError(ValueError):
+    """A setting, a file or a combination of settings is invalid. The message explains the problem and how to solve it."""
+
+
+def resolve_path(name: str, value: str) -> Path:
+    """Return `value`, the value of the setting `name`, as an absolute path. The path need not exist.
+
+    Raises:
+        ConfigError: no file can have this path, because it is too long or a loop of links.
+    """
+    try:
+        path = Path(value).expanduser().resolve()
+        path.exists()  # raises an error if the path is too long
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{name}={value:.60} is not a valid path: {f'{error}':.100}; check it") from None
+    return path
+
+
+def replace_link(path: Path) -> Path:
+    """Remove `path` if it is a link, so that writing to it does not change the file that the link names. Return `path`."""
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+@dataclass
+class ModelConfig:
+    """The shape of the GPT."""
+
+    # The number of rows of the embedding table. None: the number of tokens of the tokenizer. Set a larger number to keep the
+    # published size of a model. The loss and the sampling leave out rows beyond the tokens of the tokenizer, but transformers
+    # includes these rows in its softmax.
+    vocab_size: int | None = None
+    # The number of transformer blocks.
+    layers: int = 2
+    # The width of the residual stream.
+    dim: int = 128
+    # The number of query heads.
+    heads: int = 4
+    # The number of key heads, which is also the number of value heads. The number must divide `heads`. If the number is smaller
+    # than `heads`, the model uses grouped-query attention.
+    kv_heads: int = 2
+    # The width of one head. The width must be even and at most 256. None: `dim / heads`.
+    head_dim: int | None = None
+    # The hidden width of the SwiGLU layer. None: 8/3 of `dim`, rounded up to a multiple of 64.
+    ffn_dim: int | None = None
+    # The base of the rotary position embedding.
+    rope_theta: float = 10_000.0
+    # The low rotary frequencies are divided by this factor, which extends a model to longer sequences than those of its
+    # training. This setting requires `rope_trained_len`. None: all frequencies stay unchanged.
+    rope_factor: float | None = None
+    # The sequence length, in tokens, with which the model was trained before its extension. This setting is required if
+    # `rope_factor` is set, and it must be None otherwise. None: the model is not extended.
+    rope_trained_len: int | None = None
+    # The rule that decides which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn". "yarn" also sharpens
+    # the softmax of attention.
+    rope_scaling: str = "llama3"
+    # Whether the projections to queries, keys and values have a bias, as in Qwen 2.
+    qkv_bias: bool = False
+    # Whether the queries and keys of each head are normalised, as in Qwen 3.
+    qk_norm: bool = False
+    # The constant that RMSNorm adds to the mean square for numerical stability.
+    norm_eps: float = 1e-5
+    # Whether the embedding and the output head share one weight matrix.
+    tie_embeddings: bool = True
+    # The sliding window: the number of most recent tokens that a token attends to, including itself. None: a token attends to
+    # all earlier tokens.
+    window: int | None = None
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """The width of one head: `head_dim` if it is set, otherwise its default."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def resolved_ffn_dim(self) -> int:
+        """The hidden width of the SwiGLU layer: `ffn_dim` if it is set, otherwise its default."""
+        return self.ffn_dim or round_up(8 * self.dim // 3, 64)
+
+
+@dataclass
+class DataConfig:
+    """The settings of the text, the tokenizer and the packing of documents into sequences."""
+
+    # The kind of text: "stdlib" (the source code of Python's standard library, one document per file), "packages" (the same
+    # source code, one document per package), "text" (one document per file), "jsonl" (one document per line), "parquet" (one
+    # document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated task, whose answers lie far back in
+    # the sequence).
+    source: str = "stdlib"
+    # A file, a folder or a glob pattern, or the name of a dataset for "hub". If it is a folder, all files in it and in its
+    # subfolders are read. Of these, "jsonl" and "parquet" read only files with a name such as *.jsonl or *.parquet. None: no
+    # path. All sources except "stdlib", "packages" and "recall" require a path.
+    path: str | None = None
+    # The configuration to use, if a dataset of the hub has several configurations. None: the default configuration.
+    subset: str | None = None
+    # The part of the text to train on: a split such as "train", or a slice of a split such as "train[:95%]".
+    split: str = "train"
+    # The split of the held-out text, or a slice of a split such as "train[95%:]". None: "train" if `eval_path` is set. If
+    # neither `eval_split` nor `eval_path` is set, `eval_fraction` determines the held-out text.
+    eval_split: str | None = None
+    # The files or the dataset of the held-out text. None: the same files or dataset as in `path`.
+    eval_path: str | None = None
+    # If neither `eval_split` nor `eval_path` is set, this fraction of the tokens is held out from training. The held-out text
+    # contains the tokens of at least one sequence. 0: no text is held out, and there is no evaluation.
+    eval_fraction: float = 0.01
+    # The column that contains the text. This setting applies only to "jsonl", "parquet" and "hub".
+    column: str = "text"
+    # The largest size of a document in MB (10**6 bytes): of a text file, of a line of JSON, or of the text of a row. A larger
+    # document is an error, because a rank needs about 10 times this memory to tokenise it.
+    max_document_mb: int = 200
+    # The tokenizer: "bytes", or the path of a tokenizer.json.
+    tokenizer: str = "bytes"
+    # The name of the end-of-text token in a tokenizer.json. Quote it twice on the command line: 'data.eos_token="<|im_end|>"'.
+    # None: `eos_token` in tokenizer_config.json or `eos_token_id` in config.json, if these files are next to tokenizer.json.
+    # Otherwise, a token with a common name such as "<|endoftext|>".
+    eos_token: str | None = None
+    # How names of special tokens such as <|im_start|> in a text or a prompt are encoded: "text" (as ordinary text) or "parse"
+    # (as these tokens, for text that a chat template has written). In both cases, every document also begins with a special
+    # token. "parse" requires a tokenizer.json.
+    special_tokens: str = "text"
+    # The number of tokens of a sequence, summed over all ranks that share the sequence.
+    seq_len: int = 512
+    # Whether a token attends only to tokens of its own document. If this setting is false, a token attends to all earlier
+    # tokens of the sequence.
+    mask_documents: bool = True
+    # The seed of the random order of the documents. The order differs from epoch to epoch.
+    seed: int = 0
+    # The number of consecutive sequences for which attention has a similar cost, so that data-parallel ranks do not wait for
+    # the rank with the longest documents. 1: no groups. None: the number of sequences per micro-step, or no groups if there is
+    # only one data-parallel rank or if `mask_documents` is false. A run that resumes keeps the number of its checkpoint.
+    group_size: int | None = None
+
+    @property
+    def description(self) -> str:
+        """The source and the path, written as on the command line."""
+        return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
+
+    @property
+    def held_out(self) -> "DataConfig | None":
+        """The settings of the held-out text if it is a separate corpus, with its own files or split. Otherwise None."""
+        if self.eval_split is None and self.eval_path is None:
+            return None
+        path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
+        # The seed is fixed, so that runs with different seeds are evaluated on the same text.
+        return replace(self, path=path, split=split, eval_path=None, eval_split=None, eval_fraction=0.0, seed=0)
+
+    @property
+    def resolved_eval_fraction(self) -> float:
+        """The fraction of the tokens that is held out, or 0 if the held-out text has its own files or its own split.
+
+        The fraction is also 0 if the text is generated.
+        """
+        return self.eval_fraction if self.held_out is None and self.source != "recall" else 0.0
+
+
+@dataclass
+class ParallelConfig:
+    """The settings that divide the work among the ranks.
+
+    The ranks form a mesh of data-parallel x ring x Ulysses ranks. The parameters are sharded over all ranks.
+    """
+
+    # The choice of the mesh: "sizes" (`ring` and `ulysses` determine it) or "fastest" (the mesh with the highest predicted
+    # tokens/s for `trainer.tokens_per_step`, among those that fit into the memory of the GPUs). "fastest" determines `ring` and
+    # `ulysses`, so these must not be set.
+    mesh: str = "sizes"
+    # The number of ranks that share one sequence. This number must divide the number of all ranks. None: all ranks.
+    ring: int | None = None
+    # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. All-to-alls (heads
+    # <-> sequence) run inside the groups, and rings connect the groups. A larger number means rings with fewer hops. 0: the
+    # largest number that divides both the ranks that share a sequence and the query heads. None: the number for which the cost
+    # model predicts the shortest time.
+    ulysses: int | None = 1
+    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" picks the layout
+    # that gives the busiest rank the least work under the mask of the step.
+    layout: str = "auto"
+    # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto". On
+    # GPUs, "auto" chooses "kv" unless the cost model predicts that "state" is at least 3% faster. On CPUs, "auto" always
+    # chooses "state".
+    schedule: str = "auto"
+    # The route of the circulating tensors: "relay" (from neighbour to neighbour around the ring, over NCCL or gloo), "direct"
+    # (directly to the rank that needs them) or "auto" ("direct" if all ranks are in one host).
+    route: str = "auto"
+    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest kernels that support the
+    # device and the shapes).
+    kernel: str = "auto"
+    # Whether the backward pass recomputes the blocks, except for attention. Recomputation saves memory. None: no more blocks
+    # are recomputed than necessary to leave 15% of a GPU's memory free.
+    activation_checkpointing: bool | None = None
+    # The timeout of a collective in seconds. The timeout also applies to each hop of the ring, unless the environment variable
+    # RINGATTN_TIMEOUT is set.
+    timeout_s: int = 600
+
+
+@dataclass
+class OptimConfig:
+    """The settings of AdamW, of gradient clipping and of the learning-rate schedule."""
+
+    # The peak learning rate. None: the rate is 6e-4 for a model with 124 million parameters, and lower for models with more
+    # parameters. With `model.qk_norm`, the rate is 1.75 times as high. If a run starts from trained weights, it uses a tenth of
+    # this rate. `ringattn.train.optim.default_lr` computes the rate, and the run prints it.
+    lr: float | None = None
+    # The decay rates of AdamW's averages of the gradient and of the squared gradient.
+    betas: tuple[float, float] = (0.9, 0.95)
+    # The constant that AdamW adds to its denominator for numerical stability.
+    eps: float = 1e-8
+    # The weight decay of matrices. Biases and the scales of norms do not decay.
+    weight_decay: float = 0.1
+    # The largest global gradient norm. Larger gradients are scaled down to this norm. None: gradients are not clipped.
+    clip: float | None = 1.0
+    # The shape of the learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
+    schedule: str = "cosine"
+    # The number of steps in which the learning rate rises linearly to `lr`. None: a tenth of `trainer.steps`.
+    warmup_steps: int | None = None
+    # At the end of the run, the learning rate falls during this fraction of all steps. This setting applies only to "wsd".
+    decay_fraction: float = 0.2
+    # The learning rate of the last step, as a fraction of `lr`.
+    min_lr_ratio: float = 0.1
+
+
+@dataclass
+class TrainerConfig:
+    """The settings of the length of a run, its device, its checkpoints and its results."""
+
+    # The number of optimizer steps of the whole run. If `total_tokens` is set, this number is derived from it.
+    steps: int = 1500
+    # The number of tokens of the whole run, on all ranks together. The number of steps is rounded up. Use this setting together
+    # with `tokens_per_step` to compare sequence lengths. None: `steps` determines the length of the run.
+    total_tokens: int | None = None
+    # The number of sequences per data-parallel rank and micro-step.
+    batch_size: int = 1
+    # The number of micro-steps whose gradients are accumulated in one optimizer step. If `tokens_per_step` is set, this number
+    # is derived from it.
+    accumulate: int = 1
+    # The number of tokens of one optimizer step, on all ranks together. It must be a multiple of the tokens of one micro-step:
+    # `data.seq_len` x `batch_size` x the number of data-parallel ranks. None: `accumulate` determines the size of a step. A
+    # sweep that varies `data.seq_len` then sets the smallest value that suits all its lengths.
+    tokens_per_step: int | None = None
+    # The seed of the initial parameters.
+    seed: int = 0
+    # The device: "cpu", "cuda" or "auto" (CUDA if it is available).
+    device: str = "auto"
+    # The precision of the forward and the backward pass: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters
+    # and optimizer state are always fp32.
+    precision: str = "auto"
+    # When the forward pass of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or
+    # "always" (also in training). The backward pass computes with the rounded inputs, but not in FP8.
+    fp8_attention: str = "never"
+    # Whether to use only operations that give the same bits in every run. On Hopper GPUs, this setting makes the backward pass
+    # of attention take up to 1.2 times as long.
+    deterministic: bool = False
+    # Whether torch.compile fuses the loss and the operations before and after attention. None: torch.compile is used only on
+    # CUDA.
+    compile: bool | None = None
+    # Whether the forward and the backward pass of training steps are replayed from CUDA graphs, which shortens the time that
+    # the host needs. The ring is then a KV ring, unless `parallel.schedule` is set. None: CUDA graphs are used if they are
+    # possible and a block is so small that the host could limit the speed. They require a GPU, torch.compile, blocks that are
+    # not recomputed in the backward pass, at most 256 MiB of parameters in all blocks, and shards of equal length.
+    cuda_graphs: bool | None = None
+    # The number of steps between two checkpoints. 0: the run saves only one checkpoint, at its end.
+    checkpoint_every: int = 250
+    # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without the last
+    # checkpoint, the trained model is lost, and another launch of the same name repeats the steps after the latest checkpoint.
+    save_final: bool = True
+    # The number of checkpoints that are kept. Older checkpoints are removed.
+    keep_checkpoints: int = 2
+    # The number of steps between two evaluations on the held-out text. 0: the run evaluates only once, at its end.
+    eval_every: int = 500
+    # The number of target tokens of an evaluation, which are spread over the held-out text. They are the same for every
+    # `data.seq_len`. If the held-out text has fewer tokens, all of them are target tokens.
+    eval_tokens: int = 8_192
+    # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step,
+    # or leaves its evaluation or a step of several micro-steps. It saves a checkpoint and exits. None: no limit.
+    time_limit_s: float | None = None
+    # The checkpoint to resume: "auto" (the latest checkpoint of this run, if there is one), "never", or the path of a
+    # checkpoint. If the path is a checkpoint of another run, this run starts as a branch of that run. If the path is a
+    # checkpoint of this run, every launch goes back to that checkpoint.
+    resume: str = "auto"
+    # A new run starts from the weights of this checkpoint, or of this folder of a Hugging Face model. The steps, the optimizer
+    # and the data start from the beginning. Use this setting to continue training with longer sequences or on other text. None:
+    # random weights.
+    init_from: str | None = None
+    # The number of steps between two lines on the console. metrics.jsonl contains every step. None: the console shows the first
+    # three steps of a launch, and then at most one step every five seconds. The last step and evaluations are always shown.
+    log_every: int | None = None
+    # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
+    sample_tokens: int = 128
+    # The text that the generated sample continues. None: the first 256 tokens of the longest held-out document, or "def " if
+    # there is no held-out text.
+    sample_prompt: str | None = None
+    # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
+    # GPUs. If the table does not contain the device, MFU is left out.
+    peak_tflops: float | None = None
+    # The steps to profile: true (three steps after the warm-up of each launch), or a range of steps such as 10-12. Every rank
+    # writes a trace of torch.profiler, and on a GPU also a memory snapshot, to the folder profile/ of the run. None: no step.
+    profile: str | None = None
+
+    def attention_precision(self, training: bool) -> str:
+        """Return the argument `precision` of attention calls, either in training steps or in evaluation and generation."""
+        uses_fp8 = self.fp8_attention == "always" or self.fp8_attention == "inference" and not training
+        return "fp8" if uses_fp8 else "ieee"
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether a launch profiles some of its steps."""
+        return self.profile is not None and self.profile.lower() != "false"
+
+    @property
+    def profiled_range(self) -> tuple[int, int] | None:
+        """The first and the last step of the range in `profile`, or None if `profile` contains no range."""
+        match = re.fullmatch(r"([0-9]+)-([0-9]+)", self.profile or "")
+        return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass
+class LoggerConfig:
+    """The settings of Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
+
+    # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" follows the environment variable
+    # WANDB_MODE if the variable is set. Otherwise, "auto" means "online" after `wandb login`, and "offline" without a login.
+    wandb: str = "auto"
+    # The project in Weights & Biases. None: the value of the environment variable WANDB_PROJECT, or "ringattn" if the variable
+    # is not set.
+    project: str | None = None
+
+
+@dataclass
+class Config:
+    """All settings of a run."""
+
+    # The name of the run, which is also the name of its directory under `outputs/`. Launching the same name again resumes the
+    # run. The name must not be None. If the command line contains no name, configs/train.yaml sets the time of the launch as
+    # the name.
+    name: str | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+# The names of the groups of settings.
+GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
+
+# The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
+MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}
+
+# The valid values of each setting that accepts only a few values.
+CHOICES = {
+    "model.rope_scaling": ("llama3", "yarn"),
+    "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
+    "data.special_tokens": ("text", "parse"),
+    "parallel.mesh": ("sizes", "fastest"),
+    "parallel.layout": (*layout.KINDS, "auto"),
+    "parallel.schedule": rank_plan.SCHEDULES,
+    "parallel.route": cost_model.ROUTES,
+    "parallel.kernel": (*dispatch.BACKENDS, *dispatch.DEPRECATED_BACKENDS),
+    "optim.schedule": ("cosine", "wsd"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.precision": ("auto", "fp32", "bf16"),
+    "trainer.fp8_attention": ("never", "inference", "always"),
+    "logger.wandb": ("auto", "online", "offline", "off"),
+}
+
+# The valid range of each numeric setting. Both ends are valid. The range does not apply to a setting that is None. The upper
+# ends reject values that no training needs, because these values would overflow an integer or a float, or the run would never
+# finish.
+RANGES = {
+    "model.vocab_size": (1, 2**30),
+    "model.layers": (1, 4096),
+    "model.dim": (1, 2**20),
+    "model.heads": (1, 2**14),
+    "model.kv_heads": (1, 2**14),
+    "model.head_dim": (1, 2**14),
+    "model.ffn_dim": (1, 2**24),
+    "model.rope_theta": (1, 1e12),
+    "model.rope_factor": (1, 1e6),
+    "model.rope_trained_len": (1, 2**31 - 1),
+    "model.norm_eps": (1e-12, 0.1),
+    "model.window": (1, 2**31 - 1),
+    "data.seq_len": (1, 2**31 - 1),
+    "data.max_document_mb": (1, 2000),  # The offsets of the cached tokens have 31 bits.
+    "data.eval_fraction": (0, 0.99),
+    "data.seed": (0, 2**63 - 1),
+    "data.group_size": (1, 2**40),
+    "parallel.ring": (1, 2**20),
+    "parallel.ulysses": (0, 2**14),
+    "parallel.timeout_s": (1, 604_800),  # a week
+    "optim.lr": (1e-30, 100),
+    "optim.eps": (1e-30, 1),
+    "optim.weight_decay": (0, 100),
+    "optim.clip": (1e-9, 1e9),
+    "optim.warmup_steps": (0, 99_999_999),
+    "optim.decay_fraction": (1e-9, 1),
+    "optim.min_lr_ratio": (0, 1),
+    "trainer.steps": (1, 99_999_999),  # The name of a checkpoint contains its step as eight digits.
+    "trainer.total_tokens": (1, 2**53),
+    "trainer.batch_size": (1, 2**20),
+    "trainer.accumulate": (1, 2**20),
+    "trainer.tokens_per_step": (1, 2**53),
+    "trainer.seed": (0, 2**63 - 1),
+    "trainer.checkpoint_every": (0, 2**31 - 1),
+    "trainer.keep_checkpoints": (1, 2**31 - 1),
+    "trainer.eval_every": (0, 2**31 - 1),
+    "trainer.eval_tokens": (1, 2**53),
+    "trainer.time_limit_s": (1e-9, 1e9),
+    "trainer.log_every": (1, 2**31 - 1),
+    "trainer.sample_tokens": (0, 2**20),
+    "trainer.peak_tflops": (1e-6, 1e6),
+}
+
+
+def check(config: Config, world_size: int) -> None:
+    """Check every setting by itself, and check the combinations of settings that depend on each other.
+
+    Args:
+        config: the settings.
+        world_size: the number of ranks that were launched.
+
+    Raises:
+        ConfigError: names the first invalid setting.
+    """
+    check_values(config)
+    problems = _check_unused(config), _check_model(config.model), _check_parallel(config, world_size), _check_training(config)
+    for problem in chain(*problems):
+        raise ConfigError(problem)
+
+
+def check_values(config: Config) -> None:
+    """Check every setting by itself.
+
+    Raises:
+        ConfigError: names the first invalid setting.
+    """
+    for problem in _find_invalid_values(config):
+        raise ConfigError(problem)
+
+
+# Each of the following functions yields a message for every invalid setting. `check` raises an error with the first message, so
+# a later check may assume that the earlier checks have succeeded.
+
+
+def _find_invalid_values(config: Config) -> Iterator[str]:
+    prompt = config.trainer.sample_prompt
+    if prompt is not None and (decodable := prompt.encode(errors="replace").decode()) != prompt:
+        yield f"trainer.sample_prompt={decodable}: must be UTF-8, but some characters (shown as ?) are not: encode it again"
+    for name, allowed in CHOICES.items():
+        value = attrgetter(name)(config)
+        if value not in allowed:
+            offered = [each for each in allowed if each not in dispatch.DEPRECATED_BACKENDS]
+            yield f"unknown {name}={value}: choose one of {', '.join(offered)}"
+    for name, (low, high) in RANGES.items():
+        value = attrgetter(name)(config)
+        # Every comparison of NaN with a number is false, so NaN is invalid for every setting.
+        if value is not None and not low <= value <= high:
+            yield f"{name}={value}: must be from {low} to {high}"
+
+
+def _check_unused(config: Config) -> Iterator[str]:
+    # A setting without an effect is an error, because the user expects an effect, for example that the run trains on other
+    # text.
+    for name, value, reason in unused_settings(config):
+        yield f"{name}={value} has no effect {reason}, or leave {name} out"
+
+
+def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield the name and the value of each setting that other settings make useless, and the reason for this.
+
+    A setting with its default value is left out.
+    """
+    data, optim = config.data, config.optim
+    for names, is_unused, reason in (
+        (
+            "data.path data.eval_path data.max_document_mb",
+            data.source in ("stdlib", "packages", "recall"),
+            f"if data.source={data.source}: choose data=text, jsonl, parquet or hub",
+        ),
+        (
+            "data.split data.eval_split data.eval_fraction data.group_size",
+            data.source == "recall",
+            "if data.source=recall, which generates other sequences for evaluation: choose another source",
+        ),
+        ("data.subset", data.source != "hub", f"if data.source={data.source}: choose data=hub"),
+        (
+            "data.column",
+            data.source in ("stdlib", "packages", "text", "recall"),
+            f"if data.source={data.source}: choose data=jsonl, parquet or hub",
+        ),
+        ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),
+        ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
+        (
+            "data.eval_fraction",
+            data.held_out is not None and data.eval_fraction > 0,
+            "with data.eval_split or data.eval_path: leave these out",
+        ),
+        (
+            "trainer.eval_every trainer.eval_tokens",
+            data.held_out is None and data.eval_fraction == 0,
+            "without held-out text: set data.eval_split, data.eval_path or data.eval_fraction",
+        ),
+        ("trainer.sample_prompt", config.trainer.sample_tokens == 0, "if trainer.sample_tokens=0: raise it"),
+        (
+            "trainer.fp8_attention",
+            config.trainer.fp8_attention == "inference"
+            and (data.held_out is None and data.eval_fraction == 0 and config.trainer.sample_tokens == 0),
+            "without held-out text and without trainer.sample_tokens: choose always",
+        ),
+        ("logger.project", config.logger.wandb == "off", "if logger.wandb=off: choose another value of it"),
+    ):
+        for name in names.split():
+            value = attrgetter(name)(config)
+            if is_unused and value != attrgetter(name)(Config()):
+                yield name, value, reason
+
+
+def _check_model(model: ModelConfig) -> Iterator[str]:
+    heads, kv_heads, head_dim = model.heads, model.kv_heads, model.resolved_head_dim
+    if heads % kv_heads:
+        yield f"model.kv_heads={kv_heads} must divide model.heads={heads}: choose one of {_divisors(heads)}"
+    if model.head_dim is None and model.dim % heads:
+        yield f"model.heads={heads} must divide model.dim={model.dim}: change one of them, or set model.head_dim"
+    if model.rope_factor is not None and model.rope_trained_len is None:
+        yield f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the length of training"
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+        # YaRN divides by the logarithm of rope_theta, which must be positive.
+        yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling=yarn: raise it"
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        yield (
+            f"the head dim is {head_dim}: it must be even for rotary embeddings, and at most {MAX_HEAD_DIM} for the kernels; "
+            "set model.head_dim, or change model.dim or model.heads"
+        )
+
+
+def _check_parallel(config: Config, world_size: int) -> Iterator[str]:
+    ring, ulysses = config.parallel.ring or world_size, config.parallel.ulysses or 1
+    seq_len, heads = config.data.seq_len, config.model.heads
+    if world_size % ring:
+        yield f"parallel.ring={ring} must divide the number of ranks, {world_size}: choose one of {_divisors(world_size)}"
+    if seq_len < ring:
+        yield f"data.seq_len={seq_len} must be at least the number of ranks that share a sequence, {ring}: change one of them"
+    if ring % ulysses or heads % ulysses:
+        yield (
+            f"parallel.ulysses={ulysses} must divide model.heads={heads} and the {ring} ranks that share a sequence: choose "
+            f"one of {_divisors(math.gcd(ring, heads))}"
+        )
+
+
+def _check_training(config: Config) -> Iterator[str]:
+    optim, trainer = config.optim, config.trainer
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"optim.betas={list(optim.betas)}: must be two numbers from 0 to below 1, such as [0.9,0.95]"
+    if (optim.warmup_steps or 0) > trainer.steps:
+        yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
+    if config.data.source == "recall" and not config.data.mask_documents:
+        # Otherwise a key would have several values, because all documents of a sequence contain the same keys.
+        yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
+    if trainer.init_from is not None and trainer.resume not in ("auto", "never"):
+        yield (
+            f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "
+            "init_from to start a new run from weights, or only resume to continue a run"
+        )
+    if trainer.is_profiled and trainer.profile.lower() != "true":
+        first, last = trainer.profiled_range or (0, 0)
+        if not 1 <= first <= last <= trainer.steps:
+            yield f"trainer.profile={trainer.profile}: must be true or a range of steps from 1 to {trainer.steps}, such as 3-5"
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,107 @@
+"""Check the command line for mistakes that Hydra would not report, or would report in several lines."""
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from ringattn.train.settings.config import Config, ConfigError
+
+# File systems limit a name to 255 bytes. Some files have the name of a run and a suffix, which may take the remaining bytes.
+MAX_NAME_BYTES = 200
+
+# The settings that are paths.
+PATHS = ("trainer.resume", "trainer.init_from", "data.path", "data.eval_path", "data.tokenizer", "hydra.run.dir")
+
+
+def quote_paths(arguments: Iterable[str]) -> list[str]:
+    """Quote paths that Hydra cannot read otherwise, such as that of the job seq_len=64,lr=0.1 of a sweep.
+
+    Args:
+        arguments: the arguments of the command line. In a sweep, a value that is not the path of an existing file is a list of
+            paths. A value that begins with a quote is not changed.
+
+    Returns:
+        The same arguments. Existing paths and paths that contain "=" are quoted if Hydra cannot read them otherwise.
+    """
+    arguments = list(arguments)
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
+    return [_quote_path(argument, is_sweep) for argument in arguments]
+
+
+def _quote_path(argument: str, is_sweep: bool) -> str:
+    name, _, value = argument.partition("=")
+    if name.lstrip("+") not in PATHS or value.startswith(("'", '"')):
+        return argument
+
+    def exists(path: str) -> bool:
+        return os.path.exists(os.path.expanduser(path))
+
+    def quote(path: str) -> str:
+        with suppress(HydraException):
+            if OverridesParser.create().parse_override(f"{name}={path}").value() == path:
+                return path  # The names of the jobs of a sweep contain the quotes, so they must not change.
+        return '"' + path.replace('"', '\\"') + '"' if "=" in path or exists(path) else path
+
+    return f"{name}={','.join(map(quote, value.split(',') if is_sweep and not exists(value) else [value]))}"
+
+
+def check_options() -> None:
+    """Check the options of the command line, such as `--cfg`. Overrides are not options, and they are not checked here.
+
+    Hydra's parser would print its usage and exit.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is invalid.
+    """
+
+    def raise_error(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --hydra-help for the options")
+
+    parser = get_args_parser()
+    parser.error = raise_error
+    parser.parse_args()
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Check the overrides for mistakes that are no longer visible in the composed settings.
+
+    Args:
+        overrides: the overrides of one job, without those of Hydra's own settings.
+
+    Raises:
+        ConfigError: an override deletes settings, or sets a boolean setting to a number other than 0 and 1.
+    """
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, value = override.key_or_group, override.value()
+        if override.is_delete():
+            raise ConfigError(f"~{key} deletes settings that every run needs: remove this override, or set {key} to a value")
+        group, _, option = key.partition(".")
+        # OmegaConf converts every number other than 0 to true.
+        settings = getattr(Config(), group, None)
+        kinds = {field.name: field.type for field in fields(settings)} if is_dataclass(settings) else {}
+        if "bool" in str(kinds.get(option)) and isinstance(value, int) and value not in (0, 1):
+            raise ConfigError(f"{key}={value}: must be true or false")
+
+
+def checked_name(name: str | None) -> str:
+    """Return the name of a run, if a directory under `outputs/` can have this name.
+
+    Raises:
+        ConfigError: the name is empty, is not a single component of a path, or is too long.
+    """
+    if not name:
+        given = "null" if name is None else name
+        raise ConfigError(f"name={given} gives the run no directory: set a name, or leave it out to use the time of the launch")
+    name = str(name)
+    if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"name={name:.60} must be at most {MAX_NAME_BYTES} bytes, without slashes and control characters, and "
+            "neither . nor ..; set hydra.run.dir, or hydra.sweep.dir for a sweep, to write to another location"
+        )
+    return name

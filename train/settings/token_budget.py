@@ -1,0 +1,109 @@
+"""Derive the number of micro-steps and the number of steps from numbers of tokens.
+
+Runs at different sequence lengths are comparable if they train on the same number of tokens and if their steps have the same
+number of tokens. The settings `trainer.tokens_per_step` and `trainer.total_tokens` state these numbers. This module converts
+them to `trainer.accumulate` and `trainer.steps` before a run starts, so the rest of the program reads only the latter two.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+
+import torch.distributed as dist
+
+from ringattn.train.settings.config import Config, ConfigError, check_values
+
+# Each setting that is derived, and the number of tokens from which it is derived.
+SOURCES = {"accumulate": "tokens_per_step", "steps": "total_tokens"}
+
+
+def resolve_token_budget(config: Config, world_size: int) -> None:
+    """Set `trainer.accumulate` and `trainer.steps` to the values that follow from the numbers of tokens, if these are set.
+
+    Args:
+        config: the settings, which are updated in place.
+        world_size: the number of ranks that were launched.
+
+    Raises:
+        ConfigError: a setting is outside its range, or `trainer.tokens_per_step` is not a whole number of micro-steps.
+    """
+    check_values(config)
+    trainer, ranks = config.trainer, num_data_parallel_ranks(config, world_size)
+    tokens = config.data.seq_len * trainer.batch_size * ranks
+    if trainer.tokens_per_step is not None:
+        trainer.accumulate, rest = divmod(trainer.tokens_per_step, tokens)
+        if rest or trainer.accumulate == 0:
+            raise ConfigError(
+                f"trainer.tokens_per_step={trainer.tokens_per_step} must be a multiple of {tokens}, the tokens of a micro-step "
+                f"(data.seq_len={config.data.seq_len} x trainer.batch_size={trainer.batch_size} x {ranks} data-parallel "
+                "ranks): change one of them"
+            )
+    if trainer.total_tokens is not None:
+        trainer.steps = -(-trainer.total_tokens // (tokens * trainer.accumulate))
+
+
+def by_ranks(value: int, ranks: int | None = None) -> int:
+    """Return `value` x `ranks`. A recipe can therefore depend on the number of ranks.
+
+    If `ranks` is None, it is the number of ranks that were launched.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return value * (ranks or world_size)
+
+
+def num_data_parallel_ranks(config: Config, world_size: int) -> int:
+    """Return the number of groups of ranks that train on different sequences.
+
+    If `parallel.ring` does not divide the number of ranks, the result has no meaning, and `config.check` raises an error.
+    """
+    return max(world_size // (config.parallel.ring or world_size), 1)
+
+
+def default_group_size(config: Config, world_size: int) -> int | None:
+    """Return the `data.group_size` of a new run: the number of sequences of a micro-step, on all ranks together.
+
+    The result is None if no data-parallel rank would ever wait for a rank with longer documents.
+    """
+    ranks = num_data_parallel_ranks(config, world_size)
+    is_needed = ranks > 1 and config.data.mask_documents and config.data.source != "recall"
+    return ranks * config.trainer.batch_size if is_needed else None
+
+
+def check_sources(config: Config, given: Collection[str]) -> None:
+    """Check that the user does not set a value that is derived from another setting of the user.
+
+    Args:
+        config: the settings that Hydra has composed.
+        given: the names of the settings that the command line sets, such as "trainer.steps".
+
+    Raises:
+        ConfigError: the user sets both a derived setting and the number of tokens or the choice of the mesh from which it is
+            derived.
+    """
+    trainer, parallel = config.trainer, config.parallel
+    for name in ("ring", "ulysses"):
+        if f"parallel.{name}" in given and parallel.mesh == "fastest":
+            raise ConfigError(
+                f"parallel.{name}={getattr(parallel, name)} contradicts parallel.mesh=fastest, which chooses parallel.{name}: "
+                "leave one of them out"
+            )
+    for derived, source in SOURCES.items():
+        if f"trainer.{derived}" in given and (tokens := getattr(trainer, source)) is not None:
+            raise ConfigError(
+                f"trainer.{derived}={getattr(trainer, derived)} contradicts trainer.{source}={tokens}, from which it is "
+                f"derived: change trainer.{source}, or set trainer.{source}=null"
+            )
+
+
+def common_tokens_per_step(config: Config, lengths: Iterable[int], world_size: int) -> int:
+    """Return the smallest number of tokens per step that all sequence lengths of a sweep can have.
+
+    If each length divides the longest one, a step at the longest length has as many sequences as it would have without the
+    sweep, and a step at a shorter length has more sequences.
+
+    Args:
+        config: the settings of a job of the sweep. The sequence length is not used.
+        lengths: the sequence lengths of all jobs.
+        world_size: the number of ranks that were launched.
+    """
+    trainer = config.trainer
+    return math.lcm(*lengths) * trainer.batch_size * trainer.accumulate * num_data_parallel_ranks(config, world_size)
