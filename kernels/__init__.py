@@ -1,5 +1,5 @@
 """Attention kernels for one device: forward and backward under interval masks, without any communication.
 
 Every backend provides two functions, `forward` and `backward`, which `ringattn.kernels.reference` specifies.
-`ringattn.kernels.dispatch` selects a backend by device, dtype and shape, and checks the arguments.
+`ringattn.kernels.backends` selects a backend by device, dtype and shape, and `ringattn.kernels.dispatch` calls it.
 """

@@ -1,148 +1,29 @@
-"""The entry point of the kernels. It selects a backend by device, dtype and shape, checks the arguments and calls the kernel.
+"""The entry point of the kernels: check the arguments, choose a backend (`ringattn.kernels.backends`) and call its kernel.
 
-    backend      runs on                      computes
-    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256
-    triton       any GPU that Triton supports fp16, bf16 and fp32, head dims up to 256, dropout, block masks
-    blockwise    anything                     everything, tile by tile in PyTorch
-    reference    anything                     everything, but writes out all scores: for tests
-
-The backend "auto" selects the first backend of this table that can run the call, but never the reference. If a call on a GPU
-has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
-`ringattn.kernels.reference` specifies what all backends compute.
+If a call on a GPU has only a few queries, the backend "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a kernel that reads
-this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward.
-The rounding error of the inputs is therefore the same on every device. The backward does not use FP8. `backward_fp8` calls it
-with the rounded inputs, so that its probabilities are those of the forward.
+this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward,
+so the rounding error of the inputs is the same on every device. The backward does not use FP8. `backward_fp8` calls it with the
+rounded inputs, so that its probabilities are those of the forward.
 """
 
-import importlib
-import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels import fp8, reference, validation
+from ringattn.kernels.backends import TRITON_DTYPES, choose_backend
 from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.caching import cached
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
 from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients, State
 
-BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
-DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
-TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that computes a call, and the reason for its selection."""
-
-    backend: str  # hopper | triton | blockwise | reference
-    reason: str
-    reads_fp8: bool = False  # whether the kernel reads FP8 inputs
-
-
-def check_backend(backend: object) -> None:
-    """Raise ValueError unless `backend` is a text. `choose_backend` checks the text, but its cache needs a hashable value."""
-    if not isinstance(backend, str):
-        raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
-
-
-@cached(maxsize=256)
-def choose_backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    dims: tuple[int, int] = (128, 128),
-    plain: bool = True,
-    precision: str = "ieee",
-) -> Choice:
-    """Select the backend for tensors with this `dtype` on this `device`.
-
-    Args:
-        backend: "auto", or the name of the backend to use.
-        dims: head dims (D, Dv).
-        plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
-        precision: as for `forward`. With "fp8", the result is the backend of the forward, and the backend "hopper" is
-            the kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects the backend that computes the call on
-            the rounded inputs.
-
-    Raises:
-        ValueError: the backend is unknown or cannot run such a call.
-    """
-    if new_name := DEPRECATED_BACKENDS.get(backend):
-        warnings.warn(f"backend={backend!r} is deprecated: use backend={new_name!r}", DeprecationWarning, stacklevel=3)
-        backend = new_name
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-    note = ""
-    if precision == "fp8" and backend in ("auto", "hopper"):
-        obstacle = _fp8_obstacle(device, dtype, dims, plain)
-        if obstacle is None:
-            return Choice("hopper", "FP8 kernel on sm_90", reads_fp8=True)
-        if backend == "hopper":
-            raise ValueError(f"backend='hopper' with precision='fp8' is unavailable: {obstacle}; use backend='auto'")
-        note = f"no kernel that reads FP8 inputs can run ({obstacle}), so the inputs are rounded to FP8 and converted back; "
-    if backend == "triton" and (obstacle := _triton_obstacle(device, dtype, dims)):
-        raise ValueError(f"backend='triton' is unavailable: {obstacle}; use backend='blockwise' or 'auto'")
-    if backend == "hopper" and (obstacle := _hopper_obstacle(device, dtype, dims, plain)):
-        raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
-    if backend != "auto":
-        return Choice(backend, "requested")
-    # "auto" never selects Triton's interpreter, even if it is enabled, because the interpreter is far slower than PyTorch.
-    if device.type != "cuda":
-        return Choice("blockwise", f"{note}no GPU kernel runs on {device.type}")
-    if obstacle := _triton_obstacle(device, dtype, dims):
-        return Choice("blockwise", note + obstacle)
-    if obstacle := _hopper_obstacle(device, dtype, dims, plain):
-        return Choice("triton", f"{note}the Hopper kernels are unavailable: {obstacle}")
-    return Choice("hopper", f"{note}fastest on sm_90")
-
-
-def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Triton kernels cannot run, or None if they can run."""
-    if dtype not in TRITON_DTYPES:
-        return f"the Triton kernels have no {dtype}, only fp16, bf16 and fp32"
-    if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
-        return f"the Triton kernels take head dims from 1 to {validation.MAX_HEAD_DIM}, not head dims {dims[0]} and {dims[1]}"
-    if device.type == "cuda":
-        return None
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the Triton kernels do not run on {device.type}"
-    return "Triton's interpreter computes bf16 incorrectly" if dtype == torch.bfloat16 else None
-
-
-def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return the reason why the Hopper kernels cannot run, or None if they can run."""
-    if device.type != "cuda":
-        return f"the Hopper kernels do not run on {device.type}"
-    if not plain:
-        return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
-    # Gluon is an experimental part of Triton. Its functions move between releases, so the import may fail.
-    try:
-        hopper = importlib.import_module("ringattn.kernels.hopper.common")
-    except ImportError as error:
-        return f"this release of Triton has no Gluon that the Hopper kernels support ({error})"
-    return hopper.unsupported_reason(device, dtype, dims)
-
-
-def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return the reason why the kernel that reads FP8 inputs cannot run, or None if it can run."""
-    if obstacle := _hopper_obstacle(device, dtype, dims, plain):
-        return obstacle
-    if dims[0] != dims[1] or dims[0] not in fp8.HEAD_DIMS:
-        supported = ", ".join(map(str, fp8.HEAD_DIMS))
-        return f"it requires equal head dims of queries and values, one of {supported}, not head dims {dims[0]} and {dims[1]}"
-    return None
 
 
 def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
@@ -150,17 +31,82 @@ def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks:
     return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
 
 
+# The following functions import the kernels of a backend at its first call, so that a rank on a CPU never loads Triton.
+
+
 @cache
-def _module(backend: str, name: str) -> ModuleType:
-    """Import a module of a backend when it is first used, so that a rank on a CPU never loads Triton."""
-    path = backend if backend in ("blockwise", "reference") else f"{backend}.{name}"
-    return importlib.import_module(f"ringattn.kernels.{path}")
+def _forward_module(backend: str):
+    match backend:
+        case "hopper":
+            from ringattn.kernels.hopper import forward as module
+        case "triton":
+            from ringattn.kernels.triton import forward as module
+        case "blockwise":
+            from ringattn.kernels import blockwise as module
+        case _:
+            module = reference
+    return module
 
 
-def _backward_module(backend: str, q: Tensor, v: Tensor) -> ModuleType:
-    """Return the module with the backward of a backend. The Hopper backward for large head dims has a module of its own."""
-    wide = backend == "hopper" and max(q.shape[-1], v.shape[-1]) > NARROW_DIM
-    return _module(backend, "backward_wide" if wide else "backward")
+@cache
+def _backward_module(backend: str):
+    match backend:
+        case "triton":
+            from ringattn.kernels.triton import backward as module
+        case "blockwise":
+            from ringattn.kernels import blockwise as module
+        case _:
+            module = reference
+    return module
+
+
+@cache
+def _hopper_backward(is_wide: bool):
+    if is_wide:
+        from ringattn.kernels.hopper import backward_wide as module
+    else:
+        from ringattn.kernels.hopper import backward as module
+    return module
+
+
+@cache
+def _hopper_forward_fp8():
+    from ringattn.kernels.hopper import forward_fp8
+
+    return forward_fp8
+
+
+@cache
+def _triton_decode():
+    from ringattn.kernels.triton import decode
+
+    return decode
+
+
+@cache
+def _triton_merge():
+    from ringattn.kernels.triton import merge
+
+    return merge
+
+
+@cache
+def _triton_merge_states():
+    from ringattn.kernels.triton import merge_states
+
+    return merge_states
+
+
+@cache
+def _triton_quantize():
+    from ringattn.kernels.triton import quantize
+
+    return quantize
+
+
+def _is_wide(q: Tensor, v: Tensor) -> bool:
+    """Return whether the head dims need the Hopper backward for large head dims, which has a module of its own."""
+    return max(q.shape[-1], v.shape[-1]) > NARROW_DIM
 
 
 def forward(
@@ -214,11 +160,11 @@ def forward(
         return _forward_rounded(q, k, v, intervals, scale, state, final, backend, shares_sms)
     chosen = _choose(q, v, backend, dropout, blocks)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
-        return _module("triton", "decode").decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
+        return _triton_decode().decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
     options = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
-    return _module(chosen, "forward").forward(q, k, v, intervals, scale, state, final, **options)
+    return _forward_module(chosen).forward(q, k, v, intervals, scale, state, final, **options)
 
 
 def _forward_rounded(
@@ -249,7 +195,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
     is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in fp8.HEAD_DIMS
     # A rank of a ring may hold no tokens.
     if is_supported and 0 not in (*q.shape, *k.shape):
-        return _module("triton", "quantize").quantize(q, k, v)
+        return _triton_quantize().quantize(q, k, v)
     return fp8.quantize(q, k, v)
 
 
@@ -327,7 +273,7 @@ def forward_fp8(
     num_keys, dims = k.data.shape[1], (q.data.shape[3], v.data.shape[3])
     choice = choose_backend(q.data.device, dtype, backend, dims, num_keys > 0, "fp8")
     if reads_fp8 and choice.reads_fp8:
-        kernel = _module("hopper", "forward_fp8")
+        kernel = _hopper_forward_fp8()
         return kernel.forward(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
     inputs = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
     results = forward(*inputs, intervals, scale, state, final, backend, shares_sms=shares_sms)
@@ -372,8 +318,8 @@ def decode(
     validation.check_cache(q, k, v, lo, hi, sinks, page_table)
     chosen = _choose_decode(q, v, backend)
     if chosen == "triton":
-        return _module("triton", "decode").decode(q, k, v, lo, hi, scale, final, sinks, page_table)
-    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _module(chosen, "forward").forward)
+        return _triton_decode().decode(q, k, v, lo, hi, scale, final, sinks, page_table)
+    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_module(chosen).forward)
 
 
 def prepare_decode(
@@ -399,8 +345,8 @@ def prepare_decode(
     """
     chosen = _choose_decode(q, v, backend)
     if chosen == "triton":
-        return _module("triton", "decode").Decoder(q, k, v, lo, scale, final, sinks, page_table)
-    compute = _module(chosen, "forward").forward
+        return _triton_decode().Decoder(q, k, v, lo, scale, final, sinks, page_table)
+    compute = _forward_module(chosen).forward
     return lambda q, lo, hi, sinks: reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, compute)
 
 
@@ -423,7 +369,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: st
     """
     # The kernel for delta supports every head dim, so `choose_backend` is called with its default for the head dims.
     chosen = choose_backend(out.device, out.dtype, backend).backend
-    return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
+    return (_backward_module("triton") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
 
 def backward(
@@ -481,7 +427,8 @@ def backward(
     options = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
-    return _backward_module(chosen, q, v).backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
+    module = _hopper_backward(_is_wide(q, v)) if chosen == "hopper" else _backward_module(chosen)
+    return module.backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -490,7 +437,7 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
     On a GPU, if the gradients are in fp32 and have a single batch entry, one kernel adds them in one pass over memory.
     """
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
-        return _module("triton", "merge").sum_partials(base, parts, dtype)
+        return _triton_merge().sum_partials(base, parts, dtype)
     return reference.sum_partials(base, parts, dtype)
 
 
@@ -503,7 +450,7 @@ def merge_states(
     """
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
-        return _module("triton", "merge_states").merge_states(base, parts, dtype)
+        return _triton_merge_states().merge_states(base, parts, dtype)
     return reference.merge_states(base, parts, dtype)
 
 
@@ -513,7 +460,7 @@ def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
     On a GPU, if the states are in fp32, one kernel merges them and divides by l.
     """
     on_gpu = states.is_cuda and states.dtype == torch.float32
-    return (_module("triton", "merge_states") if on_gpu else reference).merge_packed(states, shape, dtype)
+    return (_triton_merge_states() if on_gpu else reference).merge_packed(states, shape, dtype)
 
 
 class IncrementalBackward:
@@ -533,7 +480,7 @@ class IncrementalBackward:
         self._hopper = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None) == "hopper":
-            kernels = _backward_module("hopper", q, v)
+            kernels = _hopper_backward(_is_wide(q, v))
             self._hopper = kernels.IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):
             delta = row_delta(delta[0], dout, delta[1], backend)

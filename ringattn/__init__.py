@@ -5,20 +5,31 @@ mask = Mask.causal()
 out = ring_attention(q, k, v, layout=layout, mask=mask, group=group)
 """
 
-from ringattn.attention import plan_ahead, ring_attention
-from ringattn.checkpointing import keep_attention, save_attention
-from ringattn.comm.same_batch import check_same
-from ringattn.comm.simulated import simulate
-from ringattn.decode import KVCache, decode_attention
-from ringattn.explain import explain
-from ringattn.flash import flash_attention
-from ringattn.kernels.blocks import BlockMask
-from ringattn.layout import Layout
-from ringattn.load_balance import balanced_layout
-from ringattn.mask import Mask
-from ringattn.paged_cache import PagedKVCache
-from ringattn.state import PartialState
-from ringattn.ulysses import ulysses_attention
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringattn.attention import plan_ahead, ring_attention
+    from ringattn.checkpointing import save_attention
+    from ringattn.comm.same_batch import check_same
+    from ringattn.comm.simulated import simulate
+    from ringattn.decode import KVCache, decode_attention
+    from ringattn.explanation import explain
+    from ringattn.flash import flash_attention
+    from ringattn.kernels.blocks import BlockMask
+    from ringattn.layout import Layout
+    from ringattn.load_balance import balanced_layout
+    from ringattn.mask import Mask
+    from ringattn.paged_cache import PagedKVCache
+    from ringattn.state import PartialState
+    from ringattn.ulysses import ulysses_attention
+
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "kernels")):
+    raise ImportError(
+        "ringattn/kernels is not a folder, because the symbolic links in ringattn/ were lost in a copy of the repository: use "
+        "git clone, or unpack an archive with a program that restores links, such as unzip or tar"
+    )
 
 __version__ = "0.2.0"
 
@@ -34,10 +45,40 @@ __all__ = [
     "decode_attention",
     "explain",
     "flash_attention",
-    "keep_attention",
     "plan_ahead",
     "ring_attention",
     "save_attention",
     "simulate",
     "ulysses_attention",
 ]
+
+# Each name is imported when it is first used, so that `import ringattn.kernels` loads neither the ring nor torch.distributed.
+_MODULES = {
+    "BlockMask": "kernels.blocks",
+    "KVCache": "decode",
+    "Layout": "layout",
+    "Mask": "mask",
+    "PagedKVCache": "paged_cache",
+    "PartialState": "state",
+    "balanced_layout": "load_balance",
+    "check_same": "comm.same_batch",
+    "decode_attention": "decode",
+    "explain": "explanation",
+    "flash_attention": "flash",
+    "plan_ahead": "attention",
+    "ring_attention": "attention",
+    "save_attention": "checkpointing",
+    "simulate": "comm.simulated",
+    "ulysses_attention": "ulysses",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ringattn' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"ringattn.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

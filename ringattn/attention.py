@@ -74,7 +74,7 @@ def ring_attention(
             route="relay" uses NCCL or gloo instead of NVLink copies.
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
-        backend: the kernels, see `ringattn.kernels.dispatch`.
+        backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
             forward pass uses FP8, as `flash_attention` explains. Either all ranks must use "fp8", or none of them. Every rank
             rounds its own tokens to FP8, in blocks of 128 rows of its shard. Queries, keys and values then circulate in FP8,

@@ -8,7 +8,6 @@ short kernels of a block take on the GPU. `torch.compile` can compile a whole ch
 checkpointing policy. Therefore `save_attention` returns such a policy while a compiler is tracing.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -38,12 +37,6 @@ def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
     results: list[tuple] = []
     return _Save(results), _Reuse(results)
-
-
-def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Deprecated name of `save_attention`."""
-    warnings.warn("keep_attention is deprecated: use save_attention", DeprecationWarning, stacklevel=2)
-    return save_attention()
 
 
 def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:

@@ -16,7 +16,7 @@ from ringattn.comm import connect
 from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, in_call, report_faults
-from ringattn.kernels import dispatch
+from ringattn.kernels import backends, dispatch
 from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.reference import State
 from ringattn.kernels.validation import (
@@ -308,7 +308,7 @@ def decode_attention(
             that the GPU reads: int32 (1 or B,), contiguous, on the device of the queries. Query i then attends to the rows
             [lo[i], hi[i]), and to each of the first `sinks` rows that comes before row hi[i].
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
-        backend: the kernels, see `ringattn.kernels.dispatch`.
+        backend: the kernels, see `ringattn.kernels.backends`.
 
     Returns:
         out (B, N, Hq, Dv) in the dtype of the cache, on every rank.
@@ -400,7 +400,7 @@ def _check(
     else:
         check_tensors(q, *(x[:1].expand(len(page_table), *x.shape[1:]) for x in (k, v)))
     check_scale(scale)
-    dispatch.check_backend(backend)
+    backends.check_backend(backend)
 
 
 def _check_kinds(bounds: Bounds, window: int | None, sinks: Tensor | None) -> None:

@@ -73,7 +73,7 @@ def flash_attention(
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. The kernels
             read lists of blocks, which are computed once for each version of `blocks.keep`. A replay of a CUDA graph that
             writes `blocks.keep` does not change this version, so pass a copy of `blocks.keep` after the replay.
-        backend: the kernels, see `ringattn.kernels.dispatch`.
+        backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
             forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
             `ringattn.kernels.fp8`), and the output has an error of a few percent. Sums and states stay fp32. The backward pass

@@ -14,7 +14,6 @@ at all. `Layout.split` turns a layout over R ranks into a layout over R x U rank
 slice of a shard of the original layout.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,12 +85,6 @@ class Layout:
             raise ValueError(f"owners={shown(owners)}: it must be a list with the rank of every chunk")
         names = ",".join(str(as_integer("an owner", owner)) for owner in owners)
         return cls(f"assigned-{rows}:{names}", seq_len, ranks)
-
-    @classmethod
-    def dealt(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
-        """Deprecated name of `assigned`."""
-        warnings.warn("Layout.dealt is deprecated: use Layout.assigned", DeprecationWarning, stacklevel=2)
-        return cls.assigned(owners, rows, seq_len, ranks)
 
     def split(self, parts: int) -> "Layout":
         """Return the layout over `parts` times as many ranks, in which rank r * parts + i holds slice i of rank r's shard.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn.comm.calls import Call, shorten
 from ringattn.comm.connect import TRANSPORTS
 from ringattn.comm.transport import Transport
-from ringattn.kernels import dispatch, validation
+from ringattn.kernels import backends, validation
 from ringattn.kernels.exact_products import under_autocast
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
@@ -43,7 +43,7 @@ class AttentionSpec(NamedTuple):
     dropout_p: float = 0.0
     seed: int = 0  # seed of the dropout
     first_head: int = 0  # index of the first query head among all heads of the layer; only the dropout uses this index
-    backend: str = "auto"  # name of the kernels, see `ringattn.kernels.dispatch`
+    backend: str = "auto"  # name of the kernels, see `ringattn.kernels.backends`
     precision: str = "ieee"  # "fp8" for an FP8 forward; otherwise precision of products of fp32 inputs, "ieee" or "tf32"
 
     @classmethod
@@ -188,5 +188,5 @@ def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, 
     validation.check_precision(precision)
     if precision == "fp8":
         validation.check_fp8(has_dropout=dropout_p > 0)
-    dispatch.check_backend(backend)
-    dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), dropout_p == 0, precision)
+    backends.check_backend(backend)
+    backends.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), dropout_p == 0, precision)

@@ -11,7 +11,6 @@ heads are processed in chunks: attention computes one chunk while the next chunk
 return.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -54,7 +53,6 @@ def ulysses_attention(
     precision: str = "ieee",
     return_lse: bool = False,
     recompute_all_to_all: bool = False,
-    exchange_again: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
@@ -78,7 +76,6 @@ def ulysses_attention(
         recompute_all_to_all: save the arguments q, k and v for the backward pass, and repeat the all-to-all in the backward
             pass. By default, the results of the all-to-all are saved instead. Repeating the all-to-all takes more time. This
             setting saves memory if q, k and v are saved or recomputed anyway.
-        exchange_again: deprecated name of `recompute_all_to_all`.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64
@@ -88,9 +85,6 @@ def ulysses_attention(
         ValueError: U does not divide the number of query heads, the layout is split for a number of ranks other than U, or
             `ring_attention` would reject an argument.
     """
-    if exchange_again is not None:
-        warnings.warn("exchange_again is deprecated: use recompute_all_to_all", DeprecationWarning, stacklevel=2)
-        recompute_all_to_all = exchange_again
     check_flag("recompute_all_to_all", recompute_all_to_all)
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)

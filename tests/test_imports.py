@@ -1,11 +1,15 @@
 """Tests of the structure of the source code: which modules import which, and that every module has a test file."""
 
 import ast
+import shutil
+import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import ringattn
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("kernels", "ringattn", "train", "scripts")
@@ -16,7 +20,7 @@ LAYERS = {
     "what will happen, as plain data": ("planning",),
     "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
     "runs a schedule over a transport": ("ring",),
-    "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explain", "trace"),
+    "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explanation", "trace"),
 }
 
 # The rooms of the package train, from the lowest to the highest. A room is a folder or a module that lies directly in train/. A
@@ -29,6 +33,7 @@ MAX_IMPORTS_BETWEEN_ROOMS = 74
 
 # Modules without a test file of their own: the test files that cover them instead.
 UNTESTED = {
+    "ringattn/__init__.py": "tests/test_imports.py",
     "kernels/hopper/epilogue_wide.py": "tests/kernels/hopper/test_epilogue.py",
     "kernels/hopper/forward_common.py": "tests/kernels/hopper/test_forward.py",
     "train/checkpoint/init.py": "tests/train/checkpoint/test_huggingface.py",
@@ -91,11 +96,43 @@ def test_packages_import_only_lower_packages(package: str) -> None:
 
 
 def test_kernels_import_only_numpy_torch_and_triton() -> None:
-    """The kernels can be used without the other packages and without a process group."""
+    """The kernels compute attention on one GPU. They need neither process groups nor the other packages."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton", "kernels"}
     for path in modules("kernels"):
         assert set(map(package_of, imports(path))) <= allowed, path
         assert "torch.distributed" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    ("module", "packages"), [("ringattn.kernels", set()), ("ringattn.kernels.dispatch", {"torch", "numpy"})]
+)
+def test_kernels_are_imported_alone(module: str, packages: set[str]) -> None:
+    """Importing the kernels loads no module of the ring. torch itself loads torch.distributed."""
+    script = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "triton"} == packages
+    own = {name for name in loaded if name.startswith("ringattn.")}
+    assert module in own
+    assert {name for name in own if not name.startswith("ringattn.kernels")} == set()
+
+
+def test_public_names_are_imported_lazily() -> None:
+    """Every public name exists, is listed, and is the name of no submodule, which would replace it as an attribute."""
+    assert set(ringattn._MODULES) == set(ringattn.__all__) <= set(dir(ringattn))
+    for name in ringattn.__all__:
+        assert getattr(ringattn, name).__module__ == f"ringattn.{ringattn._MODULES[name]}"
+        assert f"ringattn.{name}" not in MODULES
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        ringattn.missing  # noqa: B018
+
+
+def test_copy_without_symbolic_links_raises_one_clear_error(tmp_path: Path) -> None:
+    """Some programs write a link of an archive as a file that contains the target of the link."""
+    (tmp_path / "ringattn").mkdir()
+    shutil.copy(ringattn.__file__, tmp_path / "ringattn")
+    (tmp_path / "ringattn" / "kernels").write_text("../kernels")
+    done = subprocess.run([sys.executable, "-c", "import ringattn.kernels"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: ringattn/kernels is not a folder")
 
 
 def test_layers_import_only_lower_layers() -> None:

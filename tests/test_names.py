@@ -43,8 +43,6 @@ ALLOWED = {
     "load_held_out",
     "gate",  # the gate of a SwiGLU layer
     "in_turns",  # the ranks of a simulated ring take turns
-    "exchange_again",  # deprecated names, kept for compatibility
-    "dealt",
 }
 LINES_OF_TEXT = {"line", "run_command_line"}  # allowed in train, which reads lines of text
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ringattn import Mask, check_same
 from ringattn.comm import connect
-from ringattn.kernels import dispatch
+from ringattn.kernels import backends
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.ring import free_plans
@@ -48,7 +48,7 @@ class InferenceRun:
     mesh: Mesh
     tokenizer: Tokenizer
     held_out: Sequences | None  # the text for evaluation
-    kernel: dispatch.Choice  # the attention kernels, and the reason for choosing these kernels
+    kernel: backends.Choice  # the attention kernels, and the reason for choosing these kernels
     bf16: bool  # whether the model computes in bf16
     compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
     recomputed_blocks: int  # how many blocks the backward pass recomputes, except for attention
@@ -100,7 +100,7 @@ class Resources:
 
     device: torch.device
     bf16: bool
-    kernel: dispatch.Choice
+    kernel: backends.Choice
     tokenizer: Tokenizer
     init_from_changes: str
     mesh: Mesh
@@ -226,7 +226,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     return InferenceRun(config, device, mesh, tokenizer, None, kernel, bf16, compiled, recomputed_blocks=0, model=model)
 
 
-def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, dispatch.Choice]:
+def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, backends.Choice]:
     """Return the device of this rank, whether the model computes in bf16, and the attention kernels.
 
     The kernels are those of training steps if `training` is True, and those of evaluation and generation otherwise.
@@ -291,7 +291,7 @@ def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool
     return prediction.Machine(device, gpu, *ranks, vocab_size, bf16, uses_compile(config, device))
 
 
-def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> dispatch.Choice:
+def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> backends.Choice:
     """Return the attention kernels for these settings, together with the reason for choosing these kernels.
 
     The kernels are those of training steps if `training` is True, and those of evaluation and generation otherwise.
@@ -304,7 +304,7 @@ def choose_backend(config: Config, device: torch.device, bf16: bool, training: b
         raise ConfigError(f"parallel.kernel={kernel} requires a GPU and this job runs on CPUs: use parallel.kernel=auto")
     try:
         dtype, precision = torch.bfloat16 if bf16 else torch.float32, config.trainer.attention_precision(training)
-        return dispatch.choose_backend(device, dtype, kernel, (dim, dim), precision=precision)
+        return backends.choose_backend(device, dtype, kernel, (dim, dim), precision=precision)
     except ValueError as error:
         raise ConfigError(f"parallel.kernel={kernel}: {error}") from None
 

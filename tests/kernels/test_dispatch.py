@@ -1,8 +1,6 @@
-"""Which backend computes a call, the reason for the choice, and what the dispatcher itself computes."""
+"""Which kernel computes a call, and what the dispatcher itself computes."""
 
 import itertools
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,64 +15,7 @@ from tests.kernels.contract import check_forward, check_incremental
 from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import make_blocks, make_dropout, make_problem
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PORTABLE = ["reference", "blockwise", "triton"]
-
-
-@pytest.fixture(autouse=True)
-def empty_caches() -> Iterator[None]:
-    """Choices are cached. Choices for the simulated GPUs of these tests must not stay in the cache."""
-    from ringattn.kernels.hopper import common as hopper_common
-
-    yield
-    for function in (dispatch.choose_backend, hopper_common.unsupported_reason):
-        function.cache_clear()
-
-
-def simulate_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-
-
-def test_hopper_kernels_are_selected_on_sm_90(monkeypatch):
-    simulate_gpu((9, 0), monkeypatch)
-    assert dispatch.choose_backend(GPU, torch.bfloat16).backend == "hopper"
-    for dims in ((80, 64), (256, 256), (192, 128)):
-        assert dispatch.choose_backend(GPU, torch.float16, dims=dims).backend == "hopper"
-    assert dispatch.choose_backend(GPU, torch.bfloat16, "triton").backend == "triton"
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "dims", "plain", "reason"),
-    [
-        ((8, 0), torch.bfloat16, (128, 128), True, "sm_80"),
-        ((10, 0), torch.bfloat16, (128, 128), True, "sm_100"),
-        ((9, 0), torch.float32, (128, 128), True, "torch.float32"),
-        ((9, 0), torch.bfloat16, (64, 12), True, "head dim 12"),
-        ((9, 0), torch.bfloat16, (128, 128), False, "no dropout"),
-    ],
-    ids=["ampere", "blackwell", "fp32", "odd-value-dim", "dropout"],
-)
-def test_triton_kernels_are_selected_where_the_hopper_kernels_are_unavailable(
-    capability, dtype, dims, plain, reason, monkeypatch
-):
-    simulate_gpu(capability, monkeypatch)
-    choice = dispatch.choose_backend(GPU, dtype, "auto", dims, plain)
-    assert choice.backend == "triton"
-    assert reason in choice.reason
-    with pytest.raises(ValueError, match=f"hopper.*{reason}.*backend='triton'"):
-        dispatch.choose_backend(GPU, dtype, "hopper", dims, plain)
-
-
-@pytest.mark.parametrize(
-    ("keys", "value_dim", "dropout", "backend"),
-    [(1, 80, None, "hopper"), (0, 80, None, "triton"), (1, 12, None, "triton"), (1, 80, "dropout", "triton")],
-    ids=["one-key", "no-keys", "odd-value-dim", "dropout"],
-)
-def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropout, backend, monkeypatch):
-    simulate_gpu((9, 0), monkeypatch)
-    q = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, 64))
-    v = SimpleNamespace(shape=(1, keys, 2, value_dim))
-    assert dispatch._choose(q, v, "auto", dropout, None) == backend
 
 
 @pytest.mark.parametrize(
@@ -96,7 +37,8 @@ def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits
     calls = []
     kernels = SimpleNamespace(decode=lambda *_, **__: calls.append(True), forward=lambda *_, **__: calls.append(False))
     monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
-    monkeypatch.setattr(dispatch, "_module", lambda backend, name: kernels)
+    monkeypatch.setattr(dispatch, "_forward_module", lambda backend: kernels)
+    monkeypatch.setattr(dispatch, "_triton_decode", lambda: kernels)
     monkeypatch.setattr(validation, "check_inputs", lambda *_: None)
     q, k = (torch.empty(shape, dtype=options.pop("dtype", torch.bfloat16), device="meta") for shape in shapes)
     dispatch.forward(q, k, k, full(q.shape[1], k.shape[1]), 1.0, **{"final": True, **options})
@@ -111,31 +53,6 @@ def test_few_queries_on_a_gpu(queries, heads, dims):
     """The third of the queries attends to no key."""
     lo, hi = (torch.tensor([x[:queries]]) for x in ([0, 3000, 4000, 4000, 4000], [4000, 4000, 4000, 4010, 4097]))
     check_forward(make_problem(lo, hi, 4097, torch.bfloat16, 2, heads, dims, "cuda"), dispatch)
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "dims", "backend", "reason"),
-    [
-        ((9, 0), torch.float16, (64, 64), "hopper", None),
-        ((9, 0), torch.bfloat16, (256, 256), "hopper", None),
-        ((9, 0), torch.bfloat16, (96, 96), "hopper", "head dims 96 and 96"),
-        ((9, 0), torch.bfloat16, (256, 128), "hopper", "head dims 256 and 128"),
-        ((9, 0), torch.float32, (128, 128), "triton", "torch.float32"),
-        ((8, 0), torch.bfloat16, (128, 128), "triton", "sm_80"),
-    ],
-    ids=["64", "256", "96", "different-dims", "fp32", "ampere"],
-)
-def test_fp8_kernel_is_selected_where_it_can_run(capability, dtype, dims, backend, reason, monkeypatch):
-    """Elsewhere, the usual kernels compute the call on rounded inputs, and the reason says so."""
-    simulate_gpu(capability, monkeypatch)
-    choice = dispatch.choose_backend(GPU, dtype, "auto", dims, precision="fp8")
-    assert (choice.backend, choice.reads_fp8) == (backend, reason is None)
-    assert dispatch.choose_backend(GPU, dtype, "triton", dims, precision="fp8") == dispatch.Choice("triton", "requested")
-    if reason is not None:
-        assert reason in choice.reason
-        assert "rounded to FP8" in choice.reason
-        with pytest.raises(ValueError, match=f"'hopper' with precision='fp8' is unavailable: .*{reason}"):
-            dispatch.choose_backend(GPU, dtype, "hopper", dims, precision="fp8")
 
 
 @pytest.mark.parametrize("backend", PORTABLE)
@@ -166,10 +83,10 @@ def test_fp8_forward_equals_attention_on_rounded_inputs(backend, device):
     ids=["bf16", "fp32", "fp64", "96", "different-dims", "cpu"],
 )
 def test_one_kernel_rounds_the_inputs_on_a_gpu(is_cuda, dtype, dims, fused, monkeypatch):
-    monkeypatch.setattr(dispatch, "_module", lambda *name: SimpleNamespace(quantize=lambda *_: name))
+    monkeypatch.setattr(dispatch, "_triton_quantize", lambda: SimpleNamespace(quantize=lambda *_: "Triton"))
     monkeypatch.setattr(fp8, "quantize", lambda *_: "PyTorch")
     q, v = (SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 5, 2, dim)) for dim in dims)
-    assert dispatch.quantize(q, q, v) == (("triton", "quantize") if fused else "PyTorch")
+    assert dispatch.quantize(q, q, v) == ("Triton" if fused else "PyTorch")
 
 
 def test_fp8_states_continue_over_blocks_of_keys(device):
@@ -239,95 +156,31 @@ def test_few_queries_are_not_computed_by_the_fp8_kernel(queries, reads_fp8, monk
     assert received == [reads_fp8]
 
 
-def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):
-    simulate_gpu((9, 0), monkeypatch)
-    monkeypatch.setitem(sys.modules, "ringattn.kernels.hopper.common", None)  # importing it raises ImportError
-    choice = dispatch.choose_backend(GPU, torch.bfloat16)
-    assert choice.backend == "triton"
-    assert "Gluon" in choice.reason
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "dims", "reason"),
-    [
-        (CPU, torch.float32, (64, 64), "cpu"),
-        (GPU, torch.float64, (64, 64), "torch.float64"),
-        (GPU, torch.bfloat16, (64, 300), "head dims 64 and 300"),
-    ],
-    ids=["cpu", "fp64", "head-dim"],
-)
-def test_blockwise_is_selected_where_no_gpu_kernel_runs(device, dtype, dims, reason):
-    choice = dispatch.choose_backend(device, dtype, dims=dims)
-    assert choice.backend == "blockwise"
-    assert reason in choice.reason
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dims", "reason"),
-    [(torch.float64, (64, 64), "torch.float64"), (torch.float32, (300, 64), "300"), (torch.float32, (0, 64), "head dims 0")],
-    ids=["fp64", "large-head-dim", "no-head-dim"],
-)
-def test_requested_triton_kernels_must_support_the_call(dtype, dims, reason):
-    with pytest.raises(ValueError, match=f"triton.*{reason}.*blockwise"):
-        dispatch.choose_backend(GPU, dtype, "triton", dims)
-
-
-def test_triton_kernels_run_on_a_cpu_only_in_the_interpreter(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert dispatch.choose_backend(CPU, torch.float32, "triton").backend == "triton"
-    with pytest.raises(ValueError, match="interpreter computes bf16"):
-        dispatch.choose_backend(CPU, torch.bfloat16, "triton")
-    monkeypatch.delenv("TRITON_INTERPRET")
-    dispatch.choose_backend.cache_clear()
-    with pytest.raises(ValueError, match="do not run on cpu"):
-        dispatch.choose_backend(CPU, torch.float32, "triton")
-
-
-def test_unknown_and_unavailable_backends_are_errors():
-    with pytest.raises(ValueError, match="do not run on cpu"):
-        dispatch.choose_backend(CPU, torch.bfloat16, "hopper")
-    with pytest.raises(ValueError, match=r"unknown kernel backend 'fast'.*blockwise"):
-        dispatch.choose_backend(CPU, torch.float32, "fast")
-
-
-def test_tiled_is_a_deprecated_alias_of_blockwise():
-    problem = make_problem(*intervals_of("causal", 5, 5), 5)
-    with pytest.warns(DeprecationWarning, match="backend='tiled' is deprecated: use backend='blockwise'"):
-        out, _ = problem.forward(dispatch, final=True, backend="tiled")
-    assert torch.equal(out, problem.forward(dispatch, final=True, backend="blockwise")[0])
-
-
-def test_deterministic_algorithms_do_not_change_the_backend(monkeypatch):
-    simulate_gpu((9, 0), monkeypatch)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert dispatch.choose_backend(GPU, torch.bfloat16).backend == "hopper"
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize(
-    ("dims", "name"), [((128, 128), "backward"), ((192, 128), "backward_wide"), ((64, 136), "backward_wide")], ids=str
-)
-def test_hopper_backward_of_large_head_dims_has_its_own_module(dims, name, monkeypatch):
-    simulate_gpu((9, 0), monkeypatch)
+@pytest.mark.parametrize(("dims", "is_wide"), [((128, 128), False), ((192, 128), True), ((64, 136), True)], ids=str)
+def test_hopper_backward_of_large_head_dims_has_its_own_module(dims, is_wide, monkeypatch):
     selected = []
-
-    class Kernels:
-        @staticmethod
-        def backward(*arguments, **options):
-            return None
-
-        @staticmethod
-        def IncrementalBackward(*arguments):
-            return None
-
+    kernels = SimpleNamespace(backward=lambda *_, **__: None, IncrementalBackward=lambda *_: None)
     monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
-    monkeypatch.setattr(dispatch, "_module", lambda *module: selected.append(module) or Kernels)
+    monkeypatch.setattr(dispatch, "_hopper_backward", lambda is_wide: selected.append(is_wide) or kernels)
     q, v, lse = torch.zeros(1, 2, 1, dims[0]), torch.zeros(1, 2, 1, dims[1]), torch.zeros(1, 2, 1)
     dispatch.backward(q, q, v, v, lse, lse, full(2, 2), 1.0)
     dispatch.IncrementalBackward(q, v, v, lse, lse, 1.0)
-    assert selected == [("hopper", name)] * 2
+    assert selected == [is_wide] * 2
+
+
+def test_every_kernel_is_imported_from_the_module_of_its_backend():
+    names = {
+        "forward": [dispatch._forward_module(name) for name in ("hopper", "triton", "blockwise", "reference")],
+        "backward": [dispatch._backward_module(name) for name in ("triton", "blockwise", "reference")],
+        "Hopper backward": [dispatch._hopper_backward(is_wide) for is_wide in (False, True)],
+        "FP8": [dispatch._hopper_forward_fp8()],
+    }
+    assert {key: [module.__name__.removeprefix("ringattn.kernels.") for module in each] for key, each in names.items()} == {
+        "forward": ["hopper.forward", "triton.forward", "blockwise", "reference"],
+        "backward": ["triton.backward", "blockwise", "reference"],
+        "Hopper backward": ["hopper.backward", "hopper.backward_wide"],
+        "FP8": ["hopper.forward_fp8"],
+    }
 
 
 def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
@@ -339,7 +192,7 @@ def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
             received.append(shares_sms)
 
     monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
-    monkeypatch.setattr(dispatch, "_module", lambda backend, name: Kernels)
+    monkeypatch.setattr(dispatch, "_forward_module", lambda backend: Kernels)
     q = torch.zeros(1, 2, 1, 8)
     dispatch.forward(q, q, q, full(2, 2), 1.0)
     for shares_sms in (False, True):

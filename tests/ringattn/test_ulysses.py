@@ -231,13 +231,6 @@ def test_selective_checkpointing_runs_attention_once(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_the_deprecated_name_warns() -> None:
-    """`exchange_again` still works and names its replacement."""
-    x = torch.randn(1, 4, 2, 8)
-    with pytest.warns(DeprecationWarning, match="recompute_all_to_all"):
-        ulysses_attention(x, x, x, layout=Layout.contiguous(4, 1), mask=Mask.causal(), exchange_again=True)
-
-
 SIX_HEADS, EIGHT_HEADS = torch.zeros(1, 4, 6, 8), torch.zeros(1, 4, 8, 8)
 LAYOUT = Layout.contiguous(16, 1).split(4)
 INVALID = {

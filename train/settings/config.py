@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ringattn import layout
-from ringattn.kernels import dispatch
+from ringattn.kernels import backends
 from ringattn.kernels.validation import MAX_HEAD_DIM
 from ringattn.planning import cost_model, rank_plan
 
@@ -380,7 +380,7 @@ CHOICES = {
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,
-    "parallel.kernel": (*dispatch.BACKENDS, *dispatch.DEPRECATED_BACKENDS),
+    "parallel.kernel": backends.BACKENDS,
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),
@@ -473,8 +473,7 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
         if value not in allowed:
-            offered = [each for each in allowed if each not in dispatch.DEPRECATED_BACKENDS]
-            yield f"unknown {name}={value}: choose one of {', '.join(offered)}"
+            yield f"unknown {name}={value}: choose one of {', '.join(allowed)}"
     for name, (low, high) in RANGES.items():
         value = attrgetter(name)(config)
         # Every comparison of NaN with a number is false, so NaN is invalid for every setting.

@@ -273,9 +273,7 @@ def test_configs_are_next_to_the_package():
     assert Path(__file__).resolve().parents[3] / "configs" == CONFIGS
 
 
-def test_deprecated_kernels_are_accepted_but_not_offered():
-    config = Config(parallel=ParallelConfig(kernel="tiled"))
-    check_values(config)
-    config.parallel.kernel = "nonsense"
+def test_unknown_kernels_are_errors():
+    config = Config(parallel=ParallelConfig(kernel="nonsense"))
     with pytest.raises(ConfigError, match=r"choose one of auto, hopper, triton, blockwise, reference$"):
         check_values(config)

@@ -1,0 +1,122 @@
+"""Choose the backend that computes a call, by device, dtype and shape.
+
+    backend      runs on                      computes
+    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256
+    triton       any GPU that Triton supports fp16, bf16 and fp32, head dims up to 256, dropout, block masks
+    blockwise    anything                     everything, tile by tile in PyTorch
+    reference    anything                     everything, but writes out all scores: for tests
+
+The backend "auto" selects the first backend of this table that can run the call, but never the reference.
+`ringattn.kernels.reference` specifies what all backends compute.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ringattn.kernels import fp8, validation
+from ringattn.kernels.caching import cached
+
+BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that computes a call, and the reason for its selection."""
+
+    backend: str  # hopper | triton | blockwise | reference
+    reason: str
+    reads_fp8: bool = False  # whether the kernel reads FP8 inputs
+
+
+def check_backend(backend: object) -> None:
+    """Raise ValueError unless `backend` is a text. `choose_backend` checks the text, but its cache needs a hashable value."""
+    if not isinstance(backend, str):
+        raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
+
+
+@cached(maxsize=256)
+def choose_backend(
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    dims: tuple[int, int] = (128, 128),
+    plain: bool = True,
+    precision: str = "ieee",
+) -> Choice:
+    """Select the backend for tensors with this `dtype` on this `device`.
+
+    Args:
+        backend: "auto", or the name of the backend to use.
+        dims: head dims (D, Dv).
+        plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
+        precision: as for `forward`. With "fp8", the result is the backend of the forward, and the backend "hopper" is
+            the kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects the backend that computes the call on
+            the rounded inputs.
+
+    Raises:
+        ValueError: the backend is unknown or cannot run such a call.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    note = ""
+    if precision == "fp8" and backend in ("auto", "hopper"):
+        obstacle = _fp8_obstacle(device, dtype, dims, plain)
+        if obstacle is None:
+            return Choice("hopper", "FP8 kernel on sm_90", reads_fp8=True)
+        if backend == "hopper":
+            raise ValueError(f"backend='hopper' with precision='fp8' is unavailable: {obstacle}; use backend='auto'")
+        note = f"no kernel that reads FP8 inputs can run ({obstacle}), so the inputs are rounded to FP8 and converted back; "
+    if backend == "triton" and (obstacle := _triton_obstacle(device, dtype, dims)):
+        raise ValueError(f"backend='triton' is unavailable: {obstacle}; use backend='blockwise' or 'auto'")
+    if backend == "hopper" and (obstacle := _hopper_obstacle(device, dtype, dims, plain)):
+        raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
+    if backend != "auto":
+        return Choice(backend, "requested")
+    # "auto" never selects Triton's interpreter, even if it is enabled, because the interpreter is far slower than PyTorch.
+    if device.type != "cuda":
+        return Choice("blockwise", f"{note}no GPU kernel runs on {device.type}")
+    if obstacle := _triton_obstacle(device, dtype, dims):
+        return Choice("blockwise", note + obstacle)
+    if obstacle := _hopper_obstacle(device, dtype, dims, plain):
+        return Choice("triton", f"{note}the Hopper kernels are unavailable: {obstacle}")
+    return Choice("hopper", f"{note}fastest on sm_90")
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+    """Return the reason why the Triton kernels cannot run, or None if they can run."""
+    if dtype not in TRITON_DTYPES:
+        return f"the Triton kernels have no {dtype}, only fp16, bf16 and fp32"
+    if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
+        return f"the Triton kernels take head dims from 1 to {validation.MAX_HEAD_DIM}, not head dims {dims[0]} and {dims[1]}"
+    if device.type == "cuda":
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the Triton kernels do not run on {device.type}"
+    return "Triton's interpreter computes bf16 incorrectly" if dtype == torch.bfloat16 else None
+
+
+def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
+    """Return the reason why the Hopper kernels cannot run, or None if they can run."""
+    if device.type != "cuda":
+        return f"the Hopper kernels do not run on {device.type}"
+    if not plain:
+        return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
+    # Gluon is an experimental part of Triton. Its functions move between releases, so the import may fail.
+    try:
+        from ringattn.kernels.hopper.common import unsupported_reason
+    except ImportError as error:
+        return f"this release of Triton has no Gluon that the Hopper kernels support ({error})"
+    return unsupported_reason(device, dtype, dims)
+
+
+def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
+    """Return the reason why the kernel that reads FP8 inputs cannot run, or None if it can run."""
+    if obstacle := _hopper_obstacle(device, dtype, dims, plain):
+        return obstacle
+    if dims[0] != dims[1] or dims[0] not in fp8.HEAD_DIMS:
+        supported = ", ".join(map(str, fp8.HEAD_DIMS))
+        return f"it requires equal head dims of queries and values, one of {supported}, not head dims {dims[0]} and {dims[1]}"
+    return None
