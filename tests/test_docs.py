@@ -184,11 +184,22 @@ def test_attention_sinks_scale_the_output() -> None:
     torch.testing.assert_close(*grads)
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
-    """Every relative link of a page leads to a file or folder that exists."""
-    links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
-    missing = [link for link in links if not (page.parent / link).exists()]
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    """Every relative link leads to a file or folder that exists and, if it has an anchor, to a heading."""
+    missing = []
+    for link in re.findall(r"\]\((?!https?://|mailto:)([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
     assert not missing
 
 

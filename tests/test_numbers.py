@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn import BlockMask, Mask
 from ringattn.kernels import blockwise
-from ringattn.kernels.dropout import Dropout
-from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.triton import decode
 from ringattn.kernels.triton.common import choose_tile
-from ringattn.planning import rank_plan
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.trace import Problem, table, trace_ring, trace_tiles
-from scripts.tools import count_bytes
 
 DOCS = Path(__file__).parents[1] / "docs"
 MIB = 2**20
@@ -102,16 +96,11 @@ def traced() -> list[str]:
 
 
 def tile_sizes() -> list[str]:
-    """The tiles, and the number of programs that they yield."""
+    """The tiles of two backends."""
     tile = choose_tile("forward", torch.bfloat16, 128)
-    intervals = Intervals.of(*Mask.full().intervals(16384), 16384)
-    programs = 16 * intervals.tiles(tile.queries, tile.keys).shape[1]
     return [
         f"{tile.queries} and {tile.keys} in the Triton forward at head dim 128",
         f"`KEY_TILE`, {blockwise.QUERY_TILE} and {blockwise.KEY_TILE}, in",
-        f"With one sequence of 16,384 tokens and 16 heads, the Triton forward has {programs:,} programs for the "
-        f"{count_bytes.NUM_SMS} SMs",
-        f"One program per head would leave {count_bytes.NUM_SMS - 16} SMs idle",
     ]
 
 
@@ -127,52 +116,16 @@ def bytes_per_hop() -> list[str]:
     return lines
 
 
-def decoding() -> list[str]:
-    """The number of runs, and the bytes of the state of a token."""
-    runs, tile = decode.choose_num_runs(132, 8), decode.choose_tile(torch.bfloat16, 128)
-    state_bytes = sum(works(1, 32, 8, 128)[0].row_bytes.state[1:])
-    return [
-        f"On a GPU with 132 SMs, 8 key heads and 65,536 cached tokens, there are {runs} runs of {65536 // runs // tile.keys} "
-        f"tiles, and each program reads {65536 // runs:,} keys",
-        f"With 32 query heads and head dim 128, the state of a token has {state_bytes:,} bytes",
-    ]
-
-
-def dropout() -> list[str]:
-    """The size of a mask that is stored, and the threshold of the random word."""
-    half = Dropout(0.5, 0, torch.zeros(1), torch.zeros(1))
-    assert half.threshold == 0.5 * 2**32
-    return [f"For 16,384 tokens, the mask of one head would need {16384**2 // MIB} MiB", "at least p * 2^32"]
-
-
-def block_sparse() -> list[str]:
-    """The bytes of k and v that the tiles of the Triton forward read, with a band of eight blocks and without a block mask."""
-    tokens, size, dim = 16384, 128, 128
-    offsets = (torch.arange(tokens // size)[:, None] - torch.arange(tokens // size)) % (tokens // size)
-    blocks = BlockMask((offsets < 8)[None, None], size)
-    fraction = blocks.keep.float().mean().item()
-    # The first number of the last entry of a list is the number of kept blocks.
-    kept = blocks.query_lists[..., -1, 0].sum().item()
-    assert choose_tile("forward", torch.bfloat16, dim).queries == size
-    block_bytes, num_blocks = size * 4 * dim, (tokens // size) ** 2
-    return [
-        f"With 16,384 tokens in blocks of {size}, there are {tokens // size} x {tokens // size} blocks",
-        f"keeps 8 blocks of keys, s is 1/{1 / fraction:.0f}",
-        f"At head dim {dim}, the tiles of the Triton forward then read {kept * block_bytes // MIB:,} MiB of k and v per head "
-        f"instead of {num_blocks * block_bytes // MIB:,} MiB",
-    ]
-
-
-def choice() -> list[str]:
-    """The margin of the choice between both rings, and the largest ring of the tests."""
+def rings() -> list[str]:
+    """The largest ring of the tests."""
     tests = (DOCS.parent / "tests" / "ringattn" / "test_ring.py").read_text()
     largest = max(int(ranks) for ranks in re.findall(r"def test_(\d+)_ranks", tests))
-    return [f"faster by at least {100 * (rank_plan.KV_RING_MARGIN - 1):.0f}%", f"simulated rings of up to {largest} ranks"]
+    return [f"simulated rings of up to {largest} ranks"]
 
 
 def tour() -> list[str]:
     """The statements of docs/tour.md that contain numbers."""
-    return [*traced(), *tile_sizes(), *bytes_per_hop(), *decoding(), *dropout(), *block_sparse(), *choice()]
+    return [*traced(), *tile_sizes(), *bytes_per_hop(), *rings()]
 
 
 # Text in which digits are not results: names, citations, formulas without measured constants, headings and examples of code.
