@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringattn import Layout, Mask, ring_attention
 from scripts.command import child_environment, torchrun
 from tests.distributed import run_ranks
-from tests.train.test_config import composed
+from tests.train.settings.test_config import composed
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [40, 35, 1, 25]
