@@ -1,9 +1,11 @@
 """Settings of all tests. They run on the CUDA device if there is one, and otherwise on the CPU with Triton's interpreter."""
 
+import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import PurePath
+from collections.abc import Generator, Iterator
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 import pytest
 import torch
@@ -26,6 +28,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _without_triton(report: Report, path: Path) -> Report:
+    """Report a failed import of Triton as a skipped test on machines without Triton."""
+    if not HAS_TRITON and report.failed and "No module named 'triton" in str(report.longrepr):
+        report.outcome, report.longrepr = "skipped", (str(path), 0, "Skipped: needs Triton")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip the modules that import Triton."""
+    return _without_triton((yield), collector.path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip the tests that import Triton while they run, also in processes that they start."""
+    return _without_triton((yield), item.path)
 
 
 # The number of slow tests that this run leaves out, by folder. With xdist, every worker process counts the same tests.

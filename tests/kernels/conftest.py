@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from ringattn.kernels.triton import common as triton_common
-
 ON_GPU = torch.cuda.is_available()
-SMALL_TILE = triton_common.Tile(64, 64, 8, 2) if ON_GPU else triton_common.Tile(32, 16, 8, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +14,9 @@ def fresh_memory_is_nan(poison: None) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the Triton kernels use small tiles, so that short sequences have several tiles."""
+    from ringattn.kernels.triton import common as triton_common  # these import Triton, which some machines do not have
+    from tests.kernels.triton.problems import SMALL_TILE
+
     choose_tile = triton_common.choose_tile
 
     def choose_small_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> triton_common.Tile:

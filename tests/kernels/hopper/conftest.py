@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from ringattn.kernels.hopper import NARROW_DIM, forward_wide
-from ringattn.kernels.hopper import forward as hopper_forward
-
 DTYPES = [torch.float16, torch.bfloat16]
 
 # Head dims (D, Dv), and whether the forward uses its tiles for few rows. By default it would choose the tiles by the number of
@@ -54,16 +51,11 @@ def hopper() -> torch.device:
 @pytest.fixture
 def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Return the head dims of an entry of DIMS, and make the forward use the tiles for few rows or those for many rows."""
+    from ringattn.kernels.hopper import forward as hopper_forward  # imports Triton, which some machines do not have
+
     dims, few_rows = DIMS[request.param]
     monkeypatch.setattr(hopper_forward, "FEW_ROWS", 2**62 if few_rows else 0)
     return dims
-
-
-def work_tile_rows(dims: tuple[int, int]) -> int:
-    """Return the number of rows of a work tile of the forward, for head dims of DIMS and many rows."""
-    if max(dims) > NARROW_DIM:
-        return forward_wide.configure(dims, (1, 1), torch.bfloat16, False, True).queries
-    return hopper_forward.configure(dims, (1, 1), torch.bfloat16, False, True, few_rows=False).queries
 
 
 @pytest.fixture

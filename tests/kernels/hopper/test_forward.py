@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringattn.kernels import dispatch, reference
+from ringattn.kernels.hopper import NARROW_DIM, backward_wide, forward_wide
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_wide
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals
 from tests.kernels.compare import TOLERANCE, assert_states_close
@@ -21,7 +21,7 @@ from tests.kernels.contract import (
     check_offsets_beyond_32_bits,
     make_strided,
 )
-from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES, work_tile_rows
+from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES
 from tests.kernels.masks import MASKS, full, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem
 from tests.worked_examples import EXAMPLES
@@ -30,6 +30,13 @@ from tests.worked_examples import check_forward as check_worked_example
 
 def configure(dims=(128, 128), dtype=torch.bfloat16, has_state=False, final=True, few_rows=False):
     return hopper_forward.configure(dims, (8, 2), dtype, has_state, final, few_rows)
+
+
+def work_tile_rows(dims: tuple[int, int]) -> int:
+    """Return the number of rows of a work tile, for head dims of DIMS and many rows."""
+    if max(dims) > NARROW_DIM:
+        return forward_wide.configure(dims, (1, 1), torch.bfloat16, False, True).queries
+    return hopper_forward.configure(dims, (1, 1), torch.bfloat16, False, True, few_rows=False).queries
 
 
 def test_the_constants_follow_from_the_call():

@@ -2,12 +2,16 @@
 
 import torch
 
+from ringattn.kernels.triton.common import Tile
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import Problem, make_blocks, make_dropout, make_problem
 
 # Triton's interpreter computes bf16 incorrectly.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
+
+# The tile of the fixture `small_tiles`.
+SMALL_TILE = Tile(64, 64, 8, 2) if ON_GPU else Tile(32, 16, 8, 1)
 
 # Numbers of queries and keys. Both have several small tiles, the last of which is not full.
 SIZES = (150, 180) if ON_GPU else (40, 50)

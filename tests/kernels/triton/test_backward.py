@@ -11,11 +11,10 @@ from ringattn.kernels import interval_mask, reference
 from ringattn.kernels.triton import backward as triton_backward
 from tests.covering import every_pair
 from tests.kernels.compare import TOLERANCE, assert_rows_close
-from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import check_accumulators, check_backward, check_fresh_gradients, make_strided
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import GRADIENTS, STRIDED, make_blocks, make_dropout, make_problem, spread_heads
-from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, SIZES, masked_problem, shaped_problem
+from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, SIZES, SMALL_TILE, masked_problem, shaped_problem
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 

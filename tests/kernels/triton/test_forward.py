@@ -13,7 +13,6 @@ from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import forward as triton_forward
 from tests.covering import every_pair
 from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_scalars_close, assert_states_close, max_row_error
-from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import (
     check_chain,
     check_faults_are_caught,
@@ -25,7 +24,7 @@ from tests.kernels.contract import (
 )
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, make_blocks, make_dropout, make_problem
-from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, SIZES, masked_problem, shaped_problem
+from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, SIZES, SMALL_TILE, masked_problem, shaped_problem
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
