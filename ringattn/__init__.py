@@ -31,7 +31,7 @@ if not os.path.isdir(os.path.join(os.path.dirname(__file__), "kernels")):
         "git clone, or unpack an archive with a program that restores links, such as unzip or tar"
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BlockMask",

@@ -1,0 +1,32 @@
+"""All files state the same version, and the workflows call commands that exist."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ringattn
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_all_files_state_the_same_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert ringattn.__version__ == version
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == version
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_targets_of_the_makefile(workflow: Path) -> None:
+    targets = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    assert [command for command in commands if command.removeprefix("make ") not in targets] == []
+
+
+def test_the_workflows_were_found() -> None:
+    assert {"ci", "links"} <= {path.stem for path in WORKFLOWS}
