@@ -70,10 +70,10 @@ def _hopper_backward(is_wide: bool):
 
 
 @cache
-def _hopper_forward_fp8():
-    from ringattn.kernels.hopper import forward_fp8
+def _hopper_forward():
+    from ringattn.kernels.hopper import forward
 
-    return forward_fp8
+    return forward
 
 
 @cache
@@ -273,8 +273,8 @@ def forward_fp8(
     num_keys, dims = k.data.shape[1], (q.data.shape[3], v.data.shape[3])
     choice = choose_backend(q.data.device, dtype, backend, dims, num_keys > 0, "fp8")
     if reads_fp8 and choice.reads_fp8:
-        kernel = _hopper_forward_fp8()
-        return kernel.forward(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
+        kernel = _hopper_forward().forward_quantized
+        return kernel(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
     inputs = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
     results = forward(*inputs, intervals, scale, state, final, backend, shares_sms=shares_sms)
     return (results[0].to(dtype), results[1]) if final else results

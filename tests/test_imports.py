@@ -36,6 +36,7 @@ UNTESTED = {
     "ringattn/__init__.py": "tests/test_imports.py",
     "kernels/hopper/epilogue_wide.py": "tests/kernels/hopper/test_epilogue.py",
     "kernels/hopper/forward_common.py": "tests/kernels/hopper/test_forward.py",
+    "kernels/hopper/forward_narrow.py": "tests/kernels/hopper/test_forward.py",
     "train/checkpoint/init.py": "tests/train/checkpoint/test_huggingface.py",
     "train/commands/evaluate_recall.py": "tests/train/commands/test_options.py",
     "train/commands/generate.py": "tests/train/commands/test_options.py",

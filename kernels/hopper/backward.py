@@ -129,11 +129,11 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 
 @dataclass(frozen=True)
-class Config(hopper_common.Config):
+class Config(hopper_common.KernelConfig):
     """The constants for which the kernels are compiled.
 
     Args:
-        dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
+        dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.KernelConfig`.
         head_dim: D, the head dim of q and k.
         add_dq, add_dk, add_dv: whether to add the gradient to an accumulator. Otherwise the gradient is written to a new
             tensor.

@@ -44,6 +44,16 @@ ROWS = gl.constexpr(CONSUMER_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
+# The number of registers per thread of a producer. It computes nothing, so it needs few registers.
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+# The number of the named barrier of consumer 0 for ping-pong. Consumer c uses FIRST_PING_PONG_BARRIER + c. Triton itself uses
+# the lower numbers.
+FIRST_PING_PONG_BARRIER = gl.constexpr(8)
+
+# The number of threads that arrive at a named barrier for ping-pong: those of the consumer that waits and of the one before it.
+PING_PONG_THREADS = gl.constexpr(256)
+
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 # Triton 3.8 renames the functions for asynchronous copies from and to global memory.
@@ -56,12 +66,11 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @dataclass(frozen=True)
-class Config:
+class KernelConfig:
     """The constants that the kernels of the forward and of the backward have in common.
 
     Args:
-        dim: head dim of the tiles, 64 or 128. The head dims D and Dv are both padded to this number. The products may use fewer
-            columns, see `ringattn.kernels.hopper.column_parts`. The kernels for larger head dims document their own padding.
+        dim: the head dim to which D and Dv are padded, if a class does not say otherwise.
         value_dim: Dv, the head dim of v.
         num_heads: Hq, the number of query heads.
         group: number of query heads per key head.
@@ -291,3 +300,18 @@ def execute(ASSEMBLY: gl.constexpr):
     An inline assembly call must return a value. Instructions without a result therefore end with "mov.b32 $0, $1;".
     """
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sync_at(CONSUMER: gl.constexpr):
+    """Arrive at the ping-pong barrier of a consumer, and wait until all of its threads have arrived."""
+    # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
+    SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
+    execute(SYNC)
+
+
+@gluon.jit
+def arrive_at(CONSUMER: gl.constexpr):
+    """Arrive at the ping-pong barrier of a consumer without waiting."""
+    ARRIVE: gl.constexpr = f"bar.arrive {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
+    execute(ARRIVE)

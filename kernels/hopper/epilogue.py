@@ -54,6 +54,22 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
 
 
 @gluon.jit
+def release_keys(k_empty, stage, CONFIG: gl.constexpr):
+    """Release K of a stage. With a joint release, the arrival that releases V also releases K, and nothing happens here."""
+    if not CONFIG.joint_release:
+        mbarrier.arrive(k_empty.index(stage), count=1)
+
+
+@gluon.jit
+def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
+    """Release the state stage that this consumer used in the previous work tile, unless `state_stage` is -1."""
+    _, _, _, k_empty, _, v_empty = barriers
+    if CONFIG.state_stages > 0 and state_stage >= 0:
+        release_keys(k_empty, state_stage, CONFIG)
+        mbarrier.arrive(v_empty.index(state_stage), count=1)
+
+
+@gluon.jit
 def row_index(row_range, results, CONFIG: gl.constexpr):
     """Return (index, inside), two tensors with one number per row of a consumer.
 

@@ -1,91 +1,30 @@
-"""What the Hopper forward kernels have in common: configurations, ping-pong, overflow reports and the rows of a consumer.
+"""The parts that all Hopper forward kernels share: the loops over work tiles, ping-pong, overflow reports, rows of a consumer.
 
-`ringattn.kernels.hopper.forward` explains the terms. `ringattn.kernels.hopper.forward_wide` is the kernel for head dims above
-128.
+A kernel passes its own functions to `run_partitions`: LOAD loads a work tile, COMPUTE computes a consumer's rows of one, and
+SKIP stands in for COMPUTE if a consumer has no rows. A `position` is (stage, phase), the next stage of the K/V pipeline and the
+phase of its barriers. It is not reset between work tiles, so the producer loads the next work tile while the consumers finish
+the previous one. If K has tails, a position is (stage, phase, tail).
+
+The variable `slot` is one bit, which flips with every work tile. Consumers wait for phase `slot` of `q_full`, and the producer
+waits for phase `slot ^ 1` of `q_empty`. The slot of Q in shared memory is `slot % q_slots`.
 """
 
-from dataclasses import dataclass
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper.common import ROWS, step_start
-from ringattn.kernels.hopper.epilogue import load_ref_max
-from ringattn.kernels.interval_mask import Intervals
-
-# The number of the named barrier of consumer 0 for ping-pong. Consumer c uses FIRST_PING_PONG_BARRIER + c. Triton itself uses
-# the lower numbers.
-FIRST_PING_PONG_BARRIER = gl.constexpr(8)
-
-# The number of threads that arrive at a named barrier for ping-pong. 128 threads belong to the consumer that waits, and 128
-# belong to the consumer before it.
-PING_PONG_THREADS = gl.constexpr(256)
-
-# The number of registers per thread of the producer. The producer computes nothing, so it needs few registers.
-PRODUCER_REGISTERS = gl.constexpr(24)
-
-# Triton 3.8 comes with a different assembler. That assembler would serialise all matrix products of a kernel that uses
-# `fence_softmax`, so the fence is off from Triton 3.8 on.
-FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
-
-# Head groups are sets of heads whose work tiles are processed one group after another. This number is the maximal total size of
-# K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache. The output passes through
-# this cache, too. If a state comes in, its o passes through the cache as well. This o is in fp32, and an update in place both
-# reads and writes it. K and V then get only half of this size. The same size was faster for head dims above 128 on an H100.
-L2_BYTES = 32 * 2**20
-SMALL_L2_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class ForwardConfig(hopper_common.Config):
-    """The constants that both forward kernels have.
-
-    Args:
-        dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
-        has_state: whether the call continues from an incoming state.
-        final: whether (out, lse) is written instead of a state.
-        consumers: number of consumers, 2 or 3.
-        keys: number of keys per step.
-        stages: number of stages of the K/V pipeline.
-        registers: number of registers per thread of a consumer.
-        ping_pong: whether consumers take turns to issue their products.
-        fence_softmax: whether to use the function `fence_softmax` of `ringattn.kernels.hopper.softmax`.
-        update_ref_max: whether all passes update the reference max. Otherwise only the retry pass updates the reference max.
-    """
-
-    has_state: bool
-    final: bool
-    consumers: int
-    keys: int
-    stages: int
-    registers: int
-    ping_pong: bool
-    fence_softmax: bool
-    update_ref_max: bool
-
-    @property
-    def queries(self) -> int:
-        """The number of rows of a work tile."""
-        return self.consumers * ROWS.value
-
-    @property
-    def partitions(self) -> gl.tuple:
-        """The numbers of the partitions as constants that Gluon can iterate over: first the consumers, then the producer."""
-        return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
-
-    @property
-    def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's scores (64, keys) in registers."""
-        return hopper_common.accumulator_layout(self.keys)
-
-    @property
-    def updates_state(self) -> bool:
-        """Whether the incoming state is updated in place."""
-        return self.has_state and not self.final
+from ringattn.kernels.hopper.common import (
+    PRODUCER_REGISTERS,
+    ROWS,
+    arrive_at,
+    load_work_tile,
+    step_start,
+    sync_at,
+    tile_view,
+    tma_load,
+)
+from ringattn.kernels.hopper.epilogue import load_ref_max, release_state_stage
 
 
 @gluon.jit
@@ -93,6 +32,12 @@ def advance_stage(stage, phase, CONFIG: gl.constexpr):
     """Return the next stage and the phase of its barriers."""
     last = stage == CONFIG.stages - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def advance_tail(tail, CONFIG: gl.constexpr):
+    """Return the next tail."""
+    return gl.where(tail == CONFIG.tails - 1, 0, tail + 1)
 
 
 @gluon.jit
@@ -105,7 +50,7 @@ def allocate_overflow(CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until every consumer has reported, and return whether any row of any consumer has overflowed.
 
     WARPS is the number of warps of the calling partition.
@@ -121,7 +66,7 @@ def any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
+def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
     """Report to all partitions whether any row of this consumer has overflowed in any of its work tiles."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -132,19 +77,15 @@ def report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
 @gluon.jit
 def wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until the previous consumer has issued its products."""
-    # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
-    SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     if CONFIG.ping_pong:
-        hopper_common.execute(SYNC)
+        sync_at(CONSUMER)
 
 
 @gluon.jit
 def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the next consumer issue its products, by arriving at the barrier of the next consumer without waiting."""
-    NEXT: gl.constexpr = FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers
-    ARRIVE: gl.constexpr = f"bar.arrive {NEXT}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
+    """Let the next consumer issue its products."""
     if CONFIG.ping_pong:
-        hopper_common.execute(ARRIVE)
+        arrive_at((CONSUMER + 1) % CONFIG.consumers)
 
 
 @gluon.jit
@@ -152,13 +93,12 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     """Load the numbers that describe a work tile and a consumer's rows of this work tile.
 
     Returns:
-        (batch entry, head, first row of this consumer, end, loop, row_bounds). `end` is the end of the work tile's rows.
-        row_bounds is the tuple (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows.
-        all_initialised tells whether the first step sets the reference max of every row that sees any key. ref_max (64,) is the
-        initial reference max of each row.
+        (index, batch entry, head, first row of this consumer, end, loop, row_bounds). `end` is the end of the work tile's rows.
+        row_bounds is (lo, hi, all_initialised, ref_max): the intervals (64,) of the rows, whether the first step sets the
+        reference max of every row that sees any key, and the initial reference max (64,).
     """
-    lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
-    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
+    lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
+    batch, head, first, end, loop = load_work_tile(work_tiles, index)
     first_row = first + CONSUMER * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
     # One mask may serve all batch entries.
@@ -166,29 +106,155 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
     start = step_start(loop, 0, CONFIG.keys)
-    # Bounds never decrease from row to row. Every interval that is not empty contains a key of the first tile of keys if two
-    # conditions are met. The hi of the first row must be greater than the start of this tile, and the lo of the last row must
-    # be less than the end of this tile.
+    # Bounds never decrease from row to row. Every interval that is not empty therefore contains a key of the first tile if the
+    # hi of the first row is above the start of this tile and the lo of the last row is below its end.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
     ref_max = load_ref_max(results, (batch, head, first_row, end), CONFIG)
-    return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
+    return index, batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
-def assign_work_tiles(
-    config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool, aligned: bool = False
-) -> Tensor:
-    """Return the table of `Intervals.work_tiles` for a call, int32 (n, programs, 8).
+@gluon.jit
+def load_queries(q, rows, slot, queries, q_full, CONFIG: gl.constexpr):
+    """Load the Q of all consumers. `rows` is (batch entry, head, first row)."""
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    batch, head, first = rows
+    for c in gl.static_range(CONSUMERS):
+        query = queries.index(slot % CONFIG.q_slots * CONSUMERS + c)
+        tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
 
-    `aligned` tells whether every loop begins at a multiple of `config.keys`. The other arguments are those of `forward`. Of v,
-    only the shape matters, so k may be passed instead if both have the same head dim.
+
+@gluon.jit
+def _load_work_tiles(LOAD: gl.constexpr, arguments, slot, position, CONFIG: gl.constexpr):
+    """Load Q, K and V of all work tiles of this program. Return the next slot and position."""
+    _, work_tiles, _, barriers = arguments
+    index = gl.program_id(0)
+    batch, head, first, end, loop = load_work_tile(work_tiles, index)
+    while end > 0:
+        mbarrier.wait(barriers[1], slot ^ 1)
+        position = LOAD(arguments, (batch, head, first), loop, slot, position, CONFIG)
+        slot ^= 1
+        index += gl.num_programs(0)
+        batch, head, first, end, loop = load_work_tile(work_tiles, index)
+    return slot, position
+
+
+@gluon.jit
+def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
+    if CONFIG.tails > 0:
+        return gl.to_tensor(0), gl.to_tensor(PHASE), gl.to_tensor(0)
+    else:
+        return gl.to_tensor(0), gl.to_tensor(PHASE)
+
+
+@gluon.jit
+def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
+    """Run the producer partition, a single warp: load all work tiles, and load them again if there is a retry pass."""
+    # A wait for phase 1 of a new barrier returns at once, so the producer finds all stages empty.
+    slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
+    if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
+        _load_work_tiles(LOAD, arguments, slot, position, CONFIG)
+
+
+@gluon.jit
+def _compute_work_tiles(
+    COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, slot, position,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute this consumer's rows of all work tiles. Return (slot, position, mask of overflowed rows)."""
+    barriers = arguments[7]
+    tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
+    overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
+    # The state stage that this consumer used in the previous work tile, or -1.
+    state_stage = gl.to_tensor(-1)
+    while tile[4] > 0:
+        mbarrier.wait(barriers[0], slot)
+        if tile[3] < tile[4]:
+            tile, position, state_stage, rows = COMPUTE(
+                arguments, tile, slot, position, state_stage, CONSUMER, UPDATE_REF_MAX, CONFIG
+            )
+            overflowed |= rows
+        else:
+            _, _, num_unmasked, num_masked = tile[5]
+            position = SKIP(barriers, num_masked + num_unmasked, position, state_stage, CONSUMER, CONFIG)
+            tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
+            state_stage = gl.to_tensor(-1)
+        slot ^= 1
+    if CONFIG.stores_by_tma:
+        # The end of the program frees its shared memory, and a retry pass overwrites it. In both cases, TMA must first have
+        # read all results from shared memory.
+        hopper_common.tma_store_wait(0)
+        release_state_stage(barriers, state_stage, CONFIG)
+    return slot, position, overflowed
+
+
+@gluon.jit
+def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Run a consumer partition, which computes 64 rows of every work tile, again in the retry pass if any row overflows."""
+    if CONSUMER == CONFIG.consumers - 1:
+        # The last consumer starts the ping-pong by letting consumer 0 issue its products.
+        pass_ping_pong(CONSUMER, CONFIG)
+    slot, position, overflowed = _compute_work_tiles(
+        COMPUTE, SKIP, arguments, gl.to_tensor(0), _first_position(0, CONFIG), CONSUMER, CONFIG.update_ref_max, CONFIG
+    )
+    if not CONFIG.update_ref_max:
+        _report_overflow(overflow, overflowed, CONSUMER)
+        if _any_overflow(overflow, 4, CONFIG):
+            if CONFIG.stores_by_tma:
+                # The invalid results of the first pass must be in memory before the retry pass rewrites them. Without ".read",
+                # this instruction also waits until TMA has written to global memory, unlike `tma_store_wait`.
+                hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
+            _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
+
+
+@gluon.jit
+def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Skip a work tile in which this consumer has no rows, in a kernel with one ring of stages. Return the next position.
+
+    The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore takes all turns and
+    releases all stages without computing anything.
     """
-    (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
-    l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
-    heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
-    num_head_groups = -(-num_heads * batch // heads_per_group)
-    programs = hopper_common.num_programs(q.device, shares_sms)
-    # An in-place update does not change the state of a row that sees no key, so work tiles without keys are skipped.
-    sizes = config.queries, config.keys, batch, num_heads, num_head_groups
-    return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)
+    _, q_empty, full, empty = barriers
+    STAGES: gl.constexpr = CONFIG.stages_per_step
+    mbarrier.arrive(q_empty, count=1)
+    for _step_index in range(gl.maximum(num_steps, 1) + CONFIG.extra_steps):
+        wait_for_ping_pong(CONSUMER, CONFIG)
+        pass_ping_pong(CONSUMER, CONFIG)
+        for _stage_index in gl.static_range(STAGES):
+            mbarrier.wait(full.index(position[0]), position[1])
+            mbarrier.arrive(empty.index(position[0]), count=1)
+            position = advance_stage(position[0], position[1], CONFIG) + position[2:]
+        if CONFIG.tails > 0:
+            position = position[:2] + (advance_tail(position[2], CONFIG),)
+    return position
+
+
+@gluon.jit
+def run_partitions(
+    LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr, loading, computing, overflow, CONFIG: gl.constexpr
+):
+    """Run a producer and `CONFIG.consumers` consumers.
+
+    Args:
+        LOAD: LOAD(loading, (batch entry, head, first row), loop, slot, position, CONFIG) -> next position.
+        COMPUTE: COMPUTE(computing, tile, slot, position, state_stage, CONSUMER, UPDATE_REF_MAX, CONFIG) -> (next tile, next
+            position, state_stage, mask of overflowed rows). A tile is the result of `load_consumer_tile`.
+        SKIP: SKIP(barriers, num_steps, position, state_stage, CONSUMER, CONFIG) -> next position.
+        loading: (tensors, work_tiles, buffers, barriers). The first two barriers are q_full and q_empty.
+        computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands). `operands`
+            are arguments of one kernel only.
+        overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
+    """
+    # The last two arguments are the numbers of warps and of registers per thread of all partitions except the first one, which
+    # is Gluon's default partition. It has four warps and gets the registers that the other partitions do not use.
+    gl.warp_specialize(
+        [
+            (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))
+            if i < CONFIG.consumers
+            else (_produce, (LOAD, loading, overflow, CONFIG))
+            for i in CONFIG.partitions
+        ],
+        [4] * (CONFIG.consumers - 1) + [1],
+        [CONFIG.registers] * (CONFIG.consumers - 1) + [PRODUCER_REGISTERS],
+    )

@@ -34,11 +34,6 @@ is added to the scores of the block. P V then needs no other factor, and the row
 Results. The threads write o from registers to global memory, see `ringattn.kernels.hopper.epilogue_wide`.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -46,84 +41,24 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringattn.kernels import fp8
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax, softmax_fp8
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, allocate_barriers, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barriers, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
-    PRODUCER_REGISTERS,
-    ForwardConfig,
     advance_stage,
-    assign_work_tiles,
     load_consumer_tile,
+    load_queries,
     pass_ping_pong,
+    run_partitions,
+    skip_tile,
     wait_for_ping_pong,
 )
-from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import State
-from ringattn.kernels.triton import common as triton_common
-from ringattn.kernels.triton.launcher import launch
 
 BLOCK = gl.constexpr(fp8.BLOCK)
 E4M3 = gl.constexpr(gl.float8e4nv)
 
-
-@dataclass(frozen=True)
-class Config(ForwardConfig):
-    """The constants for which a kernel is compiled.
-
-    Args:
-        dim: the head dim of q, k and v.
-        part_columns: the number of columns of one product P V.
-        overlap: whether the softmax of a step overlaps with P V of the previous step. O then has one part.
-        stages: the number of stages, each of which has a tile of K and a tile of V.
-
-    `ForwardConfig` explains the other arguments.
-    """
-
-    part_columns: int
-    overlap: bool
-
-    @property
-    def num_parts(self) -> int:
-        """The number of products P V of a step, and of parts into which o is split."""
-        return self.dim // self.part_columns
-
-    @property
-    def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's scores (64, keys) in registers."""
-        return hopper_common.accumulator_layout(self.keys, 8)
-
-    @property
-    def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's o (64, dim) in registers."""
-        return hopper_common.accumulator_layout(self.dim, 8)
-
-    @property
-    def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of probabilities as the left operand of P V.
-
-        The registers of a thread do not depend on the number of columns of the product.
-        """
-        return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
-
-    @property
-    def part_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of one part (64, part_columns) of o in registers."""
-        return hopper_common.accumulator_layout(self.part_columns, 8)
-
-
 # The number of columns of the tile of ones. A wgmma has at least 8 columns.
 SUM_COLUMNS = gl.constexpr(8)
-
-# These settings were the fastest on an H100. The keys are head dims.
-TILES = {
-    64: dict(stages=12, part_columns=64, overlap=True, ping_pong=True),
-    128: dict(stages=6, part_columns=128, overlap=True, ping_pong=False),
-    256: dict(stages=3, part_columns=32, overlap=False, ping_pong=True),
-}
-
-# The settings that all head dims have in common.
-COMMON_SETTINGS = dict(consumers=2, keys=fp8.BLOCK, registers=240, update_ref_max=True, fence_softmax=False)
 
 
 @gluon.jit
@@ -149,38 +84,25 @@ def _load_stage(
 
 
 @gluon.jit
-def _produce(arguments, CONFIG: gl.constexpr):
-    """Run the producer partition, which is a single warp: load Q, K and V of all work tiles."""
-    CONSUMERS: gl.constexpr = CONFIG.consumers
-    tiles, work_tiles, buffers, barriers = arguments
-    q, k, v = tiles
-    queries, ring, ones = buffers
-    q_full, q_empty, full, empty = barriers
-    # A wait for phase 1 of a new barrier returns at once, so the producer finds all buffers empty.
-    q_phase = gl.to_tensor(1)
-    position = gl.to_tensor(0), gl.to_tensor(1)
-    index = gl.program_id(0)
-    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
-    while end > 0:
-        _, _, num_unmasked, num_masked = loop
-        key_head = head // CONFIG.group
-        mbarrier.wait(q_empty, q_phase)
-        mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
-        for c in gl.static_range(CONSUMERS):
-            tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(queries.index(c), q))
-        # Even a work tile whose rows see no key has one step, so that the consumers need no special case. If the keys of this
-        # step lie beyond the last key, TMA loads zeros.
-        start = step_start(loop, 0, CONFIG.keys)
-        heads = batch, key_head
-        position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
-        for step in range(1, num_masked + num_unmasked):
-            block = start // BLOCK
-            start = step_start(loop, step, CONFIG.keys)
-            position = _load_stage(tiles, start, block, heads, ring, barriers, position, 1, 1, CONFIG)
-        position = _load_stage(tiles, 0, start // BLOCK, heads, ring, barriers, position, 0, 1, CONFIG)
-        q_phase ^= 1
-        index += gl.num_programs(0)
-        batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
+def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
+    """Load Q, K and V of a work tile. Return the next position."""
+    tiles, _, buffers, barriers = arguments
+    q, _, _ = tiles
+    queries, ring, _ = buffers
+    batch, head, _ = rows
+    _, _, num_unmasked, num_masked = loop
+    mbarrier.expect(barriers[0], CONFIG.consumers * q.block_type.nbytes)
+    load_queries(q, rows, slot, queries, barriers[0], CONFIG)
+    # Even a work tile whose rows see no key has one step, so that the consumers need no special case. If the keys of this
+    # step lie beyond the last key, TMA loads zeros.
+    start = step_start(loop, 0, CONFIG.keys)
+    heads = batch, head // CONFIG.group
+    position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
+    for step in range(1, num_masked + num_unmasked):
+        block = start // BLOCK
+        start = step_start(loop, step, CONFIG.keys)
+        position = _load_stage(tiles, start, block, heads, ring, barriers, position, 1, 1, CONFIG)
+    return _load_stage(tiles, 0, start // BLOCK, heads, ring, barriers, position, 0, 1, CONFIG)
 
 
 @gluon.jit
@@ -268,16 +190,6 @@ def _zero_parts(CONFIG: gl.constexpr):
     parts = ()
     for _part in gl.static_range(PARTS):
         parts = parts + (gl.full([ROWS, CONFIG.part_columns], 0.0, gl.float32, CONFIG.part_layout),)
-    return parts
-
-
-@gluon.jit
-def _rescale_parts(o, alpha, CONFIG: gl.constexpr):
-    """Multiply each row of all parts of O by its factor in alpha (64, 4)."""
-    PARTS: gl.constexpr = CONFIG.num_parts
-    parts = ()
-    for i in gl.static_range(PARTS):
-        parts = parts + (softmax.rescale(o[i], alpha),)
     return parts
 
 
@@ -437,7 +349,7 @@ def _sequential_steps(
     for step in range(last):
         rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
         p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
-        o = _rescale_parts(o, alpha, CONFIG)
+        o = softmax.rescale_parts(o, alpha, CONFIG.num_parts)
         # Load the scales of the next step early, because they arrive only after hundreds of cycles.
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step + 1, CONFIG.keys), CONFIG)
@@ -454,21 +366,23 @@ def _sequential_steps(
         position = advance_stage(stage, phase, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, last, factors, block_scales, CONFIG)
-    o = _rescale_parts(o, alpha, CONFIG)
+    o = softmax.rescale_parts(o, alpha, CONFIG.num_parts)
     o, sums, position = _last_output(softmax_fp8.pack(rounded), o, buffers, barriers, position, CONSUMER, CONFIG)
     return ref_max, l * alpha + _scale_sums(sums, block_scales, l), o, position
 
 
 @gluon.jit
 def _compute_tile(
-    query, buffers, barriers, row_bounds, loop, operands, row_range, position, log2_scale,
-    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    arguments, tile, slot, position, state_stage,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute this consumer's rows of a work tile. Return (reference max (64,), l (64,), o (64, dim), next position)."""
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores_layout)
+    """Compute this consumer's rows of a work tile, see COMPUTE of `run_partitions`."""
+    _, _, _, _, _, results, buffers, barriers, log2_scale, operands = arguments
+    index, batch, head, first_row, end, loop, row_bounds = tile
     queries, ring, ones = buffers
-    q_full, q_empty, full, empty = barriers
-    batch, head, first_row, end = row_range
+    _, _, full, empty = barriers
+    query = queries.index(CONSUMER)
+    row_range = batch, head, first_row, end
     heads = batch, head // CONFIG.group
     block_scales = _load_block_scales(operands, batch, head // CONFIG.group, step_start(loop, 0, CONFIG.keys), CONFIG)
     _, phase = position
@@ -494,59 +408,13 @@ def _compute_tile(
             scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
             CONSUMER, CONFIG,
         )  # fmt: skip
-    l = gl.convert_layout(gl.max(l, axis=1), BY_ROW)
-    ref_max = softmax_fp8.plain_ref_max(gl.convert_layout(gl.max(ref_max, axis=1), BY_ROW))
-    return ref_max, l, gl.convert_layout(_join_parts(o, 0, CONFIG.num_parts), CONFIG.output_layout), position
-
-
-@gluon.jit
-def _skip_tile(barriers, num_steps, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows. Return the next position.
-
-    The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore takes all turns and
-    releases all stages without computing anything.
-    """
-    q_full, q_empty, full, empty = barriers
-    stage, phase = position
-    mbarrier.arrive(q_empty, count=1)
-    for _stage_index in range(num_steps + 1):
-        wait_for_ping_pong(CONSUMER, CONFIG)
-        pass_ping_pong(CONSUMER, CONFIG)
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance_stage(stage, phase, CONFIG)
-    return stage, phase
-
-
-@gluon.jit
-def _consume(arguments, operands, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a consumer partition, which computes 64 rows of every work tile."""
-    lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
-    queries, ring, ones = buffers
-    q_full, q_empty, full, empty = barriers
-    if CONSUMER == CONFIG.consumers - 1:
-        # The last consumer starts the ping-pong by letting consumer 0 issue its products.
-        pass_ping_pong(CONSUMER, CONFIG)
-    q_phase = gl.to_tensor(0)
-    position = gl.to_tensor(0), gl.to_tensor(0)
-    index = gl.program_id(0)
-    batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
-    while end > 0:
-        _, _, num_unmasked, num_masked = loop
-        mbarrier.wait(q_full, q_phase)
-        if first_row < end:
-            row_range = batch, head, first_row, end
-            ref_max, l, o, position = _compute_tile(
-                queries.index(CONSUMER), buffers, barriers, row_bounds, loop, operands, row_range, position, log2_scale,
-                CONSUMER, CONFIG,
-            )  # fmt: skip
-            incoming = load_state_scalars(results, row_range, CONFIG)
-            finish_work_tile(ref_max, l, o, incoming, results, row_range, True, CONFIG)
-        else:
-            position = _skip_tile(barriers, gl.maximum(num_masked + num_unmasked, 1), position, CONSUMER, CONFIG)
-        index += gl.num_programs(0)
-        batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
-        q_phase ^= 1
+    l = softmax.combine_threads(l, CONFIG)
+    ref_max = softmax_fp8.plain_ref_max(softmax.combine_threads(ref_max, CONFIG))
+    o = gl.convert_layout(_join_parts(o, 0, CONFIG.num_parts), CONFIG.output_layout)
+    incoming = load_state_scalars(results, row_range, CONFIG)
+    overflowed = finish_work_tile(ref_max, l, o, incoming, results, row_range, True, CONFIG)
+    next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
+    return next_tile, position, state_stage, overflowed
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_queries", "num_query_blocks", "num_key_blocks"])
@@ -587,70 +455,6 @@ def _forward_kernel(
     loading = (q, k, v), work_tiles, buffers, barriers
     # `results` also contains the tensors of the state. The entries of the TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
-    computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
     operands = q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks
-    # The first partition is Gluon's default partition, see `ringattn.kernels.hopper.forward`.
-    gl.warp_specialize(
-        [
-            (_consume, (computing, operands, i, CONFIG)) if i < CONFIG.consumers else (_produce, (loading, CONFIG))
-            for i in CONFIG.partitions
-        ],
-        [4] * (CONFIG.consumers - 1) + [1],
-        [CONFIG.registers] * (CONFIG.consumers - 1) + [PRODUCER_REGISTERS],
-    )
-
-
-@lru_cache(maxsize=64)
-def configure(dim: int, heads: tuple[int, int], has_state: bool, final: bool) -> Config:
-    """Return the constants of the kernel for a call with the head dim `dim`, a key of TILES.
-
-    `heads` is (Hq, Hkv), and the other arguments are as for `ringattn.kernels.hopper.forward.configure`.
-    """
-    call = dict(dim=dim, value_dim=dim, num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
-    return Config(**call, **TILES[dim], **COMMON_SETTINGS)
-
-
-def forward(
-    q: fp8.QuantizedRows,
-    k: fp8.QuantizedRows,
-    v: fp8.QuantizedValues,
-    intervals: Intervals,
-    scale: float,
-    state: State | None = None,
-    final: bool = False,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    shares_sms: bool = False,
-) -> State | tuple[Tensor, Tensor]:
-    """Compute attention of one block of FP8 queries to one block of FP8 keys and values on one sm_90 GPU.
-
-    This function does not check its arguments. Call `ringattn.kernels.dispatch.forward_fp8`, which checks them.
-
-    Args:
-        q: (B, Nq, Hq, D), where D is a key of TILES.
-        k: (B, Nk, Hkv, D); Hkv divides Hq, and Nk is at least 1.
-        v: (B, Hkv, ceil(Nk / 128), D, 128).
-        intervals, scale, state, final, shares_sms: as for `ringattn.kernels.hopper.forward.forward`.
-        dtype: the dtype of `out`, fp16 or bf16.
-
-    Returns:
-        The state (m, l, o), or (out, lse), as for `ringattn.kernels.hopper.forward.forward`.
-    """
-    batch, num_queries, num_heads, dim = q.data.shape
-    m, l, o, out, lse = triton_common.allocate_results(q.data, k.data, state, final, dtype)
-    if q.data.numel() == 0:
-        return (out, lse) if final else (m, l, o)
-    config = configure(dim, (num_heads, k.data.shape[2]), state is not None, final)
-    blocks = (1, ROWS.value, 1, dim), (1, config.keys, 1, dim), (1, 1, 1, dim, config.keys)
-    data = [hopper_common.as_addressable(x.data) for x in (q, k, v)]
-    descriptors = [hopper_common.block_descriptor(x, block) for x, block in zip(data, blocks, strict=True)]
-    scales = [x.scales.contiguous() for x in (q, k, v)]
-    work_tiles = assign_work_tiles(config, intervals, q.data, k.data, shares_sms, aligned=True)
-    with torch.cuda.device_of(q.data):
-        launch(
-            _forward_kernel, work_tiles.shape[1],
-            (*descriptors, *scales, intervals.lo, intervals.hi, work_tiles, m, l, o, lse, out),
-            (intervals.batch, num_queries, scales[0].shape[1], scales[1].shape[1], float(scale) * LOG2_E.value),
-            CONFIG=config,
-        )  # fmt: skip
-    return (out, lse) if final else (m, l, o)
+    computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands
+    run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, None, CONFIG)

@@ -21,7 +21,7 @@ until the kernel needs one number per row. Keeping them per thread saves an exch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ringattn.kernels.hopper.common import ROWS
+from ringattn.kernels.hopper.common import ROWS, step_start
 
 # The reference max of a row that has not seen a key. This is the most negative finite fp32 number, so exp2(-inf -
 # UNSET_REF_MAX) is 0. If UNSET_REF_MAX were -inf, the result would be NaN.
@@ -142,6 +142,15 @@ def rescale(o, alpha):
     return gl.convert_layout(tile.reshape(o.shape), o.type.layout)
 
 
+@gluon.jit
+def rescale_parts(o, alpha, PARTS: gl.constexpr):
+    """Multiply each row of o, a tuple of parts, by its factor in alpha (64, 4)."""
+    rescaled = ()
+    for part in gl.static_range(PARTS):
+        rescaled = rescaled + (rescale(o[part], alpha),)
+    return rescaled
+
+
 @gluon.constexpr_function
 def raise_assembly():
     # A thread has two rows, so there are two operands of each kind. $0 and $1 are the new reference maxima, and $2 and $3 are
@@ -200,6 +209,56 @@ def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
     tile = by_thread(scores, CONFIG.keys)
     p = gl.exp2(tile * log2_scale - _along_row(ref_max, tile))
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout), l + gl.sum(gl.sum(p, axis=3), axis=1)
+
+
+@gluon.jit
+def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute the probabilities of the first step of a work tile. Return (probabilities (64, keys), ref_max, l).
+
+    `row_bounds` comes from `load_consumer_tile`. A work tile in which no row sees a key also has one step, whose keys may lie
+    beyond the last key of the tensor. All of its scores are masked, so the values of these keys do not matter.
+    """
+    lo, hi, _, ref_max = row_bounds
+    _, _, num_unmasked, num_masked = loop
+    if (num_masked > 0) | (num_unmasked == 0):
+        scores = mask_scores(scores, lo, hi, step_start(loop, 0, CONFIG.keys), CONFIG)
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(scores, CONFIG.keys).type.layout))
+    zero_sum = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
+    ref_max = gl.convert_layout(ref_max, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zero_sum
+    if UPDATE_REF_MAX:
+        ref_max, _ = update_ref_max(scores, ref_max, log2_scale, CONFIG)
+    else:
+        ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
+    p, l = exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
+    return p, ref_max, l
+
+
+@gluon.jit
+def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute the probabilities of a later step. Return (probabilities (64, keys), ref_max, l, alpha).
+
+    The caller must multiply o by alpha (64, 4) with UPDATE_REF_MAX. Otherwise, alpha has no meaning.
+    """
+    lo, hi, all_initialised, _ = row_bounds
+    _, _, _, num_masked = loop
+    alpha = ref_max
+    if step < num_masked:
+        scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
+    if UPDATE_REF_MAX:
+        ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
+        l *= alpha
+    # A row may see its first key in any masked step, so its reference max may still be unset. In step num_masked, the first
+    # unmasked step, every row sees all keys of the tile. After this step, every reference max is set.
+    elif (step <= num_masked) & ~all_initialised:
+        ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
+    p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
+    return p, ref_max, l, alpha
+
+
+@gluon.jit
+def combine_threads(numbers, CONFIG: gl.constexpr):
+    """Return the maximum (64,) of numbers (64, 4) over the four threads of each row."""
+    return gl.convert_layout(gl.max(numbers, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_wide, forward_fp8, forward_wide
+from ringattn.kernels.hopper import backward_wide, forward_fp8, forward_narrow, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
@@ -57,7 +57,7 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
         types["state_tiles"] = descriptor("fp32", (1, ROWS, 1, config.dim // config.o_parts))
     absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
-    return hopper_forward._forward_kernel, config, types, absent
+    return forward_narrow._forward_kernel, config, types, absent
 
 
 def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
@@ -67,7 +67,7 @@ def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
     dims = dim, {256: 256, 192: 128}[dim] - (8 if kind == "irregular" else 0)
-    config = forward_wide.configure(dims, (HEADS, HEADS // group), TYPES[dtype], has_state, final)
+    config = hopper_forward.configure(dims, (HEADS, HEADS // group), TYPES[dtype], has_state, final)
     rows = {"q": ROWS, "k": config.keys}
     types = {name: descriptor(dtype, (1, n, 1, config.dim)) for name, n in (rows | {"v": config.keys}).items()}
     types |= {f"{name}_tail": descriptor(dtype, (1, n, 1, config.tail)) for name, n in rows.items() if config.tail}
@@ -80,7 +80,7 @@ def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 def fp8_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """Return the same for the forward with FP8 inputs. kind: final, begin, state or merge. `dtype` is the dtype of out."""
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
-    config = forward_fp8.configure(dim, (HEADS, HEADS // group), has_state, final)
+    config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES["fp8e4nv"], has_state, final)
     blocks = {"q": (1, ROWS, 1, dim), "k": (1, config.keys, 1, dim), "v": (1, 1, 1, dim, config.keys)}
     types = {name: descriptor("fp8e4nv", block) for name, block in blocks.items()} | {"out": f"*{dtype}"}
     types |= dict.fromkeys(("q_scales", "k_scales", "v_scales"), "*fp32")

@@ -337,6 +337,7 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
         gl=LANGUAGE, tl=LANGUAGE, mbarrier=MBARRIER, hopper_common=SimpleNamespace(
             execute=_execute, tma_store_wait=_wait_for_sources, thread_barrier=_nothing, reinterpret=_reinterpret
         ),
+        execute=_execute,
         warpgroup_mma=_issue, warpgroup_mma_wait=_wait_for_products, fence_async_shared=_nothing, accumulator_layout=_nothing,
         tma_load=Descriptor.load, tma_reduce_add=Descriptor.reduce_add, tile_view=lambda buffer, _descriptor: buffer,
     )  # fmt: skip

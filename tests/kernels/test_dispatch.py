@@ -173,7 +173,7 @@ def test_every_kernel_is_imported_from_the_module_of_its_backend():
         "forward": [dispatch._forward_module(name) for name in ("hopper", "triton", "blockwise", "reference")],
         "backward": [dispatch._backward_module(name) for name in ("triton", "blockwise", "reference")],
         "Hopper backward": [dispatch._hopper_backward(is_wide) for is_wide in (False, True)],
-        "FP8": [dispatch._hopper_forward_fp8()],
+        "FP8": [dispatch._hopper_forward()],
     }
     assert {key: [module.__name__.removeprefix("ringattn.kernels.") for module in each] for key, each in names.items()} == {
         "forward": ["hopper.forward", "triton.forward", "blockwise", "reference"],

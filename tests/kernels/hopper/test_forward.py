@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringattn.kernels import dispatch, reference
-from ringattn.kernels.hopper import NARROW_DIM, backward_wide, forward_wide
+from ringattn.kernels.hopper import backward_wide
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals
@@ -34,9 +34,7 @@ def configure(dims=(128, 128), dtype=torch.bfloat16, has_state=False, final=True
 
 def work_tile_rows(dims: tuple[int, int]) -> int:
     """Return the number of rows of a work tile, for head dims of DIMS and many rows."""
-    if max(dims) > NARROW_DIM:
-        return forward_wide.configure(dims, (1, 1), torch.bfloat16, False, True).queries
-    return hopper_forward.configure(dims, (1, 1), torch.bfloat16, False, True, few_rows=False).queries
+    return hopper_forward.configure(dims, (1, 1), torch.bfloat16, False, True).queries
 
 
 def test_the_constants_follow_from_the_call():

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import fp8, reference
+from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.hopper import forward_fp8
 from ringattn.kernels.interval_mask import Intervals
 from tests.covering import every_pair
 from tests.kernels.compare import assert_rows_close, assert_scalars_close, assert_states_close, max_row_error
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 
-DIMS = list(forward_fp8.TILES)
+DIMS = list(hopper_forward.FP8_TILES)
 # The errors of outputs in bf16, relative to the largest element of a row: with exact and with rounded probabilities.
 EXACT, ROUNDED = 6e-3, 0.1
 # The error of lse with exact probabilities, and with rounded probabilities. The tensor cores add scores in about 14 bits.
@@ -56,7 +57,7 @@ class Problem:
         return reference.forward(*self.exact, self.intervals, self.scale, final=final)
 
     def forward(self, **options):
-        return forward_fp8.forward(*self.operands, self.intervals, self.scale, **options)
+        return hopper_forward.forward_quantized(*self.operands, self.intervals, self.scale, **options)
 
     def chain(self, bounds: list[int], final: bool):
         """Call the kernel for the keys between each pair of neighbouring bounds, which are multiples of 128 or the last key."""
@@ -68,7 +69,7 @@ class Problem:
             values = fp8.QuantizedValues(v.data[:, :, blocks], v.scales[:, blocks])
             part = self.intervals.restrict(slice(0, q.data.shape[1]), slice(first, last))
             options = dict(state=state, final=final and last == num_keys)
-            state = forward_fp8.forward(q, keys, values, part, self.scale, **options)
+            state = hopper_forward.forward_quantized(q, keys, values, part, self.scale, **options)
         return state
 
 
@@ -82,7 +83,7 @@ def check_exact(problem: Problem, bounds: list[int] | None = None) -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_tiles_fit_into_shared_memory(dim):
-    config = forward_fp8.configure(dim, (8, 2), False, True)
+    config = hopper_forward.configure((dim, dim), (8, 2), torch.float8_e4m3fn, False, True)
     bytes_used = config.queries * dim + 2 * config.stages * config.keys * dim + forward_fp8.SUM_COLUMNS.value * config.keys
     # The limit of sm_90 is 227 KiB per program. Barriers and flags need less than 1 KiB.
     assert bytes_used <= 226 * 1024

@@ -4,13 +4,13 @@ The tests of the other modules of the Hopper forward also run with head dims abo
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import forward_wide
 from tests.covering import every_pair
 from tests.kernels.contract import check_chain, check_forward, make_strided
 from tests.kernels.hopper.conftest import DTYPES
@@ -32,7 +32,7 @@ SHAPES = {  # (Nq, Nk), (Hq, Hkv), batch
 
 
 def configure(dims, dtype=torch.bfloat16, has_state=False, final=True):
-    return forward_wide.configure(dims, (8, 2), dtype, has_state, final)
+    return hopper_forward.configure(dims, (8, 2), dtype, has_state, final)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_tiles_fit_into_shared_memory(dims):
 def test_a_tail_is_free_when_the_stage_of_its_keys_is_free(overlap):
     """The producer waits only for the stage of K. Of the tiles that the stages then hold, at most `tails` are tiles of K."""
     source = random.Random(0)
-    config = forward_wide.Config(**vars(configure((192, 128))) | dict(overlap=overlap))
+    config = replace(configure((192, 128)), overlap=overlap)
     tiles = ""
     for _ in range(2000):
         steps = source.choice([1, 1, 2, 3, 5])

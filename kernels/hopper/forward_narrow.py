@@ -1,0 +1,307 @@
+"""The forward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 1).
+
+Its loop is pipelined as in FlashAttention-3 (Shah et al. 2024, section 3). A work tile is a tile of queries of one head. The
+host assigns work tiles to programs before the launch, usually one program per SM. One partition of a program, the producer, is
+a single warp that loads Q, K and V. The two or three others, the consumers, are warpgroups. Each of them computes 64 rows of
+every work tile and keeps scores, probabilities and o in registers.
+
+      PRODUCER                          SHARED MEMORY                      CONSUMERS
+
+      load Q -------- q_full --------> [ queries: 1 or 2 slots  ] -------> S(j) = Q K(j)^T in every step
+               <----- q_empty -------                             <------- release the slot
+      load K(j) ----- k_full[s] -----> [ keys: ring of stages   ] -------> S(j) = Q K(j)^T
+               <----- k_empty[s] ----                             <------- release K(j)
+      load V(j) ----- v_full[s] -----> [ values: ring of stages ] -------> O += P(j) V(j)
+               <----- v_empty[s] ----                             <------- release V(j)
+
+      after the last step of a work tile, if a state comes in or is returned:
+
+      load o (*) ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
+               <----- k_empty, v_empty                            <------- release the stages in the next work tile
+
+      (*) The producer loads o only if a state comes in and the output is returned. Otherwise the producer only hands the
+          empty stages over to the consumers, which write the new o into these stages.
+
+In a consumer, the softmax of one step overlaps with the second product of the previous step:
+
+      step j        issue S(j) = Q K(j)^T | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V
+      tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
+
+Barriers. A `full` barrier counts one arrival of the producer and the bytes that TMA has copied, and an `empty` barrier counts
+one arrival of every consumer. With a joint release, `k_empty` is the same barrier as `v_empty`.
+
+Slots of Q. An output leaves through the shared memory of its Q, which is therefore still in use when the next work tile begins.
+A call that returns an output has a second slot for the next Q, and releases a slot after the first product of the next work
+tile. A call that returns a state has one slot, and releases it after the last S.
+
+State stages. The o of a state is in fp32, so it does not fit into the shared memory of Q. The producer therefore transfers the
+next stages of K and V to the consumers, see `ringattn.kernels.hopper.epilogue`.
+
+Retry pass. If a row of a program overflows, all of its partitions repeat all of its work tiles, see
+`ringattn.kernels.hopper.softmax`.
+
+Ping-pong. Named barriers make each consumer wait until the previous consumer has issued its products. The tensor cores then
+compute the products of one consumer during the softmax of the others. Otherwise, all consumers would wait at the same time.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper import softmax
+from ringattn.kernels.hopper.column_parts import (
+    add_product,
+    join_parts,
+    load_left,
+    multiply_rows,
+    num_parts,
+    split_tile,
+    wait_for_parts,
+    zero_parts,
+)
+from ringattn.kernels.hopper.common import ROWS, allocate_barriers, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.epilogue import (
+    finish_work_tile,
+    load_state_scalars,
+    release_keys,
+    release_state_stage,
+    transfer_buffer,
+)
+from ringattn.kernels.hopper.forward_common import (
+    advance_stage,
+    allocate_overflow,
+    load_consumer_tile,
+    load_queries,
+    pass_ping_pong,
+    run_partitions,
+    wait_for_ping_pong,
+)
+
+
+@gluon.jit
+def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
+    """Load Q, K and V of a work tile, and transfer its state stages. Return the next position."""
+    STATE_STAGES: gl.constexpr = CONFIG.state_stages
+    tensors, _, buffers, barriers = arguments
+    q, k, v, state_tiles = tensors
+    queries, keys, values = buffers
+    q_full, _, k_full, k_empty, v_full, v_empty = barriers
+    batch, head, first = rows
+    _, _, num_unmasked, num_masked = loop
+    stage, phase = position
+    mbarrier.expect(q_full, CONFIG.consumers * q.block_type.nbytes)
+    load_queries(q, rows, slot, queries, q_full, CONFIG)
+    key_head = head // CONFIG.group
+    # Even a work tile whose rows see no key has one step, so that the consumers need no special case.
+    for step in range(gl.maximum(num_masked + num_unmasked, 1)):
+        start = step_start(loop, step, CONFIG.keys)
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+        tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
+        mbarrier.wait(v_empty.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+        tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
+        stage, phase = advance_stage(stage, phase, CONFIG)
+    for i in gl.static_range(STATE_STAGES):
+        mbarrier.wait(k_empty.index(stage), phase)
+        transfer_buffer(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
+        mbarrier.wait(v_empty.index(stage), phase)
+        transfer_buffer(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
+        stage, phase = advance_stage(stage, phase, CONFIG)
+    return stage, phase
+
+
+@gluon.jit
+def _step(
+    query, buffers, barriers, carry, row_bounds, loop, step, log2_scale,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute the probabilities of this step while the tensor cores compute P V of the previous step. Return the next `carry`.
+
+    Args:
+        query: the parts of the consumer's Q (64, dim), in shared memory or in registers.
+        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). p holds the probabilities of the previous step.
+            The sum l already contains p, but o does not contain P V of the previous step yet. o is a tuple of its parts.
+        row_bounds, loop: from `load_consumer_tile`.
+        step: the number of this step, which is at least 1.
+    """
+    _, keys, values = buffers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
+    mbarrier.wait(k_full.index(stage), phase)
+    wait_for_ping_pong(CONSUMER, CONFIG)
+    # Issue S before P V. The products finish in the order in which they are issued, and the softmax only needs S.
+    scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
+    mbarrier.wait(v_full.index(previous_stage), previous_phase)
+    pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
+    pass_ping_pong(CONSUMER, CONFIG)
+    # Wait until only P V may still be in flight. S is complete after this wait.
+    scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
+    release_keys(k_empty, stage, CONFIG)
+    weights, ref_max, l, alpha = softmax.probabilities(
+        scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX, CONFIG
+    )
+    l = softmax.fence_softmax(l, CONFIG)
+    o = wait_for_parts(pending_o, CONFIG.columns)
+    mbarrier.arrive(v_empty.index(previous_stage), count=1)
+    if UPDATE_REF_MAX:
+        # P V of the previous step is relative to the previous reference max, so o is rescaled only after it has been added.
+        o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
+    # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
+    # p, and the conversion overwrites these registers.
+    p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
+    next_stage, next_phase = advance_stage(stage, phase, CONFIG)
+    return p, ref_max, l, o, next_stage, next_phase, stage, phase
+
+
+@gluon.jit
+def _first_step(
+    query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute the probabilities of the first step of a work tile, and return the carry for `_step`."""
+    _, keys, _ = buffers
+    _, q_empty, k_full, k_empty, _, _ = barriers
+    mbarrier.wait(k_full.index(stage), phase)
+    wait_for_ping_pong(CONSUMER, CONFIG)
+    scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
+    pass_ping_pong(CONSUMER, CONFIG)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    # The shared memory that holds the result of the previous work tile is released only now. TMA has had the time of one
+    # product to read this memory, so the wait is short.
+    hopper_common.tma_store_wait(0)
+    release_state_stage(barriers, state_stage, CONFIG)
+    release_keys(k_empty, stage, CONFIG)
+    if CONFIG.q_slots == 2:
+        mbarrier.arrive(q_empty, count=1)
+    weights, ref_max, l = softmax.first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX, CONFIG)
+    p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
+    o = zero_parts(CONFIG.columns)
+    next_stage, next_phase = advance_stage(stage, phase, CONFIG)
+    return p, ref_max, l, o, next_stage, next_phase, stage, phase
+
+
+@gluon.jit
+def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Do the same as `skip_tile` of `forward_common` for separate rings of K and V, and release all state stages."""
+    _, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    stage, phase = position
+    hopper_common.tma_store_wait(0)
+    release_state_stage(barriers, state_stage, CONFIG)
+    mbarrier.arrive(q_empty, count=1)
+    for _step_index in range(gl.maximum(num_steps, 1)):
+        mbarrier.wait(k_full.index(stage), phase)
+        wait_for_ping_pong(CONSUMER, CONFIG)
+        pass_ping_pong(CONSUMER, CONFIG)
+        release_keys(k_empty, stage, CONFIG)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        stage, phase = advance_stage(stage, phase, CONFIG)
+    _, stage, phase = _wait_for_state_stages(barriers, stage, phase, -1, CONFIG)
+    return stage, phase
+
+
+@gluon.jit
+def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait for the state stages of a work tile, and release all of them except the stage of this consumer.
+
+    CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, phase of the next stage).
+    """
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    STATE_STAGES: gl.constexpr = CONFIG.state_stages
+    own_stage = stage
+    for i in gl.static_range(STATE_STAGES):
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        if i == CONSUMER * CONFIG.o_parts // 2:
+            own_stage = stage
+        else:
+            release_keys(k_empty, stage, CONFIG)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+        stage, phase = advance_stage(stage, phase, CONFIG)
+    return own_stage, stage, phase
+
+
+@gluon.jit
+def _compute_tile(
+    arguments, tile, slot, position, state_stage,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute this consumer's rows of a work tile, see COMPUTE of `run_partitions`."""
+    _, _, _, _, _, results, buffers, barriers, log2_scale, _ = arguments
+    index, batch, head, first_row, end, loop, row_bounds = tile
+    queries, keys, values = buffers
+    q_empty, v_full, v_empty = barriers[1], barriers[4], barriers[5]
+    stage, phase = position
+    row_range = batch, head, first_row, end
+    _, _, num_unmasked, num_masked = loop
+    query_tile = queries.index(slot % CONFIG.q_slots * CONFIG.consumers + CONSUMER)
+    if CONFIG.q_in_registers:
+        query = load_left(query_tile, CONFIG.keys, CONFIG.columns)
+    else:
+        query = split_tile(query_tile, CONFIG.columns)
+    carry = _first_step(
+        query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG
+    )
+    for step in range(1, num_masked + num_unmasked):
+        carry = _step(query, buffers, barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG)
+    p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
+    if CONFIG.q_slots == 1:
+        mbarrier.arrive(q_empty, count=1)
+    # Issue P V of the last step.
+    mbarrier.wait(v_full.index(previous_stage), previous_phase)
+    o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
+    # While this product runs, load the scalars of the incoming state and the next work tile.
+    incoming = load_state_scalars(results, row_range, CONFIG)
+    next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
+    o = join_parts(wait_for_parts(o, CONFIG.columns), CONFIG.columns)
+    mbarrier.arrive(v_empty.index(previous_stage), count=1)
+    # Four threads share a row. Their sums and their maxima are combined only here, once per work tile.
+    l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
+    ref_max = softmax.combine_threads(ref_max, CONFIG)
+    state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
+    state_buffers = keys.index(state_stage), values.index(state_stage)
+    overflowed = finish_work_tile(
+        ref_max, l, o, query_tile, state_buffers, incoming, results, row_range, CONSUMER, UPDATE_REF_MAX, CONFIG
+    )
+    return next_tile, (stage, phase), state_stage, overflowed
+
+
+@gluon.jit(do_not_specialize=["num_masks", "num_queries"])
+def _forward_kernel(
+    q, k, v, state_tiles, out_tiles, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
+    num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute all work tiles.
+
+    Args:
+        q, k, v: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        state_tiles, out_tiles: TMA descriptors of state_o and of out, both (B, Nq, Hq, Dv), or None.
+        lo, hi: (num_masks, Nq), the interval of each query.
+        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
+        state_m, state_l, state_o: the state that is read, written or both, or None.
+        lse, out: (B, Nq, Hq) and (B, Nq, Hq, Dv), which are written, or None if a state is returned.
+        num_masks: 1 if all batch entries have the same mask, else B.
+        num_queries: Nq.
+        log2_scale: the factor that converts q k^T to scores in log2 units.
+    """
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
+    queries = gl.allocate_shared_memory(q.dtype, [CONFIG.q_slots * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
+    keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
+    values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
+    q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
+    k_full, k_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
+    v_full, v_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
+    overflow = allocate_overflow(CONFIG)
+    # Make the initialised barriers visible to TMA.
+    fence_async_shared()
+    buffers = queries, keys, values
+    if CONFIG.joint_release:
+        k_empty = v_empty
+    barriers = q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty
+    loading = (q, k, v, state_tiles), work_tiles, buffers, barriers
+    # The consumers read the incoming state from the same tensors to which they write the new state.
+    results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
+    computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, None
+    run_partitions(_load_tile, _compute_tile, _skip_tile, loading, computing, overflow, CONFIG)
