@@ -19,7 +19,6 @@ from ringattn.kernels.backends import TRITON_DTYPES, choose_backend
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
-from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients, State
 
@@ -61,12 +60,10 @@ def _backward_module(backend: str):
 
 
 @cache
-def _hopper_backward(is_wide: bool):
-    if is_wide:
-        from ringattn.kernels.hopper import backward_wide as module
-    else:
-        from ringattn.kernels.hopper import backward as module
-    return module
+def _hopper_backward():
+    from ringattn.kernels.hopper import backward
+
+    return backward
 
 
 @cache
@@ -102,11 +99,6 @@ def _triton_quantize():
     from ringattn.kernels.triton import quantize
 
     return quantize
-
-
-def _is_wide(q: Tensor, v: Tensor) -> bool:
-    """Return whether the head dims need the Hopper backward for large head dims, which has a module of its own."""
-    return max(q.shape[-1], v.shape[-1]) > NARROW_DIM
 
 
 def forward(
@@ -427,7 +419,7 @@ def backward(
     options = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
-    module = _hopper_backward(_is_wide(q, v)) if chosen == "hopper" else _backward_module(chosen)
+    module = _hopper_backward() if chosen == "hopper" else _backward_module(chosen)
     return module.backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
@@ -480,8 +472,7 @@ class IncrementalBackward:
         self._hopper = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None) == "hopper":
-            kernels = _hopper_backward(_is_wide(q, v))
-            self._hopper = kernels.IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
+            self._hopper = _hopper_backward().incremental(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):
             delta = row_delta(delta[0], dout, delta[1], backend)
         self._queries, self._scale = (q, dout, lse, delta), scale

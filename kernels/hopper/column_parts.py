@@ -1,11 +1,10 @@
 """Products of the Hopper kernels for head dims up to 128, with 64, 96 or 128 columns of a tile.
 
-The sides of a tensor in Gluon must be powers of two. A tile in shared memory for a head dim of 96 therefore has 128 columns,
-and TMA fills the last 32 columns with zeros. To multiply only the first 96 columns, the functions of this module issue one
-product with 64 columns and one product with 32 columns. A result with 96 columns consists of two parts in the same way. With 64
-or 128 columns, there is one product and one part.
+The sides of a tensor in Gluon must be powers of two, so a tile for a head dim of 96 has 128 columns, of which the last 32 are
+zeros. To multiply only the first 96 columns, these functions issue a product with 64 columns and one with 32 columns, and a
+result with 96 columns consists of two parts. With 64 or 128 columns, there is one product and one part.
 
-In all functions, COLUMNS is the number of columns that are used, and a result is a tuple of its parts.
+COLUMNS is the number of columns that are used, and a result is a tuple of its parts.
 """
 
 from triton.experimental import gluon
@@ -16,13 +15,13 @@ from ringattn.kernels.hopper.common import ROWS, accumulator_layout, padded_dim
 
 
 def used_columns(head_dim: int, value_dim: int) -> int:
-    """Return the number of columns that the products use for head dims (D, Dv) up to 128. Other columns of a tile are zeros."""
+    """Return the number of columns that the products use for head dims (D, Dv) up to 128."""
     return 96 if 64 < max(head_dim, value_dim) <= 96 else padded_dim(head_dim, value_dim)
 
 
 @gluon.constexpr_function
 def num_parts(columns: int) -> int:
-    """Return the number of parts. It is also the number of wgmma groups of a product, which `warpgroup_mma_wait` counts."""
+    """Return the number of parts, which is also the number of wgmma groups that `warpgroup_mma_wait` counts per product."""
     return 2 if columns == 96 else 1
 
 
@@ -37,10 +36,7 @@ def split_tile(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load the parts of a tile (64, columns) into registers, as left operands of a product (64, N).
-
-    A product with these operands reads only its right operand from shared memory.
-    """
+    """Load the parts of a tile (64, columns) into registers, as left operands of a product (64, N)."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(N), k_width=2)
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(tile, COLUMNS)
@@ -52,9 +48,8 @@ def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def multiply_rows(left, right, COLUMNS: gl.constexpr):
-    """Issue the product of `left` (64, columns) and the transposed `right` (n, columns), and return the result (64, n).
-
-    `left` consists of parts, in shared memory or in registers. `right` is a tile in shared memory.
+    """Issue the product (64, n) of `left` (64, columns), in registers or in shared memory, and the transposed tile `right` (n,
+    columns).
     """
     N: gl.constexpr = right.shape[0]
     PARTS: gl.constexpr = num_parts(COLUMNS)
@@ -67,10 +62,7 @@ def multiply_rows(left, right, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_product(left, right, sums, COLUMNS: gl.constexpr):
-    """Issue sums += left * right, and return the new sums (64, COLUMNS).
-
-    `left` (64, n) is in registers, and `right` (n, columns) is a tile in shared memory.
-    """
+    """Issue sums += left * right, and return them. `left` (64, n) is in registers, and `right` (n, columns) is a tile."""
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(right, COLUMNS)
     pending = ()
@@ -109,7 +101,7 @@ def wait_for_parts(parts, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def join_parts(parts, COLUMNS: gl.constexpr):
-    """Return a result as one tensor, (64, 64) or (64, 128). With 96 columns, the last 32 columns of the tensor are zeros."""
+    """Return a result as one tensor, (64, 64) or (64, 128). With 96 columns, its last 32 columns are zeros."""
     if num_parts(COLUMNS) == 1:
         return parts[0]
     else:
@@ -119,7 +111,7 @@ def join_parts(parts, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _join_columns(left, right):
-    """Return a tile that consists of the columns of `left` and of `right`, without moving numbers between threads."""
+    """Return a tile of the columns of `left` and `right`, without moving numbers between threads."""
     COLUMNS: gl.constexpr = 2 * left.shape[1]
     tile = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
     return gl.convert_layout(tile, accumulator_layout(COLUMNS))

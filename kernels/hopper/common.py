@@ -1,12 +1,9 @@
-"""Helpers of the Hopper forward and backward: differences between Triton releases, TMA descriptors, and supported cases.
+"""What all Hopper kernels share: differences between Triton releases, TMA descriptors, barriers, and supported cases.
 
-The kernels are written in Gluon, the tile-level language inside the triton package. Some functions of Gluon have different
-names in different releases. This module gives every renamed function a single name, and the kernels use only that name.
-
-Vocabulary of sm_90: TMA is the hardware unit that copies tiles between global and shared memory without using registers. A TMA
-descriptor tells TMA the shape and the strides of a tensor and the size of a tile. A warpgroup consists of four warps, which are
-128 threads. wgmma is the instruction with which a warpgroup multiplies matrices. An mbarrier is a barrier in shared memory that
-counts arrivals and bytes copied by TMA. A named barrier is one of the 16 hardware barriers of a program (CTA).
+Vocabulary of sm_90: TMA copies tiles between global and shared memory without using registers. A TMA descriptor tells it the
+shape and the strides of a tensor and the size of a tile. A warpgroup is 128 threads, and wgmma is the instruction with which it
+multiplies matrices. An mbarrier in shared memory counts arrivals and bytes copied by TMA. A named barrier is one of the 16
+hardware barriers of a program (CTA).
 """
 
 from dataclasses import dataclass
@@ -27,31 +24,27 @@ from ringattn.kernels.reference import Delta
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
 from ringattn.kernels.triton.common import load_tile
 
-# The largest head dim.
 MAX_DIM = 256
 
-# The dtypes of q, k and v, and their names in Gluon.
+# The names in Gluon of the dtypes of q, k and v, and of all dtypes that TMA copies.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
-# The names in Gluon of all dtypes that TMA copies. States are in fp32, and `ringattn.kernels.fp8` explains e4m3 inputs.
 TMA_DTYPES = DTYPES | {torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
-# The number of rows that one wgmma computes. A consumer warpgroup therefore computes this number of rows of a tile.
+# The number of rows of a wgmma, and therefore of a consumer.
 ROWS = gl.constexpr(CONSUMER_ROWS)
 
-# log2(e) and ln(2) convert between natural units and log2 units. The kernels keep scores in log2 units, because the GPU has an
-# instruction for exp2 but none for exp.
+# The kernels keep scores in log2 units, because the GPU has an instruction for exp2 but none for exp.
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
-# The number of registers per thread of a producer. It computes nothing, so it needs few registers.
+# Registers per thread of a producer, which computes nothing.
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# The number of the named barrier of consumer 0 for ping-pong. Consumer c uses FIRST_PING_PONG_BARRIER + c. Triton itself uses
-# the lower numbers.
+# The named barrier of consumer 0 for ping-pong. Triton itself uses the lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# The number of threads that arrive at a named barrier for ping-pong: those of the consumer that waits and of the one before it.
+# Threads at a named barrier for ping-pong: those of the consumer that waits and of the one before it.
 PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -83,33 +76,26 @@ class KernelConfig:
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The register layout of a consumer's results (64, dim).
-
-        In the forward kernel, the result is o. In the backward kernel, the results are dk and dv.
-        """
+        """The register layout of a consumer's results (64, dim)."""
         return accumulator_layout(self.dim)
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of probabilities as the left operand of a product whose result has the `output_layout`."""
+        """The layout of probabilities as the left operand of a product with the `output_layout`."""
         return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=2)
 
 
 @gluon.constexpr_function
 def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
-    """Return the layout in which wgmma leaves a product (64, columns) in the registers of a consumer.
+    """Return the layout in which wgmma leaves a product (64, columns) of operands with `bits` per element in registers.
 
-    `bits` is the number of bits of an element of the operands. It does not affect where the numbers of the product are.
+    `bits` does not affect where the numbers of the product are.
     """
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
 def padded_dim(head_dim: int, value_dim: int) -> int:
-    """Return the head dim of the tiles in shared memory, 64 or 128.
-
-    A tile may have more columns than the tensor. TMA fills these columns with zeros when it loads a tile, and it does not write
-    them when it stores a tile.
-    """
+    """Return the head dim of the tiles in shared memory, 64 or 128. TMA loads zeros into the columns beyond the tensor."""
     return 64 if max(head_dim, value_dim) <= 64 else NARROW_DIM
 
 
@@ -119,13 +105,9 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return (delta, out, dout, dlse) for a kernel that either reads delta or computes it from the other tensors.
+    """Return (delta, out, dout, dlse) for a kernel that reads delta, or computes it from the others if `delta` is (out, dlse).
 
     Tensors that the kernel does not read are None. All others are contiguous.
-
-    Args:
-        delta: (B, N, Hq), or the tuple (out, dlse). dlse may be None.
-        dout: (B, N, Hq, Dv).
     """
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
@@ -133,13 +115,7 @@ def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | 
 
 @lru_cache(maxsize=256)
 def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Hopper kernels cannot run with these inputs, or None if they can run.
-
-    Args:
-        device: the CUDA device of all tensors.
-        dtype: the dtype of q, k and v.
-        dims: the head dims (D, Dv).
-    """
+    """Return why the Hopper kernels cannot compute a call with the head dims (D, Dv), or None if they can."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"the Hopper kernels require an sm_90 GPU, and this GPU is sm_{major}{minor}"
@@ -153,17 +129,13 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
 
 @lru_cache(maxsize=64)
 def num_programs(device: torch.device, shares_sms: bool) -> int:
-    """Return the maximal number of programs to which the work tiles of a call are assigned.
-
-    Normally there is one program per SM, and each program computes many work tiles. If other kernels occupy some of the SMs
-    (`shares_sms`), the number of programs is unlimited, so that every work tile gets its own program.
-    """
+    """Return the maximal number of programs of a call: one per SM, or one per work tile if other kernels occupy some SMs."""
     return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=64)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the swizzled layout of a tile in shared memory that both TMA and wgmma understand."""
+    """Return the swizzled layout of a tile in shared memory for TMA and wgmma."""
     return gl.NVMMASharedLayout.get_default_for(list(block), TMA_DTYPES[dtype])
 
 
@@ -176,20 +148,15 @@ def as_addressable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
-    """Return whether TMA accepts these strides of a tensor, of which `unit` elements have 16 bytes.
-
-    The last stride must be 1, and all other strides must be positive multiples of `unit`.
+    """Return whether TMA accepts these strides: 1 for the last dimension, and positive multiples of `unit` (16 bytes) for
+    others.
     """
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % unit == 0 for stride in outer)
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """Return a copy of `descriptor` that describes the memory of `x`.
-
-    The constructor of a descriptor is slow, because it checks all of its arguments. The kernels therefore construct one
-    descriptor per shape and copy this descriptor for every call.
-    """
+    """Return a copy of `descriptor` for the memory of `x`. The constructor is slow, because it checks all of its arguments."""
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
@@ -199,8 +166,7 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    # The stride of a dimension of size 1 is never used, but PyTorch may report a value that TMA rejects. Replace such a value
-    # by 16 bytes.
+    # PyTorch may report a stride that TMA rejects for a dimension of size 1, where it is never used.
     unit = 16 // dtype.itemsize
     strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(
@@ -209,18 +175,12 @@ def _descriptor_template(
 
 
 def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x.
-
-    Args:
-        x: (B, N, H, D). It must come from `as_addressable`.
-        rows, dim: the size of a tile. If a tile extends beyond `x`, TMA loads 0 for the missing rows and columns and never
-            stores them.
-    """
+    """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x (B, N, H, D), from `as_addressable`."""
     return block_descriptor(x, (1, rows, 1, dim))
 
 
 def block_descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Return the descriptor with which TMA copies blocks of this shape. `x` must come from `as_addressable`."""
+    """Return the descriptor with which TMA copies blocks of this shape of x, from `as_addressable`."""
     return with_base(_descriptor_template(x.shape, x.stride(), x.dtype, block), x)
 
 
@@ -230,8 +190,7 @@ def _tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-# TMA's reduce-add adds a tile of shared memory to global memory, and the L2 cache performs the addition. Triton 3.8 exports
-# this operation as async_atomic_add. In earlier releases, only the compiler's builder provides this operation.
+# TMA's reduce-add adds a tile of shared memory to global memory in the L2 cache. Only Triton 3.8 and later export it.
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
@@ -251,10 +210,7 @@ def tile_view(buffer, desc):
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots, at which PRODUCERS and CONSUMERS partitions arrive.
-
-    A partition makes a single arrival for all of its threads, so the counts are numbers of partitions.
-    """
+    """Return the barriers `full` and `empty` of SLOTS slots. A partition makes one arrival for all of its threads."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -265,12 +221,10 @@ def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: g
 
 @gluon.jit
 def load_work_tile(work_tiles, index):
-    """Load the entry `index` of `Intervals.work_tiles` and return (batch entry, head, first row, end of the rows, loop).
+    """Load the entry `index` of `Intervals.work_tiles`. Return (batch entry, head, first row, end of the rows, loop).
 
     `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). An end of 0 means that the program has no more work tiles.
-
-    Every partition loads the entry from global memory itself. If one partition passed the entry to the others through shared
-    memory, they would have to wait for it. The producer is ahead of the consumers and therefore loads an entry before they do.
+    Every partition loads the entry itself, so that the producer can be ahead of the consumers.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)
@@ -280,11 +234,9 @@ def load_work_tile(work_tiles, index):
 
 @gluon.jit
 def step_start(loop, step, STEP: gl.constexpr):
-    """Return the first key of a step of the KV loop, where `loop` is (begin, num_masked_prefix, num_unmasked, num_masked).
+    """Return the first key of a step of the KV loop.
 
-    The first steps process the masked tiles at the beginning of the interval. The next steps process the masked tiles at the
-    end of the interval. The last steps process the unmasked tiles between them. With this order, a step applies the mask if and
-    only if `step < num_masked`.
+    Masked tiles at the two ends of the interval come first, so that a step applies the mask if and only if `step < num_masked`.
     """
     begin, num_masked_prefix, num_unmasked, num_masked = loop
     tile = gl.where(
@@ -295,9 +247,9 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions that have side effects. Return the int32 that the instructions write to $0. The operand $1 is 0.
+    """Execute PTX instructions with side effects, and return the int32 that they write to $0. The operand $1 is 0.
 
-    An inline assembly call must return a value. Instructions without a result therefore end with "mov.b32 $0, $1;".
+    An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;".
     """
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 

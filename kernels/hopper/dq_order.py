@@ -1,4 +1,4 @@
-"""Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward`.
+"""Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
 
 The sum of floating-point numbers depends on their order. TMA's reduce-add is atomic, but programs reach it in any order. With
 deterministic algorithms, the host therefore fixes the order in which work tiles add to a query tile, see

@@ -6,13 +6,12 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-State stages are stages of the K/V pipeline. After the last keys of a work tile, the producer transfers the shared memory of
-these stages to the consumers. `ringattn.kernels.hopper.forward` explains the pipeline.
+State stages are stages of K and V, whose shared memory the producer transfers to the consumers after the last keys of a work
+tile.
 
-An in-place update usually has nothing to rescale, because the reference max of a row starts as the m of its incoming state. In
-two cases, the threads use plain loads and stores instead of TMA. In the first case, a work tile has fewer rows than TMA would
-write, and the rows after its end belong to another work tile. In the second case, a row has overflowed or its reference max was
-raised.
+An in-place update usually has nothing to rescale, because the reference max of a row starts as the m of its incoming state. The
+threads load and store o themselves in two cases: a work tile has fewer rows than TMA would write, or a row has overflowed or
+its reference max was raised.
 """
 
 from triton.experimental import gluon
@@ -23,7 +22,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# The sign bit of an fp32 number. The kernel sets this bit in the l of a row that has overflowed.
+# The kernel sets the sign bit of the l of a row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 
@@ -39,9 +38,8 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
     """Transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
 
-    The producer calls this function. The buffers of the state stages are numbered K, V, K, V, and so on. Buffer NUMBER is for
-    part NUMBER % o_parts of the o of consumer NUMBER // o_parts. If the output is returned, TMA loads this part of the incoming
-    o into the buffer. The last buffer may belong to no consumer.
+    The buffers of the state stages are numbered K, V, K, V, and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of
+    consumer NUMBER // o_parts, if there is one. If the output is returned, TMA loads this part of the incoming o.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -55,7 +53,7 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
 
 @gluon.jit
 def release_keys(k_empty, stage, CONFIG: gl.constexpr):
-    """Release K of a stage. With a joint release, the arrival that releases V also releases K, and nothing happens here."""
+    """Release K of a stage, unless the arrival that releases V also releases K."""
     if not CONFIG.joint_release:
         mbarrier.arrive(k_empty.index(stage), count=1)
 
@@ -71,21 +69,20 @@ def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def row_index(row_range, results, CONFIG: gl.constexpr):
-    """Return (index, inside), two tensors with one number per row of a consumer.
-
-    `index` is the index of the row in a tensor (B, Nq, Hq). `inside` is true if the work tile contains the row.
+    """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the rows that the work tile
+    contains.
 
     `row_range` is (batch entry, head, first row of the consumer, end of the work tile's rows).
     """
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    # Compute the index in 64 bits, because the tensors may have more than 2**31 elements.
+    # The tensors may have more than 2**31 elements.
     return (batch.to(gl.int64) * results[7] + rows) * CONFIG.num_heads + head, rows < end
 
 
 @gluon.jit
 def load_ref_max(results, row_range, CONFIG: gl.constexpr):
-    """Load the initial reference max, which is the m of the incoming state in log2 units, or UNSET_REF_MAX without a state."""
+    """Load the m of the incoming state in log2 units. Without a state, return UNSET_REF_MAX."""
     index, inside = row_index(row_range, results, CONFIG)
     if CONFIG.has_state:
         return gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
@@ -95,7 +92,7 @@ def load_ref_max(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
-    """Load (m in log2 units, l) of the incoming state. Without a state, return the numbers of a row that has not seen a key."""
+    """Load (m in log2 units, l) of the incoming state. Without a state, return those of a row that has not seen a key."""
     index, inside = row_index(row_range, results, CONFIG)
     m = load_ref_max(results, row_range, CONFIG)
     return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
@@ -103,17 +100,16 @@ def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def split_columns(tile):
-    """Split an accumulator into its left half and its right half, without moving numbers between threads."""
+    """Split an accumulator into its halves of columns, without moving numbers between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return views of the shared memory for a consumer's o: one view of its left part and one view of its right part.
+    """Return views of the left and the right part of a consumer's o in the K and the V buffer of its state stage.
 
-    `buffers` are the K and the V buffer of the consumer's state stage. If one buffer can hold a whole o, the left view is the
-    view of the whole o, and the right view must not be used. In this case, consumers with even numbers use the K buffer, and
-    consumers with odd numbers use the V buffer.
+    If one buffer can hold a whole o, the left view is that of the whole o, and the right view must not be used. Consumers with
+    even numbers then use the K buffer, and the others the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -122,7 +118,7 @@ def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load the incoming o from shared memory into registers, in the layout of `o`."""
+    """Load the incoming o from shared memory, in the layout of `o`."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     if CONFIG.o_parts == 1:
         return left.load(CONFIG.output_layout)
@@ -135,7 +131,7 @@ def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
-    """Start to add one part of o to the state in global memory. If there is no incoming state, start to store the part."""
+    """Start to store one part of o, or to add it to the incoming state."""
     batch, head, first_row, end = row_range
     if CONFIG.has_state:
         tma_reduce_add(state_tiles, [batch, first_row, head, column], tile_view(part, state_tiles))
@@ -145,9 +141,9 @@ def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to store o, or to add o to the incoming o, through the shared memory of the state stage."""
+    """Start to store o, or to add it to the incoming o, through the state stage."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
-    # The fence makes the stores of the threads visible to TMA, which accesses shared memory through another proxy.
+    # TMA accesses shared memory through another proxy, so the stores need a fence.
     if CONFIG.o_parts == 1:
         left.store(o)
         fence_async_shared()
@@ -162,16 +158,13 @@ def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG:
 
 @gluon.jit
 def _by_output_row(numbers, CONFIG: gl.constexpr):
-    """Convert numbers (64,), one per row, to a layout in which they can be broadcast over o."""
+    """Convert numbers (64,), one per row, so that they can be broadcast over o."""
     return gl.convert_layout(numbers, gl.SliceLayout(1, CONFIG.output_layout))[:, None]
 
 
 @gluon.jit
 def _elements(index, rows, CONFIG: gl.constexpr):
-    """Return the indices of a consumer's elements in a tensor (B, Nq, Hq, Dv), and a mask of the elements that exist.
-
-    An element exists if its row is in the mask `rows` and its column is less than Dv.
-    """
+    """Return the indices of a consumer's elements in a tensor (B, Nq, Hq, Dv), and a mask of those in `rows` and below Dv."""
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_output_row(rows, CONFIG) & (columns < CONFIG.value_dim)
     return _by_output_row(index, CONFIG) * CONFIG.value_dim + columns, mask
@@ -188,9 +181,9 @@ def merge_scalars(ref_max, l, state_m, state_l):
 
 @gluon.jit
 def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
-    """Write lse. If a state is returned instead of the output, write the m and the l of the new state."""
+    """Write lse, or the m and the l of the new state."""
     if CONFIG.final:
-        # If a row has not seen a key, its l is 0. The lse of such a row is -inf.
+        # A row that has not seen a key has l = 0 and lse = -inf.
         gl.store(results[4] + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
     else:
         gl.store(results[0] + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
@@ -201,18 +194,15 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse. If a state is returned instead of the output, write a new state.
-
-    This function is not used for updates of an incoming state in place.
-
-    The shared memory of Q, `query`, is no longer needed for Q. It holds the output until TMA has stored the output.
+    """Write out = o / l and lse, or a new state, through the shared memory `query` of Q. Updates in place do not use this
+    function.
     """
     batch, head, first_row, end = row_range
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
     if CONFIG.final:
-        # If a row has not seen a key, its l and o are 0, and its output is 0. One division per row and one product per element
-        # take fewer instructions than one division per element.
+        # A row that has not seen a key has l = o = 0 and the output 0. One division per row takes fewer instructions than one
+        # per element.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
     if first_row + ROWS <= end:
@@ -223,7 +213,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # TMA would also write the rows after the end of this work tile, and those rows belong to another work tile.
+        # TMA would also write rows of another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -234,34 +224,32 @@ def update_scalars(
 ):  # fmt: skip
     """Merge the scalars of the result into those of the incoming state in place. The caller must then merge o.
 
-    If some rows of a program overflow, the retry pass recomputes all rows of the program. The retry pass must add only the
-    overflowed rows to the state, because the first pass has already added all other rows. Therefore the first pass does not
-    change the state of an overflowed row, except that it sets the sign bit of l. The retry pass updates only the rows with this
-    bit.
+    The retry pass recomputes all rows of a program, but must add only the overflowed rows to the state. Therefore the first
+    pass does not change the state of an overflowed row, except that it sets the sign bit of l, and the retry pass updates only
+    the rows with this bit.
 
     Returns:
         (written, alpha, beta, stays). `written` is a mask of the rows whose o must be replaced by o * alpha + state_o * beta.
-        `stays` is a mask of the rows among them for which the sum o + state_o gives the same result.
+            `stays` is a mask of the rows among them for which o + state_o gives the same result.
     """
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # In this branch, UPDATE_REF_MAX is true in the retry pass and false in the first pass. Test the sign bit itself instead
-        # of l < 0. If a row has not seen a key, its l is 0, and -0.0 < 0 is false.
+        # UPDATE_REF_MAX is true in the retry pass. Test the sign bit itself, because the l of a row without keys is 0, and -0.0
+        # < 0 is false.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Do not write m if it has not changed. Otherwise, the conversion of m to log2 units and back would change the last bits of
-    # m on every hop of a ring.
+    # Converting an unchanged m to log2 units and back would change its last bits on every hop of a ring.
     gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
     else:
-        # Set the sign bit by an integer operation. A negation is not enough, because Triton compiles -incoming_l to 0 -
-        # incoming_l. If incoming_l is 0, this difference is +0.0, whose sign bit is not set.
+        # Triton compiles -incoming_l to 0 - incoming_l, whose sign bit is not set if incoming_l is 0. Set it by an integer
+        # operation.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # If a row of the incoming state has not seen a key, its o is 0, so its beta does not matter.
+    # If the incoming row has not seen a key, its o is 0, so its beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 
@@ -276,8 +264,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA adds all 64 rows, and it cannot multiply them by a factor. TMA is therefore used only if all rows exist, all rows are
-    # written, and no row needs a factor.
+    # TMA adds all 64 rows, and it cannot multiply them by a factor.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
@@ -298,16 +285,13 @@ def finish_work_tile(
         o: (64, dim), the sum of the probabilities times the values.
         query: the shared memory of this consumer's Q.
         buffers: the K and the V buffer of this consumer's state stage.
-        incoming: (m in log2 units, l) of the incoming state, from `load_state_scalars`.
+        incoming: from `load_state_scalars`.
         results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq). state_tiles and out_tiles are TMA
-            descriptors of state_o and out, and the others before Nq are pointers. The incoming state is read through the same
-            pointers.
-        row_range: (batch entry, head, first row of the consumer, end of the work tile's rows).
-        CONSUMER: the number of this consumer.
+            descriptors of state_o and out.
+        row_range: see `row_index`.
         UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
 
-    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results that this function writes for such a row are
-    invalid until the retry pass has rewritten them.
+    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. Its results are invalid until the retry pass.
     """
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

@@ -1,13 +1,11 @@
-"""The end of a work tile in the Hopper forward for head dims above 128. The threads load and store o without TMA.
+"""The end of a work tile in the Hopper forward for head dims above 128 and FP8. The threads load and store o without TMA.
 
-    incoming state   result   what happens to o
-    no               output   the threads store o / l
-    yes              output   the threads load the incoming o, merge it, and store the result divided by l
-    no               state    the threads store o
-    yes              state    the threads add o to the incoming o by atomic additions; if a row needs a factor, they load the
-                              incoming o, merge it, and store the result in place
-
-`ringattn.kernels.hopper.epilogue` contains the part that both forward kernels share: m, l, lse and the rows that overflow.
+incoming state   result   what happens to o
+no               output   the threads store o / l
+yes              output   the threads load the incoming o, merge it, and store the result divided by l
+no               state    the threads store o
+yes              state    the threads add o to the incoming o by atomic additions; if a row needs a factor, they load the
+                          incoming o, merge it, and store the result in place
 """
 
 from triton.experimental import gluon
@@ -19,20 +17,20 @@ from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT
 
 @gluon.jit
 def _by_row(numbers, tile):
-    """Convert numbers (64,), one per row, to a layout in which they can be broadcast over `tile`."""
+    """Convert numbers (64,), one per row, so that they can be broadcast over `tile`."""
     return gl.convert_layout(numbers, gl.SliceLayout(1, tile.type.layout))[:, None]
 
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """Store part * alpha + source * beta. If there is no source, store part * alpha.
+    """Store part * alpha + source * beta, or part * alpha if no state comes in.
 
     Args:
         part: columns of o, beginning with column FIRST.
-        alpha, beta: (64,), one factor per row. beta is not used if there is no source.
+        alpha, beta: (64,), one factor per row.
         index: (64,), the index of each row in a tensor (B, Nq, Hq).
         rows: (64,), a mask of the rows to store.
-        source, target: pointers to tensors (B, Nq, Hq, Dv). The source is used only if a state comes in.
+        source, target: pointers to tensors (B, Nq, Hq, Dv).
     """
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns
@@ -49,7 +47,7 @@ def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, tar
 def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     """Store o * alpha + source * beta, see `_merge_part`."""
     if CONFIG.has_state and CONFIG.dim > 64:
-        # Merge 64 columns at a time. If all columns were merged at once, the incoming o would need as many registers as o.
+        # Merge 64 columns at a time, because the whole incoming o would need as many registers as o.
         left, right = split_columns(o)
         if CONFIG.dim == 128:
             _merge_part(left, 0, alpha, beta, index, rows, source, target, CONFIG)
@@ -69,8 +67,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
     """Add o to the target (B, Nq, Hq, Dv). An atomic addition needs no registers for the old value.
 
-    No two threads add to the same number, so the result does not depend on the order of the additions. `index` and `rows` are
-    those of `_merge_part`.
+    No two threads add to the same number, so the order of the additions does not matter.
     """
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)
@@ -83,19 +80,7 @@ def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
 def finish_work_tile(
     ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Merge the incoming state and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
-
-    Args:
-        ref_max, l: (64,), the reference max of each row and the sum of its probabilities.
-        o: (64, dim), the sum of the probabilities times the values.
-        incoming: (m in log2 units, l) of the incoming state, from `load_state_scalars`.
-        results: as for `ringattn.kernels.hopper.epilogue.finish_work_tile`, without TMA descriptors.
-        row_range: (batch entry, head, first row of the consumer, end of the work tile's rows).
-        UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
-
-    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results that this function writes for such a row are
-    invalid until the retry pass has rewritten them.
-    """
+    """Do the same as `epilogue.finish_work_tile`, without shared memory and TMA descriptors."""
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)
@@ -116,7 +101,7 @@ def finish_work_tile(
             ref_max, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
         write_scalars(ref_max, l, results, index, inside, CONFIG)
         if CONFIG.final:
-            # If a row has not seen a key, its l and o are 0, and its output is 0.
+            # A row that has not seen a key has l = o = 0 and the output 0.
             inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
             _merge_o(o, alpha * inverse, beta * inverse, index, inside, state_o, out, CONFIG)
         else:

@@ -1,8 +1,7 @@
 """The forward kernel for Hopper GPUs (sm_90) with FP8 inputs, for head dims 64, 128 and 256.
 
-Read `ringattn.kernels.hopper.forward` first, which explains work tiles, partitions, barriers and ping-pong, and
-`ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers with up to 240 registers per
-thread. A step of the KV loop processes one block of 128 keys, which has one scale for K and one scale for V.
+Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers
+with up to 240 registers per thread. A step processes one block of 128 keys, which has one scale for K and one scale for V.
 
       PRODUCER                               SHARED MEMORY            CONSUMERS
 
@@ -12,26 +11,23 @@ thread. A step of the KV loop processes one block of 128 keys, which has one sca
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds the tile K (128, D) of a step and the tile V (D, 128) of the previous step, because a consumer issues S(j) and
-P(j-1) V(j-1) together. The first stage of a work tile has no V, and the last one has no K. Both tiles share their barriers,
-because every arrival at an mbarrier costs two barriers of a consumer's threads. As in `ringattn.kernels.hopper.forward_wide`,
-there are two orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step, because a consumer issues S(j) and P(j-1) V(j-1)
+together. The first stage of a work tile has no V, and the last one has no K. Both share their barriers, because every arrival
+costs two barriers of a consumer's threads. As in `forward_wide`, there are two orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation in fp32. The tensor cores keep only about 14 bits of a sum of FP8 products. If they added the products of all steps
-to O, positive values would lose several percent over 65,536 keys. The tensor cores therefore add only the products of one step,
-and the threads add the result to O in fp32. O of D = 256 needs 128 registers per thread. P V is therefore split into products
-of PART_COLUMNS columns. At most two of them are in flight, and the last one is in flight together with S.
+Accumulation in fp32. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, positive values would
+lose several percent. The tensor cores therefore add only the products of one step, and the threads add the result to O. O of D
+= 256 needs 128 registers per thread, so P V is split into products of `part_columns` columns. At most two of them are in
+flight, and the last one together with S.
 
-Probabilities. `ringattn.kernels.hopper.softmax_fp8` rounds them to e4m3 in the registers of their threads. The tensor cores
-also compute the row sums, as a product of P and a tile of ones, so that the sums contain the rounded probabilities.
+Probabilities. `softmax_fp8` rounds them to e4m3 in the registers of their threads. The tensor cores also compute the row sums,
+as a product of P and a tile of ones, so that the sums contain the rounded probabilities.
 
-Scales. The score of a query and a key is q k^T times both scales. The scale of a block of V is a power of two, and its exponent
+Scales. The score of a query and a key is q k^T times both scales. The scale of a block of V is a power of two, whose exponent
 is added to the scores of the block. P V then needs no other factor, and the row sums of the block are divided by the scale.
-
-Results. The threads write o from registers to global memory, see `ringattn.kernels.hopper.epilogue_wide`.
 """
 
 from triton.experimental import gluon
@@ -65,10 +61,9 @@ SUM_COLUMNS = gl.constexpr(8)
 def _load_stage(
     tiles, k_start, v_block, heads, ring, barriers, position, HAS_K: gl.constexpr, HAS_V: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Load the tile K that begins with key `k_start` and the tile V of block `v_block` into the next stage.
+    """Load the K that begins with key `k_start` and the V of block `v_block` into the next stage. Return the next position.
 
-    Return the next position, which is (stage, phase). If HAS_K is 0, the tile of K is not loaded. If HAS_V is 0, the
-    tile of V is not loaded.
+    HAS_K and HAS_V are 1, or 0 if a tile is not loaded.
     """
     q, k, v = tiles
     q_full, q_empty, full, empty = barriers
@@ -93,8 +88,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     _, _, num_unmasked, num_masked = loop
     mbarrier.expect(barriers[0], CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, barriers[0], CONFIG)
-    # Even a work tile whose rows see no key has one step, so that the consumers need no special case. If the keys of this
-    # step lie beyond the last key, TMA loads zeros.
+    # Even a work tile whose rows see no key has one step. TMA loads zeros beyond the last key.
     start = step_start(loop, 0, CONFIG.keys)
     heads = batch, head // CONFIG.group
     position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
@@ -107,7 +101,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_stage(full, position):
-    """Wait until the tiles of the next stage have been loaded. Return the stage."""
+    """Wait until the next stage has been loaded, and return it."""
     stage, phase = position
     mbarrier.wait(full.index(stage), phase)
     return stage
@@ -115,17 +109,14 @@ def _wait_for_stage(full, position):
 
 @gluon.jit
 def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
-    """Issue the product S = Q K^T with the K of a stage."""
+    """Issue S = Q K^T with the K of a stage."""
     scores = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     return warpgroup_mma(query, ring.index(2 * stage).permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys) in shared memory.
-
-    `product` has the registers of the result. Its numbers do not matter.
-    """
+    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). `product` gives its registers."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
 
@@ -147,8 +138,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
     """Issue the product of P and ones, and P V with the V of a stage. Add all parts of P V except for the last to O.
 
-    Return (parts of O, last part of P V, row sums). The last part may still be in flight. If it is the only part, the row sums
-    may be in flight as well.
+    Return (parts of O, last part of P V, row sums). The last part may still be in flight, and the row sums if it is the only
+    part.
     """
     queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -172,8 +163,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
     """Wait for the last part of P V, and add it to O. Return (parts of O, row sums).
 
-    The first three arguments are results of `_issue_output`. Up to IN_FLIGHT products that were issued later may still be in
-    flight afterwards.
+    Up to IN_FLIGHT products that were issued later may still be in flight afterwards.
     """
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
@@ -195,7 +185,7 @@ def _zero_parts(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """Return NUMBER parts, beginning with part FIRST, as one tensor, without moving numbers between threads."""
+    """Return NUMBER parts from part FIRST on as one tensor, without moving numbers between threads."""
     if NUMBER == 1:
         return parts[FIRST]
     else:
@@ -216,7 +206,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return the factor (64,) of every row that converts q k^T, times the scale of K, to scores in log2 units."""
+    """Return the factor (64,) that converts q k^T, times the scale of K, to scores in log2 units."""
     q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -232,12 +222,12 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
     k_scale, v_scale_bits = block_scales
     # The mantissa of the scale of V is 0.
     v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
-    # A work tile in which no row sees a key has one step, in which all scores are masked.
+    # A work tile whose rows see no key has one step, in which all scores are masked.
     if (step < num_masked) | (num_masked + num_unmasked == 0):
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # In step num_masked, the first unmasked step, every row sees all keys of the tile. After this step, every ref_max is set.
+    # After step num_masked, in which every row sees all keys of the tile, every ref_max is set.
     if step <= num_masked:
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
@@ -247,9 +237,9 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
 
 @gluon.jit
 def _scale_sums(sums, block_scales, l):
-    """Convert the row sums (64, SUM_COLUMNS) of a step to numbers like l (64, 4). Every thread has the sum of the whole row."""
+    """Convert the row sums (64, SUM_COLUMNS) of a step to numbers like l (64, 4)."""
     _, v_scale_bits = block_scales
-    # If a power of two has the exponent e + 127 in its bits, its inverse has the exponent 127 - e.
+    # The inverse of a power of two with the exponent e + 127 in its bits has 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
     sums = gl.max(gl.max(softmax.by_thread(sums, SUM_COLUMNS), axis=3), axis=1)
     return gl.convert_layout(sums, l.type.layout) * inverse_v_scale
@@ -260,7 +250,7 @@ def _overlapped_steps(
     scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, in the order with overlap. The arguments are explained at `_sequential_steps`."""
+    """Compute all steps of a work tile, in the order with overlap. See `_sequential_steps`."""
     queries, ring, ones = buffers
     q_full, q_empty, full, empty = barriers
     batch, key_head = heads
@@ -269,7 +259,7 @@ def _overlapped_steps(
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
-    # P V and the row sums of the block before the last one. They have not been added to o and l yet.
+    # P V and the row sums of the block before the last one, not yet in o and l.
     product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
     for step in range(1, num_masked + num_unmasked):
         previous_scales = block_scales
@@ -278,7 +268,7 @@ def _overlapped_steps(
         stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
         scores = _issue_scores(query, ring, stage, CONFIG)
-        # While the tensor cores compute S, add the previous product. It is relative to the previous reference max.
+        # During S, add the previous product, which is relative to the previous reference max.
         l = (l + row_sums) * alpha
         o = softmax.rescale(o + product, alpha)
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
@@ -302,7 +292,7 @@ def _overlapped_steps(
 
 @gluon.jit
 def _last_output(words, o, buffers, barriers, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Add P V of the last step of a work tile to O. Return (parts of O, row sums, next position)."""
+    """Add P V of the last step to O. Return (parts of O, row sums, next position)."""
     q_full, q_empty, full, empty = barriers
     _, phase = position
     stage = _wait_for_stage(full, position)
@@ -320,24 +310,17 @@ def _sequential_steps(
     scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, in the order without overlap.
+    """Compute all steps of a work tile, in the order without overlap. Return (ref_max, l, parts of o, next position).
 
     Args:
         scores: the scores (64, keys) of the first step.
         query: the Q of this consumer in shared memory.
-        buffers: (queries, ring of stages, tile of ones).
-        barriers: (q_full, q_empty, full, empty).
-        row_bounds: from `load_consumer_tile`.
-        loop: from `ringattn.kernels.hopper.common.load_work_tile`.
+        row_bounds, loop: from `load_consumer_tile`.
         operands: see `_load_block_scales`.
         heads: (batch entry, key head).
-        ref_max: (64, 4), the initial reference max.
+        ref_max: (64, 4), the initial reference max. Every thread of a row has the same number, as in the results.
         factors: (64, 4), from `_row_factors`.
         block_scales: the scales of the first block, from `_load_block_scales`.
-        position: the next position in the ring of stages.
-
-    Returns:
-        (ref_max, l, parts of o, next position). ref_max and l are (64, 4), and every thread of a row has the same numbers.
     """
     queries, ring, ones = buffers
     q_full, q_empty, full, empty = barriers
@@ -350,7 +333,7 @@ def _sequential_steps(
         rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
         p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
         o = softmax.rescale_parts(o, alpha, CONFIG.num_parts)
-        # Load the scales of the next step early, because they arrive only after hundreds of cycles.
+        # The scales arrive only after hundreds of cycles, so load them early.
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step + 1, CONFIG.keys), CONFIG)
         _, phase = position
@@ -422,20 +405,13 @@ def _forward_kernel(
     q, k, v, q_scales, k_scales, v_scales, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, num_query_blocks, num_key_blocks, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The function `forward` launches this kernel.
+    """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`, except for the following.
 
     Args:
         q, k, v: TMA descriptors of the e4m3 tensors (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, C, D, 128).
         q_scales, k_scales, v_scales: (B, ceil(Nq / 128), Hq), (B, C, Hkv) and (B, C, Hkv).
-        lo, hi: (num_masks, Nq), the interval of each query.
-        work_tiles: (n, programs, 8), see `Intervals.work_tiles`. Every loop begins at a multiple of 128.
-        state_m, state_l, state_o: the state, which is read, written or both. They are None if no state comes in and none is
-            returned.
-        lse, out: (B, Nq, Hq) and (B, Nq, Hq, D), which are written. They are None if a state is returned.
-        num_masks: 1 if all batch entries have the same mask, else B.
-        num_queries: Nq.
+        work_tiles: every loop begins at a multiple of 128.
         num_query_blocks, num_key_blocks: ceil(Nq / 128) and C = ceil(Nk / 128).
-        log2_scale: the factor that converts q k^T to scores in log2 units.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], E4M3)
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, CONFIG.keys], E4M3)
@@ -453,7 +429,7 @@ def _forward_kernel(
     buffers = queries, ring, ones
     barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, k, v), work_tiles, buffers, barriers
-    # `results` also contains the tensors of the state. The entries of the TMA descriptors of o and out are None.
+    # The TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
     operands = q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands

@@ -1,7 +1,6 @@
-"""The forward kernel for Hopper GPUs (sm_90) for head dims above 128. It implements `ringattn.kernels.reference.forward`.
+"""The forward kernel for Hopper GPUs (sm_90) and head dims above 128.
 
-Read `ringattn.kernels.hopper.forward` first. That module explains work tiles, partitions, barriers, the retry pass and
-ping-pong. This kernel has two consumers with up to 240 registers per thread. It differs from the other kernel as follows:
+Read `forward_narrow` first. This kernel has two consumers with up to 240 registers per thread, and differs as follows:
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -11,10 +10,8 @@ ping-pong. This kernel has two consumers with up to 240 registers per thread. It
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-Stages. A stage holds one tile of K or one tile of V. The tiles arrive in the order in which the consumers use them. Tiles of K
-and V have the same number of columns, 256 or 128. With 192 columns of K and 128 columns of V, the last 64 columns of K arrive
-in a second ring, the tails. A tail has no barriers of its own. It arrives with the stage of its K and is released with this
-stage.
+Stages. A stage holds one tile of K or V, in the order of use, with 256 or 128 columns. With 192 columns of K and 128 columns of
+V, the last 64 columns of K arrive in a second ring, the tails, with the barriers of the stage of their K.
 
 Order of a step. The accumulators of O and S, the probabilities and the columns of Q in registers leave few registers. The
 config therefore chooses between two orders:
@@ -22,16 +19,15 @@ config therefore chooses between two orders:
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
-With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on. The softmax of a consumer runs during its own second
-product. Without overlap, the stages hold K(0), V(0), K(1), V(1) and so on. The softmax of one consumer runs during the products
-of the other consumer. The ping-pong keeps the two consumers apart. A consumer therefore passes the ping-pong only when its O is
-complete. If both consumers had products in flight at the same time, these products would also end at the same time.
+With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on, and the softmax of a consumer runs during its own second
+product. Without overlap, the stages hold K(0), V(0), K(1), V(1) and so on, and the softmax of one consumer runs during the
+products of the other. A consumer passes the ping-pong only when its O is complete: products in flight at the same time would
+also end at the same time.
 
-Q in registers. A product that reads its left operand from registers reads only K from shared memory. With 64 keys per step, Q
-in shared memory would cost as many bytes per step as K.
+Q in registers. With 64 keys per step, Q in shared memory would cost as many bytes per step as K.
 
-Results. The threads write o from registers to global memory without shared memory, so the producer can load the next Q during
-the end of a work tile. `ringattn.kernels.hopper.epilogue_wide` contains this code.
+Results. The threads write o to global memory without shared memory, so the producer can load the next Q during the end of a
+work tile, see `epilogue_wide`.
 """
 
 from triton.experimental import gluon
@@ -74,7 +70,7 @@ def _load_queries(tiles, buffers, q_full, rows, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFIG: gl.constexpr):
-    """Load a tile of K into the next stage. Return the next position, which is (stage, phase, tail)."""
+    """Load a tile of K into the next stage. Return the next position."""
     _, _, k, k_tail, v = tiles
     queries, query_tails, ring, key_tails = buffers
     q_full, q_empty, full, empty = barriers
@@ -113,7 +109,6 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     _, _, num_unmasked, num_masked = loop
     key_head = head // CONFIG.group
     _load_queries(tiles, buffers, barriers[0], rows, CONFIG)
-    # Even a work tile whose rows see no key has one step, so that the consumers need no special case.
     start = step_start(loop, 0, CONFIG.keys)
     position = _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFIG)
     for step in range(1, num_masked + num_unmasked):
@@ -132,7 +127,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
     """Issue the two products S = Q K^T with the K of the next stage. Return (S, next position).
 
-    `query` is (columns of Q in registers, Q in shared memory, tail of Q in shared memory).
+    `query` is (columns of Q in registers, Q in shared memory, tail of Q).
     """
     queries, query_tails, ring, key_tails = buffers
     in_registers, in_shared, query_tail = query
@@ -154,7 +149,7 @@ def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue the product O += P V with the V of the next stage. Return (O, next position)."""
+    """Issue O += P V with the V of the next stage. Return (O, next position)."""
     queries, query_tails, ring, key_tails = buffers
     stage, phase, tail = position
     mbarrier.wait(full.index(stage), phase)
@@ -165,9 +160,9 @@ def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue the products of a step and wait for S. Without overlap, also wait for O.
+    """Issue the products of a step and wait for S. Return (S, O, stage of V, next position).
 
-    Return (S, O, stage of V, next position). With overlap, the caller must wait for O and release the stage of V.
+    With overlap, the caller must wait for O and release the stage of V.
     """
     q_full, q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
@@ -201,10 +196,9 @@ def _step(
 
     Args:
         query: see `_issue_scores`.
-        carry: (p, ref_max, l, o, position). p holds the probabilities of the previous step. The sum l already contains p, but o
-            does not contain P V of the previous step yet.
+        carry: (p, ref_max, l, o, position). l contains p of the previous step, but o does not contain its P V yet.
         row_bounds, loop: from `load_consumer_tile`.
-        step: the number of this step, which is at least 1.
+        step: at least 1.
     """
     _, _, _, empty = barriers
     p, ref_max, l, o, position = carry
@@ -219,10 +213,9 @@ def _step(
     else:
         o = pending_o
     if UPDATE_REF_MAX:
-        # P V of the previous step is relative to the previous reference max, so o is rescaled only after it has been added.
+        # P V of the previous step is relative to the previous reference max.
         o = softmax.rescale(o, alpha)
-    # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
-    # p, and the conversion overwrites these registers.
+    # Before the wait, the conversion would overwrite the registers of the p that P V reads.
     p = gl.convert_layout(weights.to(p.dtype), CONFIG.p_layout)
     return p, ref_max, l, o, position
 
@@ -232,7 +225,7 @@ def _first_step(
     query, buffers, barriers, row_bounds, loop, position, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of the first step of a work tile, and return the carry for `_step`."""
+    """Compute the first step of a work tile, and return the carry for `_step`."""
     _, _, full, empty = barriers
     in_registers, _, _ = query
     stage = position[0]
@@ -267,15 +260,13 @@ def _compute_tile(
         carry = _step(query, buffers, barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG)
     p, ref_max, l, o, position = carry
     mbarrier.arrive(q_empty, count=1)
-    # Issue P V of the last step.
     value_stage = position[0]
     o, position = _issue_output(p, o, buffers, full, position, CONFIG)
-    # While this product runs, load the scalars of the incoming state and the next work tile.
+    # While P V of the last step runs, load the scalars of the incoming state and the next work tile.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = warpgroup_mma_wait(0, deps=(o,))
     mbarrier.arrive(empty.index(value_stage), count=1)
-    # Four threads share a row. Their sums and their maxima are combined only here, once per work tile.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)
     overflowed = finish_work_tile(ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX, CONFIG)
@@ -287,20 +278,9 @@ def _forward_kernel(
     q, q_tail, k, k_tail, v, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The function `forward` launches this kernel.
+    """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`.
 
-    Args:
-        q, k, v: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-        q_tail, k_tail: TMA descriptors of q and k for the columns that do not fit into a stage. None if there are no such
-            columns.
-        lo, hi: (num_masks, Nq), the interval of each query.
-        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
-        state_m, state_l, state_o: the state, which is read, written or both. They are None if no state comes in and none is
-            returned.
-        lse, out: (B, Nq, Hq) and (B, Nq, Hq, Dv), which are written. They are None if a state is returned.
-        num_masks: 1 if all batch entries have the same mask, else B.
-        num_queries: Nq.
-        log2_scale: the factor that converts q k^T to scores in log2 units.
+    q_tail and k_tail are TMA descriptors for the columns of q and k that do not fit into a stage, or None.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)
@@ -321,7 +301,7 @@ def _forward_kernel(
     buffers = queries, query_tails, ring, key_tails
     barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, q_tail, k, k_tail, v), work_tiles, buffers, barriers
-    # `results` also contains the tensors of the state. The entries of the TMA descriptors of o and out are None.
+    # The TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, None
     run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, overflow, CONFIG)

@@ -1,21 +1,19 @@
 """The softmax of the Hopper forward. It converts a tile of scores to probabilities in the registers of a consumer.
 
-The kernel computes p = exp2(score - ref_max), with the score and the reference max in log2 units. If the same number is
-subtracted from all scores of a row, the result of the softmax does not change. FlashAttention subtracts the running maximum of
-the row, so that exp2 never overflows. This kernel subtracts an optimistic reference max instead:
+The kernel computes p = exp2(score - ref_max), with the score and the reference max in log2 units. FlashAttention subtracts the
+running maximum of the row, so that exp2 never overflows. Any other number gives the same softmax, so this kernel subtracts an
+optimistic reference max:
 
-- The reference max of a row starts as the m of the incoming state. If this state is empty, the reference max is the maximum of
-  the first tile in which the row sees a key.
-- In later steps, the reference max does not change, so these steps neither compute maxima nor rescale l and o. The unnormalised
-  probabilities p may then be larger than 1. fp32 and bf16 represent the number 2**40 as precisely as the number 1.
-- A row overflows if later scores exceed its reference max by so much that l, the sum of p, reaches OVERFLOW_LIMIT. The result
-  of such a row is invalid. The program then repeats all of its work tiles in a retry pass.
-- In the retry pass, `update_ref_max` raises the reference max to the running maximum, from the first tile on. In fp16, the
-  first pass does the same. To rescale rarely, `update_ref_max` raises the reference max only if the running maximum exceeds it
-  by more than RESCALE_THRESHOLD.
+- The reference max of a row starts as the m of the incoming state, or as the maximum of the first tile in which the row sees a
+key.
+- In later steps, the reference max does not change, so these steps neither compute maxima nor rescale l and o. p may then be
+larger than 1. fp32 and bf16 represent 2**40 as precisely as 1.
+- A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then repeats all of its work tiles in a retry pass.
+- In the retry pass, and in fp16 already in the first pass, `update_ref_max` raises the reference max to the running maximum. To
+rescale rarely, it waits until the running maximum exceeds the reference max by more than RESCALE_THRESHOLD.
 
 A wgmma accumulator spreads every row over the four threads of a quad. Sums and maxima are kept per thread, as tensors (64, 4),
-until the kernel needs one number per row. Keeping them per thread saves an exchange between threads in every step.
+until the kernel needs one number per row. This saves an exchange between threads in every step.
 """
 
 from triton.experimental import gluon
@@ -23,26 +21,22 @@ from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.hopper.common import ROWS, step_start
 
-# The reference max of a row that has not seen a key. This is the most negative finite fp32 number, so exp2(-inf -
-# UNSET_REF_MAX) is 0. If UNSET_REF_MAX were -inf, the result would be NaN.
+# The reference max of a row that has not seen a key: finite, so that exp2(-inf - UNSET_REF_MAX) is 0 and not NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
-# A row overflows if its l reaches this limit. As long as l is below the limit, o fits into fp32 for values of V up to 2**79.
+# Below this limit of l, o fits into fp32 for values of V up to 2**79.
 OVERFLOW_LIMIT = gl.constexpr(2.0**48)
 
-# The maximum of a row may exceed the reference max by this number of log2 units before the reference max is raised. fp16, too,
-# represents probabilities up to 2**8 precisely.
+# In log2 units. fp16, too, represents probabilities up to 2**8 precisely.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit
 def by_thread(tile, COLUMNS: gl.constexpr):
-    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2).
+    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2). The third dimension counts the threads that share a
+    row.
 
-    The third dimension counts the four threads that share a row.
-
-    A reduction over the second and the fourth dimension gives one number per row and thread, as a tensor (64, 4). Such a
-    reduction needs no exchange between threads.
+    A reduction over the second and the fourth dimension, to (64, 4), needs no exchange between threads.
     """
     return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
 
@@ -56,30 +50,24 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return one word per row and thread, as a tensor (64, 4).
-
-    Bit i of a word is 1 if the thread's i-th column of the row lies below the bound.
+    """Return one word per row and thread (64, 4), whose bit i is 1 if the thread's i-th column of the row lies below the bound.
 
     Args:
         bound: (64,), one bound per row, relative to the first column of the tile.
-        tile: a tile from `by_thread`. A thread has up to 32 columns of each row.
+        tile: a tile from `by_thread`, with up to 32 columns per thread and row.
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
-    # A thread has two neighbouring columns of every eight columns. The first thread of a quad has columns 0 and 1, and the
-    # second thread has columns 2 and 3.
+    # A thread has two neighbouring columns of every eight columns.
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
     distance = gl.maximum(gl.convert_layout(bound, gl.SliceLayout(1, NUMBERS)).expand_dims(1) - first, 0)
     count = gl.minimum(2 * (distance // 8) + gl.minimum(distance % 8, 2), 32)
-    # Shift in 64 bits, because a shift of a 32-bit word by 32 is undefined.
+    # A shift of a 32-bit word by 32 is undefined.
     return ((gl.full_like(count, 1).to(gl.int64) << count) - 1).to(gl.int32)
 
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return, for every column of a tile, its index among the columns that the same thread has of a row.
-
-    The result has the shape (1, COLUMNS // 8, 1, 2).
-    """
+    """Return the index of every column of a tile among those that a thread has of a row, as (1, COLUMNS // 8, 1, 2)."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -88,15 +76,10 @@ def _index_in_thread(tile):
 
 @gluon.jit
 def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
-    """Replace the scores outside the intervals by -inf.
+    """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
 
-    Args:
-        scores: (64, keys), the scores of one tile.
-        lo, hi: (64,), the interval [lo, hi) of keys that each row may attend to.
-        start: the first key of the tile.
-
-    A thread computes one word of bits per row and tests one bit per score. The test takes two instructions per score. Comparing
-    every column with both bounds would take four instructions per score.
+    One word of bits per row and thread takes two instructions per score. Comparing every column with both bounds would take
+    four.
     """
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores_layout
@@ -108,11 +91,10 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread has two rows. In every four consecutive registers of its accumulator, the first two belong to one row, and the
-    # last two belong to the other row.
+    # A thread has two rows. Of every four registers of its accumulator, the first two belong to one row.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
-    # The constant 0f3F800000 is 1.0. The threads of a warp vote, and the warp skips the products if all alphas are 1.
+    # 0f3F800000 is 1.0.
     return (
         "{ .reg .pred changed;"
         f"setp.neu.f32 changed, {alphas[0]}, 0f3F800000; setp.neu.or.f32 changed, {alphas[2]}, 0f3F800000, changed;"
@@ -127,12 +109,10 @@ def _rescale_constraints(count):
 
 @gluon.jit
 def rescale(o, alpha):
-    """Multiply each row of o (64, columns) by its factor in alpha (64, 4).
-
-    If all alphas of a warp are 1, the warp skips the products. In most steps, all alphas are 1.
+    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). Usually all factors of a warp are 1, and it skips
+    the products.
     """
-    # COUNT is the number of registers that o occupies in each thread. The 64 rows are spread over the 128 threads of a
-    # warpgroup.
+    # The number of registers of o per thread.
     COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
@@ -144,7 +124,7 @@ def rescale(o, alpha):
 
 @gluon.jit
 def rescale_parts(o, alpha, PARTS: gl.constexpr):
-    """Multiply each row of o, a tuple of parts, by its factor in alpha (64, 4)."""
+    """Do `rescale` for a tuple of parts of o."""
     rescaled = ()
     for part in gl.static_range(PARTS):
         rescaled = rescaled + (rescale(o[part], alpha),)
@@ -153,8 +133,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # A thread has two rows, so there are two operands of each kind. $0 and $1 are the new reference maxima, and $2 and $3 are
-    # the maxima of the thread's scores. $4 and $5 are the old reference maxima, and $6 and $7 are the thresholds.
+    # Operands come in pairs, because a thread has two rows: the new reference maxima, the maxima of the thread's scores, the
+    # old reference maxima, and the thresholds.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row have the maximum of the row.
@@ -174,8 +154,7 @@ def raise_assembly():
 def _raise_ref_max(ref_max, thread_max):
     """Raise ref_max (64, 4) to the maximum of the row if this maximum exceeds it by more than RESCALE_THRESHOLD.
 
-    `thread_max` (64, 4) holds the maximum of the scores of each row in each thread. If no maximum in a warp exceeds its
-    threshold, the warp skips the exchange between threads.
+    `thread_max` (64, 4) holds the maxima per thread. If none in a warp exceeds its threshold, the warp skips the exchange.
     """
     ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
@@ -184,9 +163,8 @@ def _raise_ref_max(ref_max, thread_max):
 
 @gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Set the reference max (64, 4) of every row that has none yet to the maximum of the row's scores in this tile.
-
-    All four threads of a row get the same number. If a row sees no key of the tile, its reference max remains UNSET_REF_MAX.
+    """Set every reference max (64, 4) that is still unset to the maximum of the row's scores, if the row sees a key of this
+    tile.
     """
     row_max = gl.max(gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1), axis=1) * log2_scale
     return gl.where(ref_max == UNSET_REF_MAX, gl.maximum(row_max, UNSET_REF_MAX).expand_dims(1), ref_max)
@@ -194,10 +172,9 @@ def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Update the reference max with the scores of this tile. Return (ref_max, alpha), both (64, 4).
+    """Raise the reference max with the scores of this tile. Return (ref_max, alpha), both (64, 4).
 
-    The reference max of a row is raised if the maximum of the row exceeds it by more than RESCALE_THRESHOLD. The caller must
-    multiply the l and o of earlier tiles by alpha. If the reference max of a row does not change, its alpha is 1.
+    The caller must multiply the l and o of earlier tiles by alpha, which is 1 if the reference max of a row does not change.
     """
     raised = _raise_ref_max(ref_max, gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1) * log2_scale)
     return raised, gl.exp2(ref_max - raised)
@@ -205,7 +182,7 @@ def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
-    """Return (p, l). p is exp2(score - ref_max), and l (64, 4) is the given l plus the sums of p."""
+    """Return (p, l): exp2(score - ref_max), and the given l (64, 4) plus the sums of p."""
     tile = by_thread(scores, CONFIG.keys)
     p = gl.exp2(tile * log2_scale - _along_row(ref_max, tile))
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout), l + gl.sum(gl.sum(p, axis=3), axis=1)
@@ -213,10 +190,10 @@ def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the probabilities of the first step of a work tile. Return (probabilities (64, keys), ref_max, l).
+    """Compute the first step of a work tile. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
+    `load_consumer_tile`.
 
-    `row_bounds` comes from `load_consumer_tile`. A work tile in which no row sees a key also has one step, whose keys may lie
-    beyond the last key of the tensor. All of its scores are masked, so the values of these keys do not matter.
+    A work tile whose rows see no key also has one step, whose keys may lie beyond the tensor. All of its scores are masked.
     """
     lo, hi, _, ref_max = row_bounds
     _, _, num_unmasked, num_masked = loop
@@ -235,9 +212,8 @@ def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl
 
 @gluon.jit
 def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the probabilities of a later step. Return (probabilities (64, keys), ref_max, l, alpha).
-
-    The caller must multiply o by alpha (64, 4) with UPDATE_REF_MAX. Otherwise, alpha has no meaning.
+    """Compute a later step. Return (probabilities (64, keys), ref_max, l, alpha). With UPDATE_REF_MAX, o must be multiplied by
+    alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
     _, _, _, num_masked = loop
@@ -247,8 +223,8 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # A row may see its first key in any masked step, so its reference max may still be unset. In step num_masked, the first
-    # unmasked step, every row sees all keys of the tile. After this step, every reference max is set.
+    # A row may see its first key in any masked step. In step num_masked, the first unmasked step, every row sees all keys of
+    # the tile, so every reference max is then set.
     elif (step <= num_masked) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -265,9 +241,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged, and prevent the assembler from moving later instructions in front of the computation of l.
 
-    The instruction that waits for a wgmma has no operands. Without this fence, ptxas moves the wait for P V in front of the
-    softmax. The softmax then no longer overlaps with P V. ptxas never moves a wait across a possible exit of the thread. The
-    fence therefore contains an exit that is taken only if l is one particular NaN. No sum of probabilities is this NaN.
+    The instruction that waits for a wgmma has no operands, so ptxas moves the wait for P V in front of the softmax, which then
+    no longer overlaps with P V. It never moves a wait across a possible exit of the thread. This exit is taken only if l is one
+    particular NaN, which no sum of probabilities is.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -1,41 +1,36 @@
 """The softmax of the Hopper forward with FP8 inputs: the reference max, and the rounding of probabilities to e4m3.
 
-`ringattn.kernels.hopper.softmax` explains the reference max, and why sums and maxima are kept per thread. e4m3 represents
-numbers from 2^-9 to 448, so an optimistic reference max would overflow soon. This softmax therefore checks the maximum of every
-row in every step, and raises the reference max if a probability would exceed 448. The kernel computes p = exp2(score - ref_max
-+ TOP), so that most probabilities are in the range in which e4m3 has four significant bits. After the reference max was raised,
-p is at most 2^TOP, which leaves room for larger probabilities in later steps.
+e4m3 represents numbers from 2^-9 to 448, so an optimistic reference max as in `softmax` would overflow soon. This softmax
+checks the maximum of every row in every step, and raises the reference max if a probability would exceed 448. The kernel
+computes p = exp2(score - ref_max + TOP), so that most probabilities are in the range in which e4m3 has four significant bits.
+After the reference max was raised, p is at most 2^TOP, which leaves room for larger probabilities in later steps. Scores are in
+log2 units, and contain the exponent of the scale of V.
 
-Scores are in log2 units, and they contain the exponent of the scale of V.
-
-Rounding. Instead of computing an exponential and rounding it, the kernel rounds the score. If x is the score relative to the
-reference max, including TOP, the byte of the e4m3 number next to 2^x is about 8 x + 56, because e4m3 has 3 bits of mantissa and
-the exponent bias 7:
+Rounding. The kernel rounds the score instead of an exponential, because the unit for exponentials (MUFU) would limit the speed.
+If x is the score relative to the reference max, including TOP, the byte of the e4m3 number next to 2^x is about 8 x + 56,
+because e4m3 has 3 bits of mantissa and the exponent bias 7:
 
     byte(x) = round(8 x + 56 - 0.46)
 
-Between two powers of two, this formula replaces the exponential by a straight line in the byte, so some scores near the limit
-between two bytes are rounded to the other byte. The error of a probability is at most 8%, and 3.0% in the root mean square.
-Rounding to nearest has 6.25% and 2.5%. The constant 0.46 makes the mean of the errors 0. The formula needs no exponential. The
-unit for exponentials (MUFU) would limit the speed.
+Between two powers of two, this replaces the exponential by a straight line, so some scores are rounded to the neighbouring
+byte. The error of a probability is at most 8%, and 3.0% in the root mean square. Rounding to nearest has 6.25% and 2.5%. The
+constant 0.46 makes the mean of the errors 0.
 
 Below 2^-6, e4m3 has subnormal numbers, in which the byte is p times 2^9. In this range, a second line falls from 8 at x = -6 to
-0 at x = -9. Without this line, the small probabilities of a row with one large score would vanish:
+0 at x = -9. Without it, the small probabilities of a row with one large score would vanish:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Levels. A level is an integer of 16 bits, and a word holds the levels of two scores. An fp16 number below 2^-14 is subnormal,
-and the bits of n times 2^-24 are the integer n. If fp32 numbers are multiplied by 2^-24 and converted to fp16, the bits of the
-results are therefore rounded integers. One conversion instruction converts two numbers and replaces negative numbers by 0.
-Integers are exact up to 2048, and larger levels have 11 significant bits. The maximum of levels, their difference from a
-constant, and their division by 3 are single instructions for two levels.
+Levels. A level is a 16-bit integer, two per word. The bits of the subnormal fp16 number n times 2^-24 are the integer n, so an
+fp32 number times 2^-24, converted to fp16, is a rounded integer. One instruction converts two numbers and replaces negative
+ones by 0. Integers are exact up to 2048, and larger levels have 11 significant bits. Maximum, difference from a constant and
+division by 3 are single instructions for two levels.
 
-The first steps of a work tile may raise the reference max from UNSET_REF_MAX, a difference that levels cannot represent. These
-steps compute the maxima of the scores in fp32 (`raise_ref_max`). In later steps, the maxima of the levels suffice
-(`limit_levels`). If a level exceeds the limit, the reference max is raised, and all levels of the row become smaller by the
-same integer. If this integer is above 2048 - MAX_LEVEL, which is a change of the reference max by 238 in a single step, the
-probabilities of this step have larger errors. The products q k^T of such scores have errors of the same size.
+The first steps of a work tile may raise the reference max from UNSET_REF_MAX, which levels cannot represent, so they compute
+the maxima in fp32 (`raise_ref_max`). Later, the maxima of the levels suffice (`limit_levels`): the reference max is raised, and
+all levels of the row become smaller by the same integer. If this integer is above 2048 - MAX_LEVEL, which is a change by 238 in
+a single step, the probabilities of this step have larger errors, like the products q k^T of such scores.
 """
 
 from triton.experimental import gluon
@@ -50,7 +45,7 @@ TOP = gl.constexpr(7.0)
 # `raise_ref_max` raises the reference max of a row if the maximum exceeds it by more than this number of log2 units.
 SLACK = gl.constexpr(1.5)
 
-# The number of bytes per log2 unit, and the constant of the formula that makes the mean of the rounding errors 0.
+# Bytes per log2 unit, and the constant of the formula.
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
@@ -58,9 +53,8 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# If `limit_levels` raises the reference max of a row, the largest level of the row becomes this level. Its byte is 1.75 * 2^6.
-# Scores that are rounded to this byte have errors whose mean is 0. Scores that are rounded to 2^7 would be 4% too small on
-# average, and the largest probability of a row matters most.
+# `limit_levels` makes this the largest level of a row. Its byte is 1.75 * 2^6, whose errors have the mean 0. The largest
+# probability of a row matters most, and scores that are rounded to 2^7 would be 4% too small on average.
 TOP_LEVEL = gl.constexpr(126)
 
 # A level in fp16 is the level times this number.
@@ -69,15 +63,13 @@ UNIT = gl.constexpr(2.0**-24)
 
 @gluon.jit
 def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Raise the reference max (64, 4) if necessary. Return (ref_max, alpha).
+    """Raise the reference max (64, 4) if necessary. Return (ref_max, alpha), as `softmax.update_ref_max`.
 
     Args:
-        scores: (64, keys), the products q k^T. Scores that are masked are -inf.
-        ref_max: (64, 4), the same number in all four threads of a row.
+        scores: (64, keys), the products q k^T, or -inf where they are masked.
+        ref_max: the same number in all four threads of a row.
         factors: (64, 4), positive. They convert the products to log2 units.
         v_exponent: the exponent of the scale of V.
-
-    The caller must multiply l and o by alpha (64, 4). If the reference max of a row does not change, its alpha is 1.
     """
     ASSEMBLY: gl.constexpr = softmax.raise_assembly()
     row_max = gl.max(gl.max(softmax.by_thread(scores, CONFIG.keys), axis=3), axis=1) * factors + v_exponent
@@ -88,10 +80,9 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return the instructions that compute the levels of four scores of a row.
+    """Return the instructions that compute four levels of a row, two each in $0 and $1, from the scores in $2 to $5.
 
-    $2 to $5 are the scores. $6 and $7 are the factor and the offset of the row with which a score becomes a level times UNIT.
-    $0 and $1 have two levels each.
+    $6 and $7 are the factor and the offset with which a score becomes a level times UNIT.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -103,10 +94,9 @@ def _level_assembly():
 
 @gluon.jit
 def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Return the levels of the scores, two per word: int32 (64, keys // 16, 4, 2).
+    """Return the levels of the scores, two per word: int32 (64, keys // 16, 4, 2). No number moves to another thread.
 
-    The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`. No number moves to another thread. The arguments
-    are those of `raise_ref_max`.
+    The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`. The arguments are those of `raise_ref_max`.
     """
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
@@ -141,9 +131,9 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return the instructions that raise the reference max of the two rows of a thread.
 
-    The operands have two entries, one per row. $0 and $1 are the new reference max, $2 and $3 are alpha, and $4 and $5 are
-    twice the same negative fp16 number, which must be added to the levels. $6 and $7 are the thread's largest levels of the
-    row, in both halves of a word, and $8 and $9 are the reference max.
+    The operands come in pairs: $0 and $1 are the new reference max, $2 and $3 are alpha, and $4 and $5 are twice the same
+    negative fp16 number, which must be added to the levels. $6 and $7 are the thread's largest levels, and $8 and $9 the
+    reference max.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
@@ -185,8 +175,7 @@ def _shift_constraints(count):
 def limit_levels(levels, ref_max):
     """Raise the reference max (64, 4) of the rows that have levels above MAX_LEVEL. Return (levels, ref_max, alpha).
 
-    `ref_max` must be the reference max with which the levels were computed. The returned levels belong to the new reference
-    max. The caller must multiply l and o by alpha (64, 4), which is 1 if the reference max of a row does not change.
+    The returned levels belong to the new reference max. The caller must multiply l and o by alpha.
     """
     LIMIT: gl.constexpr = _limit_assembly()
     COUNT: gl.constexpr = levels.shape[1] * 4
@@ -214,7 +203,7 @@ def _byte_assembly():
 
 @gluon.jit
 def to_bytes(levels):
-    """Convert levels to the bytes of probabilities. Each half of a word has one byte. `pack` combines them."""
+    """Convert levels to the bytes of probabilities, one in each half of a word."""
     ASSEMBLY: gl.constexpr = _byte_assembly()
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [levels], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -223,8 +212,8 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    A product P V reads these words from registers. If registers for the words of the next step were written during this
-    product, the assembler would serialise all products. Therefore pack the words only after the product.
+    Call this function only after P V. If registers for the words were written during the product that reads the previous ones,
+    the assembler would serialise all products.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"
@@ -235,8 +224,7 @@ def pack(rounded):
 def as_left_operand(words, CONFIG: gl.constexpr):
     """View words of `pack` as the left operand (64, keys) of P V, without any instruction.
 
-    The loop carries the words from one step to the next. If it carried the e4m3 tensor, the compiler would use a register per
-    number.
+    If the loop carried the e4m3 tensor instead of the words, the compiler would use a register per number.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

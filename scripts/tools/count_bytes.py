@@ -140,7 +140,7 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_write=all_rows * (stats + sums),
     )
     tile_keys = hopper_backward.KEYS.value
-    tile_queries = hopper_backward._configure(head_dim, head_dim, heads, heads, (False, False, False)).queries
+    tile_queries = hopper_backward.configure((head_dim,) * 2, (heads,) * 2, (False,) * 3).queries
     queries = heads * total_loop_rows(intervals.transposed, tile_keys, tile_queries)
     reads = dram_reads(length, head_dim, tile_keys)
     main_kernel = Traffic(

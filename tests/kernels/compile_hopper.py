@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_wide, forward_fp8, forward_narrow, forward_wide
+from ringattn.kernels.hopper import backward_narrow, backward_wide, forward_fp8, forward_narrow, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
@@ -94,14 +94,14 @@ def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     kind: "fresh" (new gradients) or "add" (accumulators); "ordered" and "add-ordered" for the deterministic backward.
     """
     add, ordered = kind.startswith("add"), kind.endswith("ordered")
-    config = hopper_backward._configure(dim, dim, HEADS, HEADS // group, (add, add, add), ordered)
-    rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
+    config = hopper_backward.configure((dim, dim), (HEADS, HEADS // group), (add, add, add), ordered)
+    rows = {"q": config.queries, "dout": config.queries, "k": backward_narrow.ROWS.value, "v": backward_narrow.ROWS.value}
     types = {name: descriptor(dtype, (1, n, 1, config.dim)) for name, n in rows.items()}
     for consumer, name in enumerate(("first_dq_sums", "second_dq_sums")):
-        types[name] = descriptor("fp32", (2 * hopper_backward.dq_columns(config, consumer), 32))
+        types[name] = descriptor("fp32", (2 * backward_narrow.dq_columns(config, consumer), 32))
     types["scalars"] = descriptor("fp32", (2 * config.queries,), hopper_backward.SCALARS_LAYOUT)
     types |= dict.fromkeys(("dk", "dv"), "*fp32" if add else f"*{dtype}")
-    return hopper_backward._main_kernel, config, types, [] if ordered else ["progress"]
+    return backward_narrow._main_kernel, config, types, [] if ordered else ["progress"]
 
 
 def wide_backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
@@ -110,12 +110,13 @@ def wide_backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     kind: "keys" for the kernel for dk and dv, "queries" for the kernel for dq; "add-keys" and "add-queries" with accumulators.
     """
     add, by_key = kind.startswith("add"), kind.endswith("keys")
-    config = backward_wide._configure(dim, {256: 256, 192: 128}[dim], HEADS, HEADS // group, (add, add, add))
+    dims = dim, {256: 256, 192: 128}[dim]
+    config = hopper_backward.configure(dims, (HEADS, HEADS // group), (add, add, add))
     rows = config.queries if by_key else backward_wide.ROWS.value
     blocks = {"q": (rows, config.part), "dout": (rows, config.value_part)}
     blocks |= {"k": (backward_wide.ROWS.value, config.part), "v": (backward_wide.ROWS.value, config.value_part)}
     types = {name: descriptor(dtype, (1, n, 1, columns)) for name, (n, columns) in blocks.items()}
-    scalars = descriptor("fp32", (config.queries,), backward_wide.SCALARS_LAYOUT) if by_key else "*fp32"
+    scalars = descriptor("fp32", (config.queries,), hopper_backward.SCALARS_LAYOUT) if by_key else "*fp32"
     types |= dict.fromkeys(("log2_lse", "row_delta"), scalars)
     types |= dict.fromkeys(("dq", "dk", "dv"), "*fp32" if add else f"*{dtype}")
     return backward_wide._key_gradient_kernel if by_key else backward_wide._query_gradient_kernel, config, types, []

@@ -156,30 +156,18 @@ def test_few_queries_are_not_computed_by_the_fp8_kernel(queries, reads_fp8, monk
     assert received == [reads_fp8]
 
 
-@pytest.mark.parametrize(("dims", "is_wide"), [((128, 128), False), ((192, 128), True), ((64, 136), True)], ids=str)
-def test_hopper_backward_of_large_head_dims_has_its_own_module(dims, is_wide, monkeypatch):
-    selected = []
-    kernels = SimpleNamespace(backward=lambda *_, **__: None, IncrementalBackward=lambda *_: None)
-    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
-    monkeypatch.setattr(dispatch, "_hopper_backward", lambda is_wide: selected.append(is_wide) or kernels)
-    q, v, lse = torch.zeros(1, 2, 1, dims[0]), torch.zeros(1, 2, 1, dims[1]), torch.zeros(1, 2, 1)
-    dispatch.backward(q, q, v, v, lse, lse, full(2, 2), 1.0)
-    dispatch.IncrementalBackward(q, v, v, lse, lse, 1.0)
-    assert selected == [is_wide] * 2
-
-
 def test_every_kernel_is_imported_from_the_module_of_its_backend():
     names = {
         "forward": [dispatch._forward_module(name) for name in ("hopper", "triton", "blockwise", "reference")],
         "backward": [dispatch._backward_module(name) for name in ("triton", "blockwise", "reference")],
-        "Hopper backward": [dispatch._hopper_backward(is_wide) for is_wide in (False, True)],
+        "Hopper backward": [dispatch._hopper_backward()],
         "FP8": [dispatch._hopper_forward()],
     }
     assert {key: [module.__name__.removeprefix("ringattn.kernels.") for module in each] for key, each in names.items()} == {
         "forward": ["hopper.forward", "triton.forward", "blockwise", "reference"],
         "backward": ["triton.backward", "blockwise", "reference"],
-        "Hopper backward": ["hopper.backward", "hopper.backward_wide"],
-        "FP8": ["hopper.forward_fp8"],
+        "Hopper backward": ["hopper.backward"],
+        "FP8": ["hopper.forward"],
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_wide, column_parts, dq_order
+from ringattn.kernels.hopper import backward_common, backward_narrow, backward_rows, column_parts, dq_order
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.contract import (
@@ -31,11 +31,11 @@ BATCH, HEADS = 2, 3
 KEYS = hopper_backward.KEYS.value
 
 
-def configure(dims: tuple[int, int], add_dq: bool = False) -> hopper_backward.Config:
-    return hopper_backward._configure(*dims, HEADS, HEADS, (add_dq, False, False))
+def configure(dims: tuple[int, int], add_dq: bool = False) -> hopper_backward.NarrowConfig:
+    return hopper_backward.configure(dims, (HEADS, HEADS), (add_dq, False, False))
 
 
-def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def prepare(config: hopper_backward.NarrowConfig, lse: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run `_prepare_kernel` on memory filled with NaN.
 
     Returns:
@@ -46,7 +46,7 @@ def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -
     scalars = torch.full((BATCH, HEADS, num_tiles, 2, config.queries), float("nan"), device=lse.device)
     size = config.chunk_size + BATCH * HEADS * num_tiles * config.queries * config.dim
     dq_sums = torch.full((size,), float("nan"), device=lse.device)
-    hopper_backward._prepare_kernel[(BATCH * HEADS * num_tiles,)](
+    backward_rows._prepare_kernel[(BATCH * HEADS * num_tiles,)](
         lse, *rows, scalars, dq_sums, num_tiles, num_queries, CONFIG=config
     )
     return scalars, dq_sums
@@ -95,7 +95,7 @@ def test_tma_restores_the_order_of_registers(columns):
 
     TMA's 128-byte swizzle stores element i of a tile in fp32 at i ^ ((i >> 5 & 7) << 2), counted in elements.
     """
-    bases = torch.tensor(hopper_backward.staging_layout(columns).offset_bases)
+    bases = torch.tensor(backward_narrow.staging_layout(columns).offset_bases)
     elements = torch.arange(64 * columns)
     offsets = elements ^ ((elements >> 5 & 7) << 2)
     positions = torch.zeros(64 * columns, 2, dtype=torch.int64)
@@ -108,7 +108,7 @@ def test_tma_restores_the_order_of_registers(columns):
 def test_only_the_chunk_with_unused_columns_is_narrower(dims, columns):
     """The narrow chunk is the first half of a whole chunk, so that `_finish_kernel` reads both in the same way."""
     config = configure(dims)
-    assert tuple(hopper_backward.dq_columns(config, consumer) for consumer in (0, 1)) == columns
+    assert tuple(backward_narrow.dq_columns(config, consumer) for consumer in (0, 1)) == columns
     narrow = register_order(32)
     assert torch.equal(register_order(64)[: len(narrow)], narrow)
 
@@ -129,7 +129,7 @@ def test_finish_restores_the_order_of_rows(dims, add, device):
     dq_sums = torch.cat((torch.full((config.chunk_size,), float("nan"), device=device), chunks.flatten()))
     start = torch.randn(BATCH, num_queries, HEADS, dims[0], device=device)
     dq = start.clone()
-    hopper_backward._finish_kernel[(2 * BATCH * HEADS * num_tiles,)](
+    backward_rows._finish_kernel[(2 * BATCH * HEADS * num_tiles,)](
         dq_sums, dq, num_tiles, num_queries, scale, CONFIG=config
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_finish_restores_the_order_of_rows(dims, add, device):
 def test_source_of_the_kernels_computes_the_gradients(dim, mask):
     """In float64, a missing key or a tile that is overwritten too early would change a gradient by far more than 1e-9."""
     problem = make_problem(*intervals_of(mask, 140, 260), 260, torch.float16, 1, (4, 2), (dim, dim)).double()
-    with emulated(hopper_backward, 3, [column_parts, dq_order]):
+    with emulated(hopper_backward, 3, [column_parts, dq_order, backward_common, backward_narrow]):
         actual = problem.gradients(hopper_backward, grad_dtype=torch.float64)
     for name, x, expected in zip(GRADIENTS, actual, problem.backward(reference), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
@@ -149,7 +149,7 @@ def test_source_of_the_kernels_computes_the_gradients(dim, mask):
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_descriptors_do_not_depend_on_the_default_dtype(default):
-    create = hopper_backward._scratch_descriptors.__wrapped__, backward_wide._scalar_descriptor.__wrapped__
+    create = hopper_backward._scratch_descriptors.__wrapped__, hopper_backward._scalar_descriptor.__wrapped__
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
@@ -259,7 +259,7 @@ def test_new_gradients_have_the_requested_dtype(hopper):
 def test_incremental_backward_over_blocks_of_keys(mask, dim, hopper):
     problem = make_problem(*intervals_of(mask, 410, 410), 410, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
     queries = problem.q, problem.dout, problem.lse, problem.delta
-    check_incremental(problem, [0, 17, 160, 161, 410], hopper_backward.IncrementalBackward(*queries, problem.scale))
+    check_incremental(problem, [0, 17, 160, 161, 410], hopper_backward.incremental(*queries, problem.scale))
 
 
 @pytest.mark.parametrize("dim", [64, 120])
@@ -279,7 +279,7 @@ def test_delta_may_be_given_as_out_and_dlse(with_dlse, dim, hopper):
 def test_incremental_backward_rejects_dropout():
     q, lse = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
     with pytest.raises(ValueError, match="plain=False"):
-        hopper_backward.IncrementalBackward(q, q, lse, lse, 1.0).add(q, q, None, dropout=object())
+        hopper_backward.incremental(q, q, lse, lse, 1.0).add(q, q, None, dropout=object())
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

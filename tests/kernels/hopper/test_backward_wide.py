@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import reference
-from ringattn.kernels.hopper import backward_wide
+from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import backward_common, backward_rows, backward_wide
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.covering import every_pair
 from tests.kernels.compare import TOLERANCE, assert_rows_close
@@ -34,8 +35,8 @@ SHAPES = [(1, 63), (63, 1), (63, 63), (130, 111), (129, 129), (300, 1000), (1000
 @pytest.mark.parametrize("given", ["delta", "out", "out and dlse"])
 def test_prepare_packs_lse_and_delta(given, device):
     batch, num_queries, heads, dims = 2, 150, 3, (192, 72)
-    config = backward_wide._configure(*dims, heads, heads, (False, False, False))
-    padded = backward_wide._num_query_tiles(num_queries, config) * config.queries
+    config = hopper_backward.configure(dims, (heads, heads), (False, False, False))
+    padded = -(-num_queries // config.queries) * config.queries
     generator = torch.Generator().manual_seed(0)
     shape = batch, num_queries, heads
     out, dout = (torch.randn(*shape, dims[1], generator=generator, dtype=torch.float16).to(device) for _ in range(2))
@@ -44,8 +45,8 @@ def test_prepare_packs_lse_and_delta(given, device):
     delta = reference.row_delta(out, dout, dlse if given == "out and dlse" else None)
     rows = {"delta": (delta, None, None, None), "out": (None, out, dout, None), "out and dlse": (None, out, dout, dlse)}
     packed = [torch.full((batch * heads, padded), float("nan"), device=device) for _ in range(2)]
-    num_blocks = padded // backward_wide.PREPARED_ROWS.value
-    backward_wide._prepare_kernel[(batch * heads * num_blocks,)](
+    num_blocks = padded // backward_rows.PREPARED_ROWS.value
+    backward_rows._prepare_wide_kernel[(batch * heads * num_blocks,)](
         lse, *rows[given], *packed, num_blocks, num_queries, CONFIG=config
     )
 
@@ -58,7 +59,7 @@ def test_prepare_packs_lse_and_delta(given, device):
 
 
 def test_head_dims_are_padded_to_the_nearest_tiles():
-    padded = [(x.dim, x.padded_value_dim) for x in (backward_wide._configure(*dims, 4, 2, (False,) * 3) for dims in DIMS)]
+    padded = [(x.dim, x.padded_value_dim) for x in (hopper_backward.configure(dims, (4, 2), (False,) * 3) for dims in DIMS)]
     assert padded == [(256, 256), (192, 128), (192, 128), (256, 256), (256, 256), (192, 128)]
 
 
@@ -78,27 +79,27 @@ def test_source_of_the_kernels_computes_the_gradients(mask, dims, add):
     problem = make_problem(lo, hi, num_keys, torch.float16, lo.shape[0], heads, dims).double()
     start = [torch.randn_like(x) if add else torch.zeros_like(x) for x in (problem.q, problem.k, problem.v)]
     accumulators = dict(zip(GRADIENTS, [x.clone() for x in start], strict=True)) if add else {}
-    with emulated(backward_wide, programs=3):
-        actual = problem.gradients(backward_wide, grad_dtype=torch.float64, **accumulators)
+    with emulated(hopper_backward, 3, [backward_common, backward_wide]):
+        actual = problem.gradients(hopper_backward, grad_dtype=torch.float64, **accumulators)
     for name, x, y, expected in zip(GRADIENTS, actual, start, problem.backward(reference), strict=True):
         torch.testing.assert_close(x - y, expected, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @every_pair(mask=MASKS, dims=TILES, dtype=DTYPES, heads=[(2, 2), (6, 2)])
 def test_masks(mask, dims, dtype, heads, hopper):
-    check_backward(make_problem(*intervals_of(mask, 500, 630), 630, dtype, 2, heads, dims, hopper), backward_wide)
+    check_backward(make_problem(*intervals_of(mask, 500, 630), 630, dtype, 2, heads, dims, hopper), hopper_backward)
 
 
 @every_pair(sizes=SHAPES, dims=DIMS)
 def test_shapes(sizes, dims, hopper):
     problem = make_problem(*intervals_of("window", *sizes), sizes[1], torch.bfloat16, 1, (2, 1), dims, hopper)
-    check_backward(problem, backward_wide, floor=1.0 if sizes[1] == 1 else 1e-30)
+    check_backward(problem, hopper_backward, floor=1.0 if sizes[1] == 1 else 1e-30)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_each_batch_entry_has_its_own_intervals(dims, hopper):
     bounds = random_intervals(370, 490, seed=1, batch=3)
-    check_backward(make_problem(*bounds, 490, torch.float16, 3, (6, 2), dims, hopper), backward_wide, floor=1.0)
+    check_backward(make_problem(*bounds, 490, torch.float16, 3, (6, 2), dims, hopper), hopper_backward, floor=1.0)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
@@ -106,7 +107,7 @@ def test_tiles_end_at_document_boundaries(dims, hopper):
     size = DOCUMENT_JUMP * 192
     documents = [[size + 2, 37, size + 139, 1], [2 * size + 179], [1, size + 70, 2, size + 106]]
     problem = make_problem(*packed_intervals(documents), 2 * size + 179, torch.bfloat16, 3, (4, 2), dims, hopper)
-    check_backward(problem, backward_wide)
+    check_backward(problem, hopper_backward)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
@@ -115,7 +116,7 @@ def test_many_work_tiles_per_program(dims, hopper):
     documents = [[700, 2, 130, 65, 1800, 31], [2728], [1, 1, 1000, 900, 826]]
     problem = make_problem(*packed_intervals(documents), 2728, torch.bfloat16, 3, (18, 9), dims, hopper)
     first, second, one_each = (
-        problem.gradients(backward_wide, grad_dtype=torch.float32, shares_sms=shares) for shares in (False, False, True)
+        problem.gradients(hopper_backward, grad_dtype=torch.float32, shares_sms=shares) for shares in (False, False, True)
     )
     for name, x, y, z, expected in zip(GRADIENTS, first, second, one_each, problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, expected, TOLERANCE[torch.bfloat16])
@@ -129,7 +130,7 @@ def test_rows_with_empty_intervals_have_gradient_zero(all_keys, hopper):
     hi = torch.zeros(1, 300, dtype=torch.int32) if all_keys else (torch.arange(300, dtype=torch.int32)[None] - 50).clamp(min=0)
     problem = make_problem(torch.zeros_like(hi), hi, 700, torch.float16, dims=(192, 128), device=hopper)
     problem.k[:, 384:] = problem.v[:, 384:] = float("nan")
-    dq, dk, dv = problem.backward(backward_wide)
+    dq, dk, dv = problem.backward(hopper_backward)
     assert not dq.isnan().any()
     assert not dq[:, :51].any()
     assert not dk[:, 300:].any()
@@ -139,26 +140,26 @@ def test_rows_with_empty_intervals_have_gradient_zero(all_keys, hopper):
 @pytest.mark.parametrize("layout", STRIDED)
 def test_strided_inputs(layout, hopper):
     problem = make_problem(*intervals_of("causal", 270, 270), 270, torch.float16, 2, dims=(256, 256), device=hopper)
-    check_backward(make_strided(problem, layout), backward_wide)
+    check_backward(make_strided(problem, layout), hopper_backward)
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
 def test_gradients_are_added_to_accumulators(dims, hopper):
     check_accumulators(
-        make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=dims, device=hopper), backward_wide
+        make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=dims, device=hopper), hopper_backward
     )
 
 
 def test_new_gradients_have_the_requested_dtype(hopper):
     problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=(192, 128), device=hopper)
-    check_fresh_gradients(problem, backward_wide)
+    check_fresh_gradients(problem, hopper_backward)
 
 
 @every_pair(mask=MASKS, dims=TILES)
 def test_incremental_backward_over_blocks_of_keys(mask, dims, hopper):
     problem = make_problem(*intervals_of(mask, 410, 410), 410, torch.bfloat16, 2, (4, 2), dims, hopper)
     queries = problem.q, problem.dout, problem.lse, problem.delta
-    check_incremental(problem, [0, 17, 160, 161, 410], backward_wide.IncrementalBackward(*queries, problem.scale))
+    check_incremental(problem, [0, 17, 160, 161, 410], hopper_backward.incremental(*queries, problem.scale))
 
 
 def test_delta_may_be_given_as_out_and_dlse(hopper):
@@ -169,11 +170,11 @@ def test_delta_may_be_given_as_out_and_dlse(hopper):
     problem.delta = reference.row_delta(out, problem.dout, dlse)
     expected = problem.double().backward(reference)
     problem.delta = out, dlse
-    for name, x, y in zip(GRADIENTS, problem.backward(backward_wide), expected, strict=True):
+    for name, x, y in zip(GRADIENTS, problem.backward(hopper_backward), expected, strict=True):
         assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
 
 
 def test_incremental_backward_rejects_dropout():
     q, lse = torch.zeros(1, 2, 1, 256), torch.zeros(1, 2, 1)
     with pytest.raises(ValueError, match="plain=False"):
-        backward_wide.IncrementalBackward(q, q, lse, lse, 1.0).add(q, q, None, dropout=object())
+        hopper_backward.incremental(q, q, lse, lse, 1.0).add(q, q, None, dropout=object())

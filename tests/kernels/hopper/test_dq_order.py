@@ -11,7 +11,7 @@ import torch
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import column_parts, dq_order
+from ringattn.kernels.hopper import backward_common, backward_narrow, column_parts, dq_order
 from scripts.bench.peers import deterministic
 from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.gluon_emulator import emulated
@@ -35,7 +35,7 @@ def test_source_of_the_kernel_sums_in_a_fixed_order(mask, dim, shares_sms):
     """
     (lo, hi), num_keys, heads = EMULATED[mask]
     problem = make_problem(lo, hi, num_keys, torch.float16, lo.shape[0], heads, (dim, dim)).double()
-    with emulated(hopper_backward, 3, [column_parts, dq_order]), deterministic():
+    with emulated(hopper_backward, 3, [column_parts, dq_order, backward_common, backward_narrow]), deterministic():
         actual, again = (problem.gradients(hopper_backward, grad_dtype=torch.float64, shares_sms=shares_sms) for _ in range(2))
     for name, x, y, expected in zip(GRADIENTS, actual, again, problem.backward(reference), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
@@ -83,7 +83,7 @@ def test_deterministic_incremental_backward(mask, hopper):
     edges, results = [0, 17, 160, 161, 410], []
     for _ in range(5):
         with deterministic():
-            kernels = hopper_backward.IncrementalBackward(*queries, problem.scale)
+            kernels = hopper_backward.incremental(*queries, problem.scale)
             for start, stop in itertools.pairwise(edges):
                 block = slice(start, stop)
                 part = problem.intervals.restrict(slice(0, 410), block)

@@ -1,0 +1,89 @@
+"""The device functions that the narrow and the wide Hopper backward share."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper.common import ROWS, accumulator_layout
+
+# A query index that is larger than all others. It serves as the lo of keys that do not exist.
+PAST_ALL_QUERIES = gl.constexpr(2**30)
+
+# The number of registers per thread of a consumer.
+CONSUMER_REGISTERS = gl.constexpr(240)
+
+# The layout in shared memory of the lse and the delta of a query tile.
+SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+@gluon.jit
+def opaque_zero():
+    """Return a 0 whose value the compiler cannot know.
+
+    The compiler would compute an address with a constant index before the loops. The address would then occupy registers during
+    the loops, and the kernel would spill registers. With this 0 added to the index, the compiler computes the address only when
+    it is needed.
+    """
+    return hopper_common.execute("mov.b32 $0, 0;")
+
+
+@gluon.jit
+def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Compute the probabilities exp2(scores - lse), and set those outside the intervals to 0.
+
+    Args:
+        scores: (64, COLUMNS), before the multiplication by `log2_scale`.
+        lse: one number per query, in log2 units.
+        row_bounds: (lo, hi, num_own): pointers to the bounds of the first row, and the number of rows from there to the end of
+            the work tile.
+        start: the first column.
+        is_masked: whether the step needs a mask.
+        TRANSPOSED: whether the rows are keys and the columns are queries.
+    """
+    SCORES: gl.constexpr = accumulator_layout(COLUMNS)
+    lo, hi, num_own = row_bounds
+    # Load the bounds only in steps that need a mask.
+    if is_masked:
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        column = start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))[None, :]
+        row_lo = gl.load(lo + rows, mask=rows < num_own, other=PAST_ALL_QUERIES)[:, None]
+        row_hi = gl.load(hi + rows, mask=rows < num_own, other=0)[:, None]
+        scores = gl.where((row_lo <= column) & (column < row_hi), scores, float("-inf"))
+    return gl.exp2(scores * log2_scale - (lse[None, :] if TRANSPOSED else lse[:, None]))
+
+
+@gluon.jit
+def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
+    """Return the intervals of up to 64 keys from key `own` on.
+
+    Returns:
+        (row_bounds, first_unmasked, last_unmasked). row_bounds is the argument of `probabilities`. A step with QUERIES queries
+        needs no mask if its first query is in the range from first_unmasked to last_unmasked, because all keys then see all of
+        its queries. The range is empty if there are fewer than 64 keys.
+    """
+    query_lo, query_hi = bounds
+    num_masks, num_tiles, num_keys = sizes
+    # One mask may serve all batch entries.
+    offset = gl.minimum(batch, num_masks - 1) * num_keys + own
+    # Bounds never decrease from key to key. Therefore the last key has the largest lo, and the first key has the smallest hi.
+    whole = own + ROWS <= end
+    first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
+    last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES
+    return (query_lo + offset, query_hi + offset, end - own), first_unmasked, last_unmasked
+
+
+@gluon.jit
+def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
+    """Store the rows [own, end) of a tile (64, n), whose first row is `own`, or add them to memory.
+
+    The columns of the tile are the columns from FIRST on of a contiguous tensor (rows, NUM_HEADS, DIM), of which `base` points
+    to the first row of one head.
+    """
+    LAYOUT: gl.constexpr = tile.type.layout
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    pointers = base + rows.to(gl.int64)[:, None] * (NUM_HEADS * DIM) + columns[None, :]
+    mask = (rows < end - own)[:, None] & (columns < DIM)[None, :]
+    if ADD:
+        tile += gl.load(pointers, mask=mask, other=0.0)
+    gl.store(pointers, tile, mask=mask)
