@@ -11,28 +11,24 @@ from torch.nn.functional import pad
 
 from ringattn.kernels.caching import SharedTensors, is_capturing
 
-# The size of a block must be a multiple of this number. A tile must not cross the border between two blocks. Because the sides
-# of tiles are powers of two, tiles with sides of 64 fit into blocks of every allowed size.
+# A tile must not cross the border between two blocks. Tiles with sides of 64 fit into blocks of every multiple.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask over pairs of a block of queries and a block of keys.
+    """A mask over pairs of a block of queries and a block of keys. A query attends only to keys in kept blocks and in its
+    interval.
 
-    A query may attend to a key only if the pair of their blocks is kept and the key is also in the query's interval.
-
-    The kernels iterate over lists of kept blocks, which are computed once and cached in this object. Therefore create a block
-    mask once and pass the same object to every call.
+    The kernels iterate over lists of kept blocks, which are cached in this object. Therefore create a block mask once and pass
+    the same object to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: the number of queries or keys in a block, a multiple of 64. If the size is a multiple of 128, the kernels can use
-            their fastest tiles.
+        size: the number of queries or keys in a block, a multiple of 64. Multiples of 128 allow the fastest tiles.
 
     Raises:
-        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64. Whether the
-            mask fits q and k is checked later, by the calls that use the mask.
+        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64.
     """
 
     keep: Tensor
@@ -55,8 +51,8 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # This cache is a property and not a field. If the object is copied field by field, the copy therefore starts with an
-        # empty cache. The key of `query_lists` is "queries", and the keys of `key_lists` are the values of `group`.
+        # A property and not a field, so that a copy of the object starts with an empty cache. The key is "queries", or the
+        # `group` of `key_lists`.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -73,8 +69,8 @@ class BlockMask:
         return BlockMask(self.keep[:, :, queries, keys], self.size)
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the mask as a dense bool tensor (B or 1, Hq or 1, Nq, Nk). Only the reference and tests use this method."""
-        # Remove the rows and columns by which the last blocks extend beyond the end of the sequence.
+        """Return the mask as bool (B or 1, Hq or 1, Nq, Nk), for the reference and tests."""
+        # The last blocks may extend beyond the end of the sequence.
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
@@ -96,8 +92,7 @@ class BlockMask:
         return self._lists(group, lambda: self._rows_by_key(group))
 
     def _rows_by_key(self, group: int) -> Tensor:
-        # Make query blocks and heads the last two dimensions, in this order. A list then contains all heads of a query block
-        # before the heads of the next query block.
+        # A list contains all heads of a query block before the heads of the next query block.
         heads = self.keep.shape[1]
         grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
         return grouped.permute(0, 1, 4, 3, 2).flatten(3)
@@ -106,25 +101,20 @@ class BlockMask:
         if key in self._cached_lists:
             return self._cached_lists[key]
         lists = _lists(rows())
-        # During a capture, the lists become part of the graph, and every replay computes them from the current values of
-        # `keep`. They have no values before the first replay, so no other call may receive them.
+        # During a capture, the lists become part of the graph. They have no values before the first replay, so no other call
+        # may use them.
         if not is_capturing(self.keep.device):
             self._cached_lists[key] = lists
         return lists
 
 
 def _lists(keep: Tensor) -> Tensor:
-    """Convert each row of a mask to a list of its kept columns.
+    """Convert each row of a mask (..., C) to a list of its kept columns, int32 (..., C + 1, 2).
 
-    Args:
-        keep: bool (..., C).
-
-    Returns:
-        int32 (..., C + 1, 2). Entry c contains two independent numbers. The first number counts the kept columns among the
-        first c columns. The second number is the index of the c-th kept column. Both are stored side by side, so that a kernel
-        needs only one pointer.
+    Entry c contains the number of kept columns among the first c columns, and the index of the c-th kept column, side by side
+    so that a kernel needs only one pointer.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
-    # A stable sort by "not kept" moves the kept columns to the front without changing their order.
+    # The stable sort keeps the order of the kept columns.
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))
     return torch.stack((counts, columns), -1)

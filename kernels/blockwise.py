@@ -1,9 +1,7 @@
 """Attention tile by tile in plain PyTorch, the backend for CPUs. Its memory depends on the tile size and never on Nq * Nk.
 
-This module runs the same loops as the Triton kernels, and it calls `ringattn.kernels.reference` for the computation inside a
-tile. The forward loops over the tiles of keys that the intervals of a tile of queries reach, and accumulates them into the
-running state. If there is a block mask, its blocks are the tiles. The arguments and results are the same as in
-`ringattn.kernels.reference`.
+This module runs the same loops as the Triton kernels, and calls `ringattn.kernels.reference` inside a tile. If there is a block
+mask, its blocks are the tiles.
 """
 
 from collections.abc import Iterator
@@ -29,13 +27,12 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 def _key_tiles(
     queries: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
 ) -> Iterator[tuple[slice, Intervals, dict]]:
-    """Yield each tile of keys that a tile of queries attends to, with the intervals and the options for this pair of tiles."""
+    """Yield each tile of keys that a tile of queries attends to, with its intervals and options."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
-    # lo and hi never decrease from query to query. Therefore the first query has the smallest lo, and the last query has the
-    # largest hi.
+    # Bounds never decrease from query to query.
     start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
-    # With a block mask, every tile must start at the beginning of a block.
+    # With a block mask, every tile must start with a block.
     if blocks is not None:
         start -= start % size
     for first in range(start, stop, size):
@@ -51,8 +48,7 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
     for queries in _query_tiles(q.shape[1], blocks):
-        # Each call of `reference.forward` returns new tensors. Therefore the state of these queries is written to `state` only
-        # after the last tile of keys.
+        # `reference.forward` returns new tensors, so write the state only after the last tile of keys.
         tile_state = tuple(x[:, queries] for x in state)
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
             tile_state = reference.forward(q[:, queries], k[:, keys], v[:, keys], tile_intervals, scale, tile_state, **options)
@@ -67,7 +63,7 @@ def backward(
 ):  # fmt: skip
     """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
-    # If there is no accumulator, the gradient is also summed in the dtype of states. It is rounded once, at the end.
+    # New gradients are also summed in the dtype of states, and rounded once, at the end.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)
@@ -75,7 +71,7 @@ def backward(
     for queries in _query_tiles(q.shape[1], blocks):
         outputs = [x[:, queries] for x in (dout, lse, delta)]
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
-            # `sums` contains views of the accumulators, so the reference adds to the accumulators in place.
+            # `sums` are views of the accumulators.
             sums = dq[:, queries], dk[:, keys], dv[:, keys]
             reference.backward(q[:, queries], k[:, keys], v[:, keys], *outputs, tile_intervals, scale, *sums, **options)
     fresh = grad_dtype or q.dtype

@@ -1,12 +1,10 @@
 """Caches for functions that torch.compile may also trace, and for GPU tensors that calls on several streams read.
 
-This module imports no other module of the project, because `ringattn.layout` and the kernels both use it.
-
-**GPU tensors.** A cache returns tensors that an earlier call has written, and the earlier call may have used another stream.
-PyTorch only orders the work of a single stream. Without further measures, a call on a second stream could read a tensor before
-it is written. When a cache drops a tensor, PyTorch gives the memory to the next tensor of the first stream, even if the second
-stream still reads the old tensor. `SharedTensors` prevents both. A tensor that is computed while a CUDA graph is captured has
-no values before the first replay, so no cache may keep it.
+**GPU tensors.** A cache returns tensors that an earlier call may have written on another stream. PyTorch only orders the work
+of a single stream, so a call on a second stream could read a tensor before it is written. And when a cache drops a tensor,
+PyTorch gives the memory to the next tensor of the first stream, even if the second stream still reads it. `SharedTensors`
+prevents both. A tensor that is computed while a CUDA graph is captured has no values before the first replay, so no cache may
+keep it.
 """
 
 import threading
@@ -22,17 +20,13 @@ F = TypeVar("F", bound=Callable)
 
 _get = dict.__getitem__
 _on_gpu = attrgetter("is_cuda")
-# Returns the address of the current stream of a GPU. It is 20 times as fast as torch.cuda.current_stream. PyTorch for CPUs does
-# not have it.
+# Returns the address of the current stream of a GPU, 20 times as fast as torch.cuda.current_stream. PyTorch for CPUs lacks it.
 _stream_address: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _lock = threading.Lock()  # the threads of autograd and of simulated ranks share tensors
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` that bypasses the cache while torch.compile traces the function.
-
-    If torch.compile traced an `lru_cache`, it would ignore the cache and print a warning.
-    """
+    """Return a decorator like `functools.lru_cache(maxsize)` that bypasses the cache while torch.compile traces a function."""
 
     def decorate(function: F) -> F:
         cache = lru_cache(maxsize)(function)
@@ -48,12 +42,11 @@ def cached(maxsize: int) -> Callable[[F], F]:
 
 
 def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns a tensor or a tuple of tensors.
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns a tensor or a tuple of tensors and
+    None.
 
-    The last argument of the function is the device of the tensors. A tuple may also contain None.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured, and no earlier call has computed the result.
+    The last argument of the function is their device. The call raises RuntimeError if a CUDA graph is being captured and no
+    earlier call has computed the result.
     """
 
     def decorate(function: F) -> F:
@@ -75,12 +68,12 @@ def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether `device` is a GPU on whose current stream a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured on the current stream of `device`."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_not_capturing(device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured, before a cache computes a new tensor on `device`."""
+    """Raise RuntimeError if a CUDA graph is being captured on `device`."""
     if is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but attention was not called with this mask, these shapes and these options yet: "
@@ -91,9 +84,8 @@ def check_not_capturing(device: torch.device) -> None:
 class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
     """A dictionary of tensors on one device, which calls on several streams may read.
 
-    A value must be stored by the stream that has written its tensors. If another stream reads a value for the first time, the
-    stream waits for the tensors, and their memory is not reused before the stream has finished its work. Tensors that are not
-    on a GPU need none of this.
+    A value must be stored by the stream that has written its tensors. Another stream waits for the tensors when it first reads
+    a value, and their memory is not reused before it has finished its work.
     """
 
     def __init__(self) -> None:
@@ -108,14 +100,14 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
         super().__setitem__(key, value)
 
     def update(self, values: Mapping[Hashable, Tensor]) -> None:
-        """Store several tensors at once. This is faster than storing each of them, because only one event is recorded."""
+        """Store several tensors at once, with only one event."""
         self.add(*values.values())
         super().update(values)
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # These lines repeat the check of `use`, because a call of `use` would be a third of the time of this method. The check
-        # comes after the value has been read, because another thread may have stored the value only a moment before.
+        # A call of `use` would take a third of the time of this method. The check comes after the value has been read, because
+        # another thread may have stored it only a moment before.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
@@ -145,8 +137,8 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
         """Allow the current stream to read all tensors. On the stream that has written them, this method does nothing."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A captured stream cannot wait for work outside of its graph. `torch.cuda.graph` has already waited for all of this
-        # work, and `custom_op.keep_for_graph` keeps the tensors.
+        # A captured stream cannot wait for work outside of its graph. `torch.cuda.graph` has waited for all of it, and
+        # `custom_op.keep_for_graph` keeps the tensors.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

@@ -1,12 +1,11 @@
-"""Dropout of attention probabilities. The dropout mask is never stored, because every kernel recomputes the part that it needs.
+"""Dropout of attention probabilities. The mask is never stored: every kernel recomputes the part that it needs.
 
-A pair (query, key) of a head is kept if a random 32-bit word, read as an unsigned integer, is at least p * 2**32. The word is
-the second output of Philox-4x32-7 (Salmon et al. 2011). The key of Philox is the seed, and its counter is (query position, key
-position, query head, batch entry). With this order of the counter and this output, the number of products that depend on both
-positions is the smallest possible. The random word depends only on the seed and the counter, so tile sizes, layouts and the
-number of ranks do not change the dropout mask.
+A pair (query, key) of a head is kept if a random unsigned 32-bit word is at least p * 2**32. The word is the second output of
+Philox-4x32-7 (Salmon et al. 2011), with the seed as the key and the counter (query position, key position, query head, batch
+entry). This order minimises the number of products that depend on both positions. The word depends on nothing else, so tile
+sizes, layouts and the number of ranks do not change the dropout mask.
 
-Kept probabilities are multiplied by 1 / (1 - p). The maximum, the sum and the lse of a row are the same as without dropout.
+Kept probabilities are multiplied by 1 / (1 - p). The maximum, the sum and the lse of a row do not change.
 """
 
 from dataclasses import dataclass, replace
@@ -14,21 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# The number of rounds of Philox. 7 is the smallest number with which Philox-4x32 passes the BigCrush tests of randomness.
+# The smallest number of rounds with which Philox-4x32 passes the BigCrush tests of randomness.
 ROUNDS = 7
 _WORD_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """The dropout of a call, which determines the dropped probabilities. `ringattn.kernels.validation` checks the values.
+    """The dropout of a call, whose values `ringattn.kernels.validation` checks.
 
     Args:
         p: the probability that an attention probability is dropped, 0 <= p < 1.
         seed: 0 <= seed < 2**64.
-        query_positions, key_positions: int32 (Nq,) and (Nk,), the positions of the call's queries and keys in the whole
-            sequence.
-        first_head: the index of the call's first query head among all query heads. It is not 0 if heads are split over ranks.
+        query_positions, key_positions: int32 (Nq,) and (Nk,), the positions in the whole sequence.
+        first_head: the index of the call's first query head, not 0 if heads are split over ranks.
     """
 
     p: float
@@ -40,23 +38,20 @@ class Dropout:
     @property
     def threshold(self) -> int:
         """The smallest random word with which a pair is kept."""
-        # The threshold must fit into a 32-bit word. For the largest p below 1, p * 2**32 would be rounded up to 2**32.
+        # For the largest p below 1, p * 2**32 would be rounded up to 2**32.
         return min(round(self.p * 2**32), _WORD_MASK)
 
     @property
     def factor(self) -> float:
-        """The factor by which kept probabilities are multiplied."""
         return 1 / (1 - self.p)
 
     def restrict(self, queries: slice, keys: slice) -> "Dropout":
-        """Return the dropout for only these queries and keys."""
         return replace(self, query_positions=self.query_positions[queries], key_positions=self.key_positions[keys])
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the high and the low word of the 64-bit product of two 32-bit words."""
-    # The product of two unsigned words may overflow int64 into the sign bit. The shift `>>` then inserts ones at the left,
-    # which the mask removes.
+    # The product may overflow int64 into the sign bit, which `>>` then copies. The mask removes the copies.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
 
@@ -65,14 +60,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
     """Compute four random words for each counter with Philox-4x32.
 
     Args:
-        counter: four int64 tensors with values in [0, 2**32). Their shapes must be broadcastable.
+        counter: four broadcastable int64 tensors with values in [0, 2**32), like the result.
         seed: the key, 0 <= seed < 2**64.
-        rounds: the number of rounds. The usual generators have 10 rounds.
-
-    Returns:
-        Four int64 tensors with values in [0, 2**32).
+        rounds: the number of rounds, usually 10.
     """
-    # Words are stored in int64 tensors, because PyTorch supports few operations on uint32.
+    # PyTorch supports few operations on uint32.
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):
@@ -83,12 +75,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
 
 
 def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
-    """Return the dropout mask as a dense tensor. Only the reference and tests call this function.
-
-    Returns:
-        bool (batch, heads, Nq, Nk), which is True for the probabilities that are kept. `heads` is the number of query heads.
-    """
-    # Positions are int32. This function, like the kernels, interprets their bits as unsigned words.
+    """Return the mask of the kept probabilities as bool (batch, heads, Nq, Nk), for the reference and tests."""
+    # The bits of the int32 positions are unsigned words.
     queries, keys = (x.long() & _WORD_MASK for x in (dropout.query_positions, dropout.key_positions))
     heads, batches = (torch.arange(n, device=queries.device) for n in (heads, batch))
     counter = queries[:, None], keys, dropout.first_head + heads[:, None, None], batches[:, None, None, None]

@@ -25,10 +25,10 @@ def under_autocast(device: torch.device) -> bool:
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Return a context in which products of fp32 tensors on `device` are exact. Nothing changes if they are exact anyway.
+    """Return a context in which products of fp32 tensors on `device` are exact.
 
-    The settings for TF32 and bf16 apply to all threads. Until the last thread leaves the context, the fp32 products of other
-    threads are exact, too, and no other thread should read or change these settings.
+    The settings apply to all threads: until the last thread leaves the context, the products of other threads are exact, too,
+    and no other thread should read or change them.
     """
     global _num_users
     with _lock:

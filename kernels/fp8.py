@@ -1,34 +1,30 @@
 """The FP8 format of attention inputs, and the PyTorch code that converts q, k and v to it.
 
-FP8 attention rounds q, k and v to e4m3, which has 4 bits of exponent and 3 bits of mantissa, and whose largest number is 448.
-A *block* consists of 128 consecutive tokens of one head and batch entry. Every block has its own scale, a power of two. The
-value of an element is its e4m3 number times the scale of its block. In the following table, B is the batch size, N is the
-number of tokens, H is the number of heads, D is the head dim, and C = ceil(N / 128) is the number of blocks:
+FP8 attention rounds q, k and v to e4m3, which has 4 bits of exponent and 3 bits of mantissa, and whose largest number is 448. A
+*block* is 128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its
+block. C = ceil(N / 128) is the number of blocks:
 
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32
 
-**Scales.** The scale of a block is the smallest power of two with which no element of the block exceeds 448 in magnitude. Its
-exponent is at least -126 and at most 126. A block of zeros has the scale 1. Multiplying by a power of two causes no rounding
-error. e4m3 numbers from 2^-6 to 448 have full precision, so scales per block matter only if the blocks of a head differ in
-magnitude by several powers of two.
+**Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, with which no element exceeds 448 in
+magnitude, or 1 for a block of zeros. Multiplying by a power of two causes no rounding error. e4m3 numbers from 2^-6 to 448 have
+full precision, so scales per block matter only if blocks differ in magnitude by several powers of two.
 
-**Rotation.** Before rounding, every query and every key is multiplied by the same orthogonal matrix, see `rotation`. The matrix
-is a Hadamard matrix whose rows have random signs. Because the matrix is orthogonal, the scores q k^T do not change. The
-rotation distributes large features over all features of a head, which removes most of the rounding error of such inputs.
-Values are not rotated, because the output would have to be rotated back.
+**Rotation.** Every query and every key is first multiplied by the same orthogonal matrix, see `rotation`, which does not change
+the scores q k^T. The rotation distributes large features over all features of a head, which removes most of the rounding error
+of such inputs. Values are not rotated, because the output would have to be rotated back.
 
-**Values.** A tensor core multiplies probabilities (queries, keys) by values (keys, D). For e4m3, wgmma requires values whose
-keys are contiguous in memory. Each block of values is therefore stored as a transposed tile (D, 128 keys). The keys of a block
-beyond N are zeros. In each group of 32 keys of a tile, the keys are permuted. Position 16 h + 4 t + b of a group contains key
-8 (2 h + b // 2) + 2 t + b % 2, for h in 0..1, t in 0..3 and b in 0..3:
+**Values.** For e4m3, wgmma requires values whose keys are contiguous in memory, so each block of values is stored as a
+transposed tile (D, 128 keys). Keys beyond N are zeros. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h +
+b // 2) + 2 t + b % 2, for h in 0..1, t in 0..3 and b in 0..3:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...
 
 The accumulator of wgmma leaves the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t of a row of scores in thread t of a quad. As the left
 operand of an e4m3 product, the same thread holds four consecutive positions. With the permutation, the probabilities therefore
-stay in the registers of their thread. The sum over the keys does not depend on their order.
+stay in the registers of their thread.
 """
 
 from dataclasses import dataclass
@@ -46,18 +42,13 @@ HEAD_DIMS = (64, 128, 256)  # equal head dims D and Dv for which a GPU has speci
 DTYPE = torch.float8_e4m3fn
 # The largest e4m3 number is 448 = 0.875 * 2**9.
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9
-# The smallest and the largest exponent of a scale. Both the scale and its inverse are then normal fp32 numbers.
+# Exponents with which a scale and its inverse are normal fp32 numbers.
 _MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT = -126, 126
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """Queries or keys in e4m3, as the docstring of this module explains.
-
-    Args:
-        data: e4m3 (B, N, H, D), the last dimension contiguous.
-        scales: fp32 (B, ceil(N / 128), H).
-    """
+    """Queries or keys: data e4m3 (B, N, H, D), the last dimension contiguous, and scales fp32 (B, ceil(N / 128), H)."""
 
     data: Tensor
     scales: Tensor
@@ -65,12 +56,9 @@ class QuantizedRows:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedValues:
-    """Values in e4m3, as the docstring of this module explains.
+    """Values: data e4m3 (B, H, ceil(N / 128), D, 128), and scales fp32 (B, ceil(N / 128), H).
 
-    Args:
-        data: e4m3 (B, H, ceil(N / 128), D, 128), the tiles (D, 128) contiguous. The other dimensions may have any order in
-            memory: the blocks of a ring come before the heads, because rings send whole blocks.
-        scales: fp32 (B, ceil(N / 128), H).
+    The tiles (D, 128) are contiguous. In a ring, blocks come before heads in memory, because rings send whole blocks.
     """
 
     data: Tensor
@@ -78,20 +66,17 @@ class QuantizedValues:
 
 
 def num_blocks(num_tokens: int) -> int:
-    """Return the number of blocks of `num_tokens` tokens."""
     return -(-num_tokens // BLOCK)
 
 
 @cached_on_device(maxsize=None)
 def rotation(dim: int, device: torch.device) -> Tensor:
-    """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, in fp32 on `device`: x becomes x @ matrix.
+    """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, fp32: x becomes x @ matrix.
 
-    The matrix is a product of a diagonal matrix of random signs and of a Hadamard matrix H / sqrt(D), with H_2n = [[H_n, H_n],
-    [H_n, -H_n]]. The signs are fixed. If the head dim is not a power of two, the head dim is split into powers of two, the
-    largest first, and each part has its own Hadamard matrix. For example, the head dim 96 is split into 64 and 32.
+    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D), with H_2n = [[H_n, H_n], [H_n, -H_n]]. A
+    head dim that is not a power of two is split into powers of two, the largest first, for example 96 into 64 and 32.
     """
-    # Callers may be in inference mode or under autocast, and may have set another default device or default dtype. The cached
-    # matrix must not depend on these.
+    # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
         signs = 1.0 - 2.0 * torch.randint(2, (dim,), generator=generator, device="cpu").float()
@@ -117,12 +102,10 @@ def key_order(device: torch.device) -> Tensor:
 
 
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
-    """Convert queries or keys (B, N, H, D) of any floating-point dtype to e4m3.
+    """Convert queries or keys (B, N, H, D) of any floating-point dtype to e4m3. Infinity and NaN become NaN.
 
-    Args:
-        x: the queries or keys. If an element is infinite or NaN, the element becomes NaN.
-        rotate, per_block: False leaves out the rotation, or uses one scale per head for all tokens. Only studies of the errors
-            leave them out. Attention requires that q and k are both rotated or both not rotated.
+    Only studies of the errors leave out the rotation, or use one scale per head instead of one `per_block`. q and k must both
+    be rotated or both not.
     """
     blocks, scales = _round(_rotate(x) if rotate else x.float(), per_block)
     return QuantizedRows(blocks.flatten(1, 2)[:, : x.shape[1]].contiguous().view(DTYPE), scales)
@@ -136,7 +119,6 @@ def quantize_values(x: Tensor, per_block: bool = True) -> QuantizedValues:
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
-    """Convert q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to e4m3."""
     return quantize_rows(q), quantize_rows(k), quantize_values(v)
 
 
@@ -144,18 +126,12 @@ def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_token
     """Return the values of e4m3 tensors as a contiguous tensor (B, N, H, D).
 
     Queries and keys stay rotated, because attention needs only their products. If `dtype` is bf16, fp32 or fp64, the conversion
-    is exact, because e4m3 numbers have four significant bits and scales are powers of two.
-
-    Args:
-        x: the e4m3 tensors.
-        dtype: the dtype of the result.
-        num_tokens: N, if `x` contains values, whose last block may have keys beyond N; None for all keys of all blocks.
+    is exact. `num_tokens` is the N of values, whose last block may have keys beyond it, or None for all keys.
     """
     if isinstance(x, QuantizedRows):
         num_tokens = x.data.shape[1]
         blocks = _pad_to_blocks(x.data.to(dtype))
     else:
-        # The inverse permutation restores the order of the keys.
         tiles = x.data.to(dtype)[..., key_order(x.data.device).argsort()]
         blocks = tiles.permute(0, 2, 4, 1, 3)  # (B, C, 128, H, D)
     values = blocks * x.scales.to(dtype)[:, :, None, :, None]
@@ -163,11 +139,9 @@ def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_token
 
 
 def rotate_back(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply x (B, N, H, D) by the inverse of the rotation. The gradients of rotated queries become those of the queries.
-
-    `dtype` is the dtype of the result, by default that of x.
+    """Multiply x (B, N, H, D) by the inverse of the rotation, as gradients of rotated queries require. The result has x's dtype
+    by default.
     """
-    # The inverse of an orthogonal matrix is its transpose.
     matrix = rotation(x.shape[-1], x.device).to(state_dtype(x.dtype))
     with exact_products(x.device):
         return (x.to(matrix.dtype) @ matrix.T).to(dtype or x.dtype)
@@ -179,16 +153,12 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def _pad_to_blocks(x: Tensor) -> Tensor:
-    """Reshape x (B, N, H, D) to (B, C, 128, H, D), with zeros at the end of the last block."""
+    """Reshape x (B, N, H, D) to (B, C, 128, H, D), padded with zeros."""
     return pad(x, (0, 0, 0, 0, 0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 
 def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
-    """Round x (B, N, H, D) in fp32 to e4m3.
-
-    Returns:
-        The bytes of the e4m3 numbers, uint8 (B, C, 128, H, D), and the scales (B, C, H). The numbers beyond N are zeros.
-    """
+    """Round x (B, N, H, D) in fp32 to e4m3. Return the bytes, uint8 (B, C, 128, H, D), and the scales (B, C, H)."""
     blocks = _pad_to_blocks(x)
     largest = blocks.abs().amax((2, 4))
     if not per_block and largest.shape[1]:
@@ -196,8 +166,8 @@ def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, with 0.5 <= mantissa < 1
     exponent = exponent - _MAX_EXPONENT + (mantissa > _MAX_MANTISSA)
     exponent = exponent.masked_fill(largest == 0, 0).clamp(_MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT)
-    # The scale 2**exponent is built from the bits of an fp32 number, because a power may be inexact on a GPU.
+    # A power may be inexact on a GPU, so build the scale from the bits of an fp32 number.
     scales = ((exponent + 127) << 23).view(torch.float32)
-    # Some releases of PyTorch convert infinity to 448, so infinite elements are replaced here.
+    # Some releases of PyTorch convert infinity to 448.
     blocks = (blocks / scales[:, :, None, :, None]).masked_fill(~blocks.isfinite(), float("nan"))
     return blocks.to(DTYPE).view(torch.uint8), scales

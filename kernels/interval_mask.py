@@ -1,11 +1,9 @@
 """Interval masks: query i may attend to the keys [lo[i], hi[i]) and to no others.
 
 `lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
-hi, the interval is empty, and the query does not attend to any key. On every shard whose positions are sorted, causal,
-sliding-window, document and full masks and their intersections have this form.
-
-A mask is a matrix of queries and keys. Some functions treat a mask and its transpose in the same way. They use the terms rows
-and columns instead of queries and keys.
+hi, the interval is empty. On every shard whose positions are sorted, causal, sliding-window, document and full masks and their
+intersections have this form. Functions that also take a transposed mask use the terms rows and columns instead of queries and
+keys.
 """
 
 import math
@@ -21,8 +19,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A document counts as long if a bound jumps by at least this many tiles of rows at its end. A tile always ends where a long
-# document ends, whereas shorter documents may share a tile.
+# A tile always ends where a bound jumps by at least this many tiles of rows, at the end of a long document.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -31,19 +28,17 @@ ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 class Intervals:
     """One mask, together with the tables that the kernels derive from it.
 
-    The tables are computed on the host when a kernel first needs them, and they are cached in this object. Therefore create the
-    intervals once per mask, with `Intervals.of`, and pass the same object to every call. Two different objects are
-    never equal.
+    The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
+    intervals once per mask, with `Intervals.of`, and pass the same object to every call.
 
     Attributes:
         lo, hi: int32 (B or 1, rows), on the device of the kernels. A kernel that reads no table must read `bounds` instead.
         num_keys: the number of columns.
-        host: lo and hi on the CPU. It is empty for a mask of `ringattn.kernels.mask_slots`, from which no more tables can be
-            computed.
+        host: lo and hi on the CPU, or empty for a mask of `mask_slots`.
         wait: whether the host waits until copies to the device have arrived.
         of_keys: whether the rows are keys and the columns are queries, as in a `transposed` mask.
-        is_replaced: whether another mask will be written to the same memory, see `ringattn.kernels.mask_slots`. The sizes of
-            tables are then limited, and the kernels must be correct for every mask of the same shape.
+        is_replaced: whether `mask_slots` will write another mask to the same memory. The sizes of tables are then limited, and
+            the kernels must be correct for every mask of the same shape.
     """
 
     lo: Tensor
@@ -53,7 +48,7 @@ class Intervals:
     wait: bool
     of_keys: bool = False
     is_replaced: bool = False
-    # A key of this dictionary is the name of the method that computed the table, followed by the method's arguments.
+    # A key is the name of the method that computed the table, followed by its arguments.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,18 +64,11 @@ class Intervals:
         wait: bool = True,
         is_replaced: bool = False,
     ) -> "Intervals":
-        """Create the mask with these bounds, for kernels on `device`.
-
-        Args:
-            lo, hi: integers (1 or B, Nq) on the CPU.
-            num_keys: Nk.
-            device: the device on which the kernels run.
-            wait: whether the host waits until copies to the device, including those of tables, have arrived.
-            is_replaced: see the attribute.
+        """Create the mask with these bounds, integers (1 or B, Nq) on the CPU, for kernels on `device`.
 
         Raises:
-            ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave
-                [0, num_keys].
+            ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave [0,
+                num_keys].
         """
         if lo.dim() != 2 or lo.shape != hi.shape:
             raise ValueError(f"lo has shape {tuple(lo.shape)}, hi {tuple(hi.shape)}: both must be (1 or batch, queries)")
@@ -106,13 +94,13 @@ class Intervals:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The tuple (lo, hi), for kernels without a table. Methods that return tables also let the stream read lo and hi."""
+        """(lo, hi), for kernels without a table. Methods that return tables also let the stream read lo and hi."""
         self._tables.use()
         return self.lo, self.hi
 
     @property
     def batch(self) -> int:
-        """The number of masks: the number of batch entries, or 1 if all batch entries have the same mask."""
+        """The number of masks, 1 if all batch entries have the same mask."""
         return self.lo.shape[0]
 
     @property
@@ -125,17 +113,12 @@ class Intervals:
 
     @cached_property
     def transposed(self) -> "Intervals":
-        """The transposed mask: key j may be attended to by the queries [lo[j], hi[j])."""
         bounds = transpose(*self.host, self.num_keys)
         return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys, self.is_replaced)
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
-        """Return the part of the mask for these rows and columns, which are numbered from 0.
-
-        Both slices must have a start and a stop.
-        """
-        # Clamping does not change the order of the bounds. An interval that ends before the first key or starts after the last
-        # key becomes empty.
+        """Return the part of the mask for these rows and columns. Both slices must have a start and a stop."""
+        # An interval outside of the keys becomes empty.
         num_keys = keys.stop - keys.start
         bounds = tuple((x[:, rows] - keys.start).clamp(0, num_keys) for x in self.host)
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
@@ -143,30 +126,25 @@ class Intervals:
     def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
         """Split the rows into tiles, and sort the tiles by the order in which programs should process them.
 
-        The bounds never decrease. Therefore every column that any row of the tile [first, end) attends to lies in [lo of the
-        first row, hi of the last row). All rows of the tile attend to the columns in [lo of the last row, hi of the first row).
-        The loop of a tile processes `step` columns per step, and step i starts at column begin + i * step. In the first
-        num_masked_prefix steps, scores must be masked. In the next num_unmasked steps, all rows attend to all columns. In the
-        remaining steps, scores must be masked again.
+        Step i of the loop of a tile starts at column begin + i * step. In the first num_masked_prefix steps, scores must be
+        masked. In the next num_unmasked steps, all rows attend to all columns. In the remaining steps, scores must be masked
+        again.
 
-        Tiles end where a long document ends. If a tile extended across such an end, its loop would cover the whole history of a
-        long document for only a few of its rows. Between two ends of documents, one tile may have fewer rows than the others.
-        This is the tile with the shortest loop under a causal mask, which is the first tile of queries or the last tile of
-        keys.
+        Tiles end where a long document ends. Otherwise, a tile would loop over the whole history of a long document for only a
+        few of its rows. Between two ends of documents, one tile may have fewer rows than the others. This is the tile with the
+        shortest loop under a causal mask: the first tile of queries, or the last tile of keys.
 
         Args:
             rows: the maximal number of rows of a tile.
             step: the number of columns per step.
             split_documents: whether tiles end where documents end. Otherwise tile i starts at row i * rows.
-            aligned: whether begin is a multiple of `step`. It is then at or before the first column that any row of the tile
-                attends to.
+            aligned: whether begin is rounded down to a multiple of `step`.
 
         Returns:
-            int32 (batch, T, 6), on the device. The six numbers are first, end, begin, num_masked_prefix, num_unmasked and
-            num_masked. num_masked is the number of all masked steps, including the prefix. The tiles with the longest loops
-            come first. If a batch entry has fewer than T tiles, its part of the table is padded with zeros.
+            int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, the number of
+                all masked steps. The tiles with the longest loops come first. Missing tiles of a batch entry are zeros.
         """
-        # The key must contain all arguments, because `prepare` calls this method with the arguments from the key.
+        # `prepare` calls this method with the arguments from the key.
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
             table = self._tiles_on_host(rows, step, split_documents, aligned)
@@ -174,7 +152,6 @@ class Intervals:
         return self._tables[key]
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
-        """Compute `tiles` on the CPU."""
         lo, hi = (x.numpy() for x in self.host)
         # At the start of a document, lo of the queries jumps. In a transposed mask, hi of the keys jumps there.
         bound = hi if self.of_keys else lo
@@ -185,28 +162,25 @@ class Intervals:
 
     @cached_property
     def num_nonempty_rows(self) -> int:
-        """The number of rows whose interval is not empty, summed over all masks."""
+        """The rows of all masks whose interval is not empty."""
         if self.is_replaced:
             return self.lo.numel() - 1  # Kernels must expect empty intervals, but should be configured for many others.
         lo, hi = self.host
         return int((lo < hi).sum())
 
     def requests(self) -> "TableRequests":
-        """Return which tables kernels have requested from this mask and from its transpose."""
-        # A `cached_property` such as `transposed` is in the dictionary of the object only after it has been computed.
+        # A `cached_property` is in the dictionary of the object only after it has been computed.
         transposed = self.transposed.requests() if "transposed" in vars(self) else None
         return TableRequests(tuple(self._tables), transposed)
 
     def prepare(self, requests: "TableRequests") -> None:
-        """Compute all requested tables."""
         for method, *arguments in requests.tables:
             getattr(self, method)(*arguments)
         if requests.transposed is not None:
             self.transposed.prepare(requests.transposed)
 
     def __reduce__(self):
-        # A process that plans ahead sends masks to the training process. Pickling numpy arrays is much faster than pickling
-        # tensors. The copy is on the CPU.
+        # A process that plans ahead pickles masks, which is much faster with numpy arrays.
         tables = {key: table.numpy(force=True) for key, table in self._tables.items()}
         host = tuple(x.numpy() for x in self.host)
         options = self.num_keys, self.wait, self.of_keys, self.is_replaced
@@ -215,30 +189,27 @@ class Intervals:
     def work_tiles(
         self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None, aligned=False
     ) -> Tensor:
-        """Assign the tiles of all heads to programs with `ringattn.kernels.tile_scheduler.assign_work_tiles`.
+        """Assign the tiles of all heads to programs with `tile_scheduler.assign_work_tiles`.
 
         Args:
             rows, step: as for `tiles`.
-            batch: the number of batch entries. They all have the same mask, or each entry has its own mask.
+            batch: the number of batch entries.
             heads: the number of heads of a batch entry.
-            num_head_groups: the number of head groups. The groups are processed one after another, so that the operands of a
-                group stay in the L2 cache.
+            num_head_groups: the number of head groups, which are processed one after another, so that their operands stay in
+                the L2 cache.
             programs: the maximal number of programs.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: None in the forward. In the backward, the number of query heads per key head. Each of these heads needs all
-                steps of a work tile.
-            aligned: whether every loop begins at a multiple of `step`. In the backward, this is always the case.
+            group: None in the forward. In the backward, the number of query heads per key head, each of which needs all steps.
+            aligned: whether every loop begins at a multiple of `step`, as always in the backward.
 
         Returns:
-            int32 (n, programs, 8), on the device. Each entry is (first, end, begin, num_masked_prefix, num_unmasked,
-            num_masked, head, batch entry).
+            int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.
         """
         key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group, aligned
         if key not in self._tables:
             tiles = self._tiles_on_host(rows, step, aligned=aligned or group is not None)
             tiles = np.broadcast_to(tiles, (batch, *tiles.shape[1:]))
             work_tiles = tile_scheduler.order_by_head_group(tiles, heads, num_head_groups)
-            # Columns 4 and 5 are num_unmasked and num_masked. Their sum is the number of steps.
             if skip_empty:
                 work_tiles = work_tiles[work_tiles[:, 4] + work_tiles[:, 5] > 0]
             if group is None:
@@ -253,12 +224,8 @@ class Intervals:
     def ordered_work_tiles(self, rows, step, batch, heads, heads_per_group, programs, group) -> Tensor:
         """Assign the tiles of all heads to programs such that dq can be summed in a fixed order.
 
-        Args:
-            rows, step, batch, heads, programs, group: as for `work_tiles`.
-            heads_per_group: the minimal number of heads in a head group.
-
-        Returns:
-            int32 (n, programs, 12), on the device, see `ringattn.kernels.tile_order.order_work_tiles`.
+        The arguments are those of `work_tiles`, but `heads_per_group` is the minimal number of heads in a head group. Return
+        int32 (n, programs, 12), on the device, see `tile_order.order_work_tiles`.
         """
         key = "ordered_work_tiles", rows, step, batch, heads, heads_per_group, programs, group
         if key not in self._tables:
@@ -274,15 +241,12 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple) -> tuple[int, int, int]:
-        """Return the shape of the largest table that any mask of the same shape can have.
-
-        `key` is the key of the table, as in `TableRequests.tables`.
-        """
+        """Return the shape of the largest table with this key of `TableRequests.tables`, over all masks of the same shape."""
         method, rows, step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
-        # The other two methods differ in the arguments in front of `programs`.
+        # Both other methods have `programs` at the same place.
         batch, heads, _, programs, *_ = arguments
         # A few more work tiles per program than necessary allow an assignment that balances the load. The last wave may be
         # split, and the last row of a table is empty.
@@ -295,7 +259,7 @@ class Intervals:
 
 
 class TableRequests(NamedTuple):
-    """The tables that kernels have requested from a mask. They do not depend on the bounds of the mask."""
+    """The tables that kernels have requested from a mask."""
 
     tables: tuple[tuple, ...]  # the names and the arguments of the methods that computed the tables
     transposed: "TableRequests | None"  # the tables of the transposed mask; None if it was not used
@@ -310,7 +274,7 @@ def _restore(
     tables: dict,
     transposed: Intervals | None,
 ) -> Intervals:
-    """Create a mask on the CPU from its parts, see `Intervals.__reduce__`."""
+    """See `Intervals.__reduce__`."""
     intervals = Intervals._create(tuple(map(torch.from_numpy, host)), num_keys, "cpu", wait, of_keys, is_replaced)
     intervals._tables.update({key: torch.from_numpy(table) for key, table in tables.items()})
     if transposed is not None:
@@ -319,7 +283,7 @@ def _restore(
 
 
 def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]:
-    """Return copies of masks with all their tables on `device`. A single transfer from the host to the device is enough."""
+    """Return copies of masks with all their tables on `device`, after a single transfer."""
     tensors = [x for side in sides(masks) for x in (*side.host, *side._tables.values())]
     flat = torch.empty(packed_size(x.shape for x in tensors), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     for part, x in zip(unpack(flat, [x.shape for x in tensors]), tensors, strict=True):
@@ -333,20 +297,19 @@ def sides(masks: Sequence[Intervals]) -> list[Intervals]:
 
 
 def packed_size(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the number of elements of the memory that `unpack` divides into tensors of these shapes."""
+    """Return the number of elements of the memory that `unpack` divides."""
     return sum(-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
 
 
 def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return tensors of these shapes in the memory `flat`. Each starts at an aligned address, like an allocation of its own."""
+    """Return tensors of these shapes in the memory `flat`, each at an aligned address."""
     parts = flat.split([packed_size([shape]) for shape in shapes])
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of masks whose bounds and tables are the given tensors, in the order of `sides`.
-
-    `with_host` says whether the copies keep the bounds on the CPU.
+    """Return copies of masks whose bounds and tables are the given tensors, in the order of `sides`, with or without bounds on
+    the CPU.
     """
     remaining = iter(tensors)
 
@@ -368,34 +331,23 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Transpose a mask: key j may be attended to by the queries [query_lo[j], query_hi[j]).
 
-    lo and hi never decrease. Therefore the queries with hi > j are the last queries, and the queries with lo <= j are the first
-    queries.
-
-    Args:
-        lo, hi: int32 (B or 1, Nq), non-decreasing.
-        num_keys: Nk.
-
-    Returns:
-        query_lo, query_hi: int32 (B or 1, Nk), non-decreasing. A key to which no query attends has query_lo >= query_hi.
+    lo and hi never decrease, so the queries with hi > j are the last queries, and those with lo <= j are the first queries. The
+    result is int32 (B or 1, Nk). A key to which no query attends has query_lo >= query_hi.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
 
 def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
-    """Return, for every batch entry and every key j, the number of bounds that are at most j.
-
-    `bound` is (B, N), and the result is int32 (B, Nk).
-    """
+    """Return int32 (B, Nk): for every key j, how many of the bounds (B, N) of its batch entry are at most j."""
     batch, size = bound.shape[0], num_keys + 1
     entry = torch.arange(batch, device=bound.device)[:, None]
-    # The bounds of entry b are moved to the range [b * size, (b + 1) * size), so that a single call of bincount counts all
-    # entries.
+    # The bounds of entry b move to [b * size, (b + 1) * size), so that one bincount counts all entries.
     counts = torch.bincount((bound + entry * size).flatten(), minlength=batch * size)
     return counts.view(batch, size)[:, :num_keys].cumsum(1, dtype=torch.int32)
 
 
 def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
-    """Return the mask as a dense bool tensor (B or 1, Nq, Nk). Only the reference and tests use this function."""
+    """Return the mask as bool (B or 1, Nq, Nk), for the reference and tests."""
     keys = torch.arange(num_keys, device=lo.device)
     return (lo[..., None] <= keys) & (keys < hi[..., None])
 
@@ -404,12 +356,11 @@ def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
     """Copy a CPU tensor to `device`.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured. Every replay of the graph would repeat the copy, but the source memory
-            would have been freed by then.
+        RuntimeError: a CUDA graph is being captured. Its replays would copy from memory that has been freed by then.
     """
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:
-        # Pin the memory, because a copy from pageable memory would make the host wait for all earlier work of the stream.
+        # A copy from pageable memory would wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

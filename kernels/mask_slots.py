@@ -1,8 +1,8 @@
-"""GPU memory for the masks that a CUDA graph reads. Other masks can replace them between two replays of the graph.
+"""GPU memory for the masks that a CUDA graph reads, so that other masks can replace them between two replays.
 
 A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Every table is therefore
-padded to the largest table that a mask of the same shape can have, see `Intervals.largest_table`. The padding is zero: a
-program without work tiles ends at once.
+padded with zeros to the largest one of any mask of the same shape, see `Intervals.largest_table`. A program without work tiles
+ends at once.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,9 @@ class MaskSlots:
 
     Args:
         masks: masks with `Intervals.is_replaced`, from which the kernels of the graph have requested all tables.
-        device: the device of the memory.
 
     Attributes:
-        masks: the masks to capture. They have the contents that `write` has written last, and zeros before the first call.
+        masks: the masks to capture, which have the contents that `write` has written last, or zeros.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:
@@ -35,7 +34,7 @@ class MaskSlots:
         self.masks = with_memory(masks, unpack(self._memory, self._shapes), with_host=False)
 
     def pack(self, masks: Sequence[Intervals]) -> Tensor:
-        """Copy masks of the same shapes, with the same tables, from the CPU into one int32 tensor, which `write` accepts."""
+        """Copy masks of the same shapes, with the same tables, from the CPU into one int32 tensor for `write`."""
         packed = torch.zeros(self._memory.shape, dtype=torch.int32, device="cpu", pin_memory=self._memory.is_cuda)
         slots = iter(unpack(packed, self._shapes))
         for side, keys in zip(sides(masks), self._keys, strict=True):
@@ -44,5 +43,5 @@ class MaskSlots:
         return packed
 
     def write(self, packed: Tensor) -> None:
-        """Replace the masks by packed masks. The host does not wait. Earlier work of the current stream reads the old masks."""
+        """Replace the masks, in the order of the current stream. The host does not wait."""
         self._memory.copy_(packed, non_blocking=True)

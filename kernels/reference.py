@@ -1,26 +1,23 @@
 """Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
-Every kernel module uses the same shapes. B is the batch size, Nq is the number of queries, and Nk is the number of keys. Hq is
-the number of query heads, and Hkv is the number of key heads, which divides Hq. D is the head dim of q and k, and Dv is the
-head dim of v:
+B is the batch size, Nq and Nk are the numbers of queries and keys, and Hq and Hkv those of query heads and key heads. Hkv
+divides Hq, and query head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
     intervals                                                      the mask, see `ringattn.kernels.interval_mask`
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-The state (m, l, o) of a query depends on the keys that the query has seen so far. If s = scale * q k^T are the scores of these
-keys, m is the maximum of s, l is sum exp(s - m), and o is sum exp(s - m) v. A query that has not attended to any key has the
-empty state (-inf, 0, 0), the output 0 and the lse -inf. Query head h uses key head h // (Hq / Hkv). In a state of the Hopper
-kernels, m may be smaller than the maximum of the scores. l and o are then relative to this m and represent the same sums.
+The state (m, l, o) of a query depends on the keys that it has seen so far. If s = scale * q k^T are their scores, m is the
+maximum of s, l is sum exp(s - m), and o is sum exp(s - m) v. A query that has not attended to any key has the empty state
+(-inf, 0, 0), the output 0 and the lse -inf. In a state of the Hopper kernels, m may differ from the maximum of the scores. l
+and o are then relative to this m and represent the same sums.
 
-`forward` and `backward` take three options. `dropout` drops probabilities. With dropout, o is a sum over the kept probabilities
-only, which are scaled, whereas m, l and lse do not change. `blocks` masks pairs of a block of queries and a block of keys.
-`precision` is the precision of products of fp32 inputs, "ieee" or "tf32". With "tf32" the Triton kernels may round the operands
-to 11 bits of mantissa. This module and `ringattn.kernels.blockwise` always compute exactly.
+Three options apply to `forward` and `backward`. `dropout` drops probabilities: o is then a sum over the kept ones only, which
+are scaled, whereas m, l and lse do not change. `blocks` masks pairs of a block of queries and a block of keys. With `precision`
+"tf32" instead of "ieee", the Triton kernels may round the operands of fp32 products to 11 bits of mantissa.
 
-The functions of this module do not check their arguments. Call them through `ringattn.kernels.dispatch`, which checks all
-arguments.
+Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +34,7 @@ from ringattn.kernels.interval_mask import Intervals, dense
 State = tuple[Tensor, Tensor, Tensor]  # m, l, o
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 Accumulators = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to add to; None asks for a new gradient
-# A `Delta` is delta itself, or the tuple (out, dlse) for kernels that compute delta from out, dout and dlse.
+# A `Delta` is delta itself, or (out, dlse) for kernels that compute delta.
 Delta = Tensor | tuple[Tensor, Tensor | None]
 
 
@@ -65,12 +62,10 @@ def empty_state(q: Tensor, value_dim: int) -> State:
 def merge(a: State, b: State) -> State:
     """Merge the states of the same queries over two disjoint sets of keys (Milakov and Gimelshein 2018, section 3.1).
 
-    m = max(m_a, m_b), and each side is rescaled by alpha = exp(m_side - m). The operation is associative and commutative, and
-    the empty state is its identity.
+    The operation is associative and commutative, and the empty state is its identity.
     """
     m = torch.maximum(a[0], b[0])
-    # If the states of a query are empty on both sides, its m is -inf. Subtract 0 instead of such an m, because exp(-inf - 0) is
-    # 0, whereas exp(-inf + inf) is NaN.
+    # If both states are empty, subtract 0, because exp(-inf + inf) is NaN.
     reference_max = m.masked_fill(m == float("-inf"), 0.0)
     alpha_a, alpha_b = torch.exp(a[0] - reference_max), torch.exp(b[0] - reference_max)
     return m, alpha_a * a[1] + alpha_b * b[1], alpha_a[..., None] * a[2] + alpha_b[..., None] * b[2]
@@ -84,10 +79,7 @@ def merge_states(
     Args:
         base: (m, l, o) of N tokens. It is overwritten.
         parts: pairs (first, state). The state covers n tokens, and is merged into the tokens [first, first + n) of `base`.
-        dtype: None to return the merged state, or the dtype of `out` to finalise the state.
-
-    Returns:
-        `base`, or (out, lse) as `finalize` returns them.
+        dtype: None to return `base`, or the dtype of `out` to return (out, lse) as `finalize`.
     """
     for first, part in parts:
         rows = tuple(x[:, first : first + part[0].shape[1]] for x in base)
@@ -97,16 +89,9 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the states of the same queries from several ranks, and return the output.
+    """Merge the states of the same queries from several ranks in a fixed order, and return the output (B, N, H, D).
 
-    Args:
-        states: (ranks, numbers), in the dtype of states, contiguous. The numbers of a rank are the elements of o, m and l, in
-            this order.
-        shape: the shape (B, N, H, D) of o.
-        dtype: the dtype of the output.
-
-    Returns:
-        The output (B, N, H, D) in `dtype`. The ranks are merged in a fixed order, so equal inputs give the same bits.
+    `states` (ranks, numbers), contiguous, contains the elements of o, m and l of each rank.
     """
     rows = shape[:3].numel()
     o, m, l = states.split([rows * shape[3], rows, rows], 1)
@@ -115,14 +100,14 @@ def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
 
 
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return out = o / l in `dtype` and lse = m + log l in the dtype of the state. An empty state gives out = 0, lse = -inf."""
+    """Return out = o / l in `dtype` and lse = m + log l in the dtype of the state."""
     m, l, o = state
     out = o / l.masked_fill(l == 0, 1.0)[..., None]
     return out.to(dtype), m + torch.log(l)
 
 
 def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: BlockMask | None) -> Tensor:
-    """Return the scores (B, Hkv, G, Nq, Nk), with G = Hq / Hkv, in the dtype of states. The score of a masked pair is -inf."""
+    """Return the scores (B, Hkv, G, Nq, Nk), with G = Hq / Hkv, and -inf for masked pairs."""
     q, k = _to_head_groups(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
     mask = dense(*intervals.bounds, intervals.num_keys)[:, None, None]
     if blocks is not None:
@@ -132,7 +117,7 @@ def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: Bl
 
 
 def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Return x (B, Hkv, G, Nq, Nk) with the dropped elements set to 0 and the kept elements scaled."""
+    """Set the dropped elements of x (B, Hkv, G, Nq, Nk) to 0, and scale the kept ones."""
     if dropout is None:
         return x
     keep = keep_mask(dropout, x.shape[0], x.shape[1] * x.shape[2]).unflatten(1, x.shape[1:3])
@@ -140,12 +125,11 @@ def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
 
 
 def _to_head_groups(x: Tensor, num_key_heads: int) -> Tensor:
-    """Reshape x (B, N, Hq, D) to (B, Hkv, G, N, D), with G = Hq / Hkv, and convert it to the dtype of states."""
+    """Reshape x (B, N, Hq, D) to (B, Hkv, Hq / Hkv, N, D) in the dtype of states."""
     return x.to(state_dtype(x.dtype)).unflatten(2, (num_key_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _from_head_groups(x: Tensor) -> Tensor:
-    """Reshape x (B, Hkv, G, N, D) to (B, N, Hq, D), the inverse of `_to_head_groups`."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -157,19 +141,18 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
         q: (B, Nq, Hq, D), with any strides.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype.
         intervals: for every query, the range [lo, hi) of keys that it may attend to.
-        scale: multiplies the scores before the softmax, usually D ** -0.5.
+        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
         state: (m, l, o) of the queries over earlier keys. A kernel may overwrite these tensors with the result. None stands for
             the empty state.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
-        dropout, blocks, precision: options that the docstring of this module explains. By default, there is no dropout and no
-            block mask.
+        dropout, blocks, precision: see the docstring of this module.
 
     Returns:
         The new state (m, l, o). With `final`, (out, lse) instead: out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq). All
-        tensors are contiguous.
+            tensors are contiguous.
     """
     scores = _scores(q, k, intervals, scale, blocks)
-    # `amax` raises an error for an empty dimension, so treat a call without keys separately.
+    # `amax` raises an error for an empty dimension.
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
     else:
@@ -191,15 +174,15 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
     Args:
         q: (B, Nq, Hq, D), with any strides.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
-        lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]). Both must never
-            decrease from one query to the next. The intervals are limited to the rows of the cache, [0, Nk).
+        lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]), limited to [0,
+            Nk). Both must never decrease from one query to the next.
         scale: multiplies the scores before the softmax, usually D ** -0.5.
         final: whether to return the output instead of the state.
         sinks: int32 (1 or B,), on q's device, or None. Query i also attends to those of the first `sinks` keys that come before
-            hi[i]. These keys are attention sinks (Xiao et al. 2023), which models with a sliding window need in long texts.
+            hi[i]. Models with a sliding window need these attention sinks (Xiao et al. 2023) in long texts.
         page_table: int32 (B, pages), on q's device, or None. With a page table, k and v have the shapes (pages, page size, Hkv,
             D) and (pages, page size, Hkv, Dv). Row i of batch entry b is row i % page_size of page page_table[b, i //
-            page_size], so Nk is the number of pages of an entry times the page size.
+            page_size].
         forward: the function that computes attention under intervals, with the arguments of `forward` of this module.
 
     Returns:
@@ -211,16 +194,16 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
     lo, hi = (x.cpu().clamp(0, num_keys) for x in (lo, hi))
     state = forward(q, k, v, Intervals.of(lo, hi, num_keys, q.device), scale)
     if sinks is not None:
-        # The sinks inside the interval of a query are keys of this interval, so they must not be counted twice.
+        # The sinks inside the interval must not be counted twice.
         end = torch.minimum(torch.minimum(lo, hi), sinks.cpu().clamp(min=0)[:, None])
         state = merge(state, forward(q, k, v, Intervals.of(torch.zeros_like(end), end, num_keys, q.device), scale))
     return finalize(state, q.dtype)[0] if final else state
 
 
 def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
-    """Return the rows (B, Nk, H, D) of a paged cache. Rows that no query attends to because they are too late are zeros."""
+    """Return the rows (B, Nk, H, D) of a paged cache, with zeros from the largest hi on."""
     rows = x[page_table.long()].flatten(1, 2)
-    # Pages may contain rows of sequences that used them earlier, and rows that were never written.
+    # Pages may contain rows of earlier sequences, and rows that were never written.
     unused = torch.arange(rows.shape[1], device=x.device) >= hi[:, -1:]
     return rows.masked_fill(unused[..., None, None], 0.0)
 
@@ -228,8 +211,7 @@ def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states.
 
-    The backward needs `out` (B, Nq, Hq, Dv) only for delta. Because d lse / d s = p, a gradient dlse (B, Nq, Hq) of lse adds p
-    * dlse to ds. As ds = p * (dp - delta), subtracting dlse from delta has the same effect.
+    Because d lse / d s = p, a gradient dlse (B, Nq, Hq) of lse adds p * dlse to ds = p * (dp - delta).
     """
     dtype = state_dtype(out.dtype)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
@@ -261,13 +243,13 @@ def backward(
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)
-    # Mask p as well as the scores. If a query has no keys, its lse is -inf, and exp(-inf + inf) is NaN.
+    # If a query has no keys, its lse is -inf, and exp(-inf + inf) is NaN.
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _to_head_groups(q, num_key_heads), _to_head_groups(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     ds = p * (_drop(dout @ v.mT, dropout) - delta)
     new_dq = scale * _from_head_groups(ds @ k)
-    # The query heads of a group share a key head, so the gradients of this key head are sums over the group (dimension 2).
+    # Sum over the query heads of a group (dimension 2), which share a key head.
     new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
     return tuple(
@@ -277,13 +259,11 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add the partial gradients of other ranks to this rank's own gradient, and round the sum once.
+    """Add the partial gradients of other ranks to this rank's own gradient, and round the sum once, to `dtype`.
 
     Args:
         base: (B, N, H, D) in the dtype of states, contiguous. Its memory may be overwritten.
-        parts: pairs (first, x). x is contiguous with the shape (B, n, H, D), and it is added to the tokens [first, first + n)
-            of `base`.
-        dtype: the dtype of the result.
+        parts: pairs (first, x). x (B, n, H, D) is contiguous, and is added to the tokens [first, first + n) of `base`.
     """
     for first, x in parts:
         base[:, first : first + x.shape[1]] += x

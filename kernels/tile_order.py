@@ -1,37 +1,33 @@
 """The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
 
-A work tile is a tile of keys of one head. It visits the query tiles that see its keys, one after another, and adds its dQ to
-each of them. A sum depends on the order of its terms. dq is therefore deterministic if the work tiles that contribute to a
-query do so in a fixed order. Two work tiles with no query in common need no order, even if they visit the same query tile,
-because each of them adds only zeros to the queries of the other.
+A work tile is a tile of keys of one head. It visits the query tiles that see its keys, and adds its dQ to each of them. dq is
+deterministic if the work tiles that contribute to a query do so in a fixed order. Two work tiles with no query in common need
+no order, even if they visit the same query tile, because each adds only zeros to the queries of the other.
 
-The bounds of an interval mask never decrease from key to key. Therefore the work tiles that contribute to a query are
-neighbours, and it suffices to fix the order of every two neighbours that have a query in common. One of them is the predecessor
-of the other: in every query tile that both visit, the predecessor comes first. A chain is a sequence of work tiles of one head.
-Each of its work tiles has a query in common with the next one, and the chain is as long as possible. For example, every long
-document is a chain. A chain has a direction:
+The bounds of an interval mask never decrease, so the work tiles that contribute to a query are neighbours, and it suffices to
+order every two neighbours that have a query in common. One of them is the predecessor of the other: in every query tile that
+both visit, it comes first. A chain is a longest possible sequence of work tiles of one head, each with a query in common with
+the next one, for example a long document. A chain has a direction:
 
-- **Forwards:** The order is from the last keys to the first keys. Every work tile visits its query tiles from the first to the
-  last. Under a causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
-- **Backwards:** The order is from the first keys to the last keys. Every work tile visits its query tiles from the last to the
-  first. Under a causal mask, the longest loops come first.
+- **Forwards:** The order is from the last keys to the first. Every work tile visits its query tiles from the first to the last.
+Under a causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
+- **Backwards:** The order is from the first keys to the last. Every work tile visits its query tiles from the last to the
+first. Under a causal mask, the longest loops come first.
 
-Under a causal mask without documents, the directions alternate from head group to head group. In a head group that is
-computed forwards, short work tiles end first. The long work tiles of the next head group, which is computed backwards,
-therefore start one after another, and each of them follows its predecessor at a distance. In addition, all programs end at
-nearly the same time.
+Under a causal mask without documents, the directions alternate from head group to head group. In a head group that is computed
+forwards, short work tiles end first, so the long work tiles of the next head group, which is computed backwards, start one
+after another, each at a distance from its predecessor. In addition, all programs end at nearly the same time.
 
-All programs together compute the work tiles in one order, in which every predecessor comes before the work tiles that wait for
-it. Consequently, a work tile never waits for a work tile that comes later. If `ringattn.kernels.tile_scheduler` moves a work
-tile forward in this order, it also moves the work tiles forward that this work tile waits for.
+All programs together compute the work tiles in one order, in which every predecessor comes first, so a work tile never waits
+for a later one. If `ringattn.kernels.tile_scheduler` moves a work tile forward, it also moves those that this one waits for.
 """
 
 import torch
 from torch import Tensor
 
-# With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less. With fewer heads,
-# the operands and the sums of dq stay in the L2 cache. If the directions alternate, the heads of a head group together have at
-# most ALTERNATING_TILES query tiles, unless a single head has more. Neighbours then start about four steps apart.
+# With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less. With fewer, the
+# operands and the sums of dq stay in the L2 cache. If the directions alternate, the heads of a group have at most
+# ALTERNATING_TILES query tiles, so that neighbours start about four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -55,11 +51,10 @@ def order_work_tiles(
         step: number of queries per query tile.
 
     Returns:
-        int32 (N, 12). The columns are first key, end of the keys, first query of the first step, 0, num_unmasked and
-        num_masked, whose sum is the number of steps, head, batch entry, direction (1 forwards, -1 backwards), the number of
-        this work tile in the order, the number of its predecessor, and the number of steps at the start of the loop that visit
-        query tiles which the predecessor does not visit. Without a predecessor, these are all steps. Tiles without steps are
-        left out.
+        int32 (N, 12), without tiles that have no steps: first key, end of the keys, first query of the first step, 0,
+            num_unmasked, num_masked, head, batch entry, direction (1 forwards, -1 backwards), number in the order, number of
+            the predecessor, and the number of steps before the first query tile that the predecessor also visits, or all steps
+            without a predecessor.
     """
     tiles, exists = _sort_by_keys(tiles)
     if not exists.any():
@@ -73,19 +68,18 @@ def order_work_tiles(
     num_heads, num_masks = batch * heads, len(tiles)
     num_groups = -(-num_heads // heads_per_group)
     if num_groups < num_heads:
-        # With an even number of head groups, there are as many chains in one direction as in the other.
+        # With an even number of head groups, both directions have as many chains.
         num_groups += num_groups % 2
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all work tiles start at the same time. A chain that runs forwards is then
-    # staggered, and a chain that runs backwards is not.
+    # If every program has at most one work tile, all start at the same time. A chain that runs forwards is then staggered.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     # Both directions of every mask: (2, masks, T, ...).
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
     rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
-    # Sort by head group and then by rank. Heads of the same group take turns.
+    # Heads of the same group take turns.
     num_tiles = tiles.shape[1]
     order = (head_group[:, None] * num_tiles + rank).flatten().argsort(stable=True)
     order = order[exists[mask].flatten()[order]]
@@ -106,16 +100,14 @@ def order_work_tiles(
 
 
 def predecessors(work_tiles: Tensor) -> Tensor:
-    """Return the number of the predecessor of each work tile (N, 12) from `order_work_tiles`, or -1 if it has none."""
+    """Return the number of the predecessor of each work tile from `order_work_tiles`, or -1."""
     num_steps, num_free = work_tiles[:, 4] + work_tiles[:, 5], work_tiles[:, 11]
     return work_tiles[:, 10].where(num_free < num_steps, -1)
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) by their first key, and move tiles without steps to the end.
-
-    Returns:
-        (the tiles in int64, a bool tensor (B, T) that is True for tiles with steps).
+    """Sort the tiles (B, T, 6) by their first key, with those without steps at the end. Return (tiles in int64, mask of those
+    with steps).
     """
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
@@ -135,18 +127,17 @@ def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, Tensor]) ->
 def _order_chains(
     tiles: Tensor, begin: Tensor, stop: Tensor, exists: Tensor, linked: Tensor, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Order the tiles of a head in one direction.
+    """Order the tiles of a head in one direction, 1 forwards or -1 backwards.
 
     Args:
         tiles, exists: from `_sort_by_keys`.
         begin, stop: (B, T), the query tiles [begin, stop) that each tile visits.
         linked: from `_find_links`.
-        direction: 1 forwards, -1 backwards.
 
     Returns:
         rank: (B, T), the place of each tile in the order. Tiles that do not exist come last.
-        columns: (B, T, 3). The three numbers of a tile are its first query tile, the index of its predecessor in `tiles`, and
-            the number of its steps before the first query tile that the predecessor also visits.
+        columns: (B, T, 3): the first query tile, the index of the predecessor in `tiles`, and the number of steps before the
+            first query tile that the predecessor also visits.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin
@@ -154,8 +145,8 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Long chains come first. The work tiles of a chain do not follow each other directly: the work tiles of shorter chains come
-    # between them, so that neighbours start at different times.
+    # Long chains come first. Work tiles of shorter chains come between those of a chain, so that neighbours start at different
+    # times.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))
@@ -172,6 +163,6 @@ def _order_chains(
 
 
 def _reduce(values: Tensor, chain: Tensor, operation: str) -> Tensor:
-    """Reduce the values (B, T) of every chain, and return the result for every tile of the chain."""
+    """Reduce the values (B, T) of every chain, and return the result for each of its tiles."""
     reduced = torch.zeros_like(values).scatter_reduce(1, chain, values, operation, include_self=False)
     return reduced.gather(1, chain)

@@ -1,13 +1,10 @@
-"""Compute the tables of tiles on the host, once per mask.
+"""Compute the tables of tiles on the host, once per mask: the rows of every tile, its loop over columns, and its program.
 
-The tables describe the rows of every tile, the tile's loop over columns, and the program that computes the tile.
-
-As in `ringattn.kernels.interval_mask`, rows are queries and columns are keys. For a transposed mask, rows are keys and columns
-are queries. The rows of all batch entries are numbered consecutively: row i of entry b has the number b * N + i. All arrays
-are numpy arrays, because numpy has less overhead than torch for the many small operations.
+Rows and columns are as in `ringattn.kernels.interval_mask`. The rows of all batch entries are numbered consecutively: row i of
+entry b has the number b * N + i. All arrays are numpy arrays, which have less overhead than torch for many small operations.
 
 An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked, num_masked), as `Intervals.tiles` explains. A work
-tile is a tile of one head. It is described by the same six numbers, followed by the head and the batch entry.
+tile is a tile of one head, whose entry also has the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -15,31 +12,22 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# A work tile takes longer than all of its steps together. These two numbers are the additional time. The unit is the time of
-# one step.
+# The time of a work tile besides its steps, in steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
-# Work tiles are reordered if the last program would end more than this fraction later than the mean of all programs.
+# Work tiles are reordered if the last program would end more than this fraction later than the mean.
 MARGIN = 0.04
 
-# The number of rows of a work tile that one warpgroup of the Hopper forward computes. If a work tile has no rows for a
-# warpgroup, the warpgroup skips the work tile.
+# The rows of a work tile per warpgroup of the Hopper forward. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces.
+    """Split the rows into pieces at every row whose bound (B, N) exceeds the previous one by at least `jump`, and at batch
+    entries.
 
-    A new piece starts at every row whose bound exceeds the bound of the previous row by at least `jump`. A new piece also
-    starts with every batch entry.
-
-    Args:
-        bound: int32 (B, N).
-        jump: the smallest jump at which the rows are split, in columns.
-
-    Returns:
-        The first rows and the ends of the pieces, both int64.
+    Return the first rows and the ends of the pieces.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -50,10 +38,9 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split pieces of rows [start, stop) into tiles of `rows` rows. Return the (first, end) of all tiles.
 
-    One tile of a piece may have fewer rows. With `from_end`, this is the first tile, otherwise it is the last tile.
+    If a tile of a piece has fewer rows, it is the first one with `from_end`, and otherwise the last one.
     """
-    # From here on, every array has one element per tile. `piece` is the piece to which a tile belongs, and `index` is the
-    # index of the tile in this piece.
+    # `piece` and `index` are the piece of each tile, and its index in the piece.
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
     start, stop = start[piece], stop[piece]
@@ -65,17 +52,14 @@ def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -
 
 
 def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int, alignment: int) -> tuple[ndarray, ...]:
-    """Return begin, num_masked_prefix, num_unmasked and num_masked of every tile.
-
-    The rows of a tile are [first, end). `Intervals.tiles` explains the results.
-
-    Every `begin` is a multiple of `alignment`.
+    """Return begin, a multiple of `alignment`, num_masked_prefix, num_unmasked and num_masked of the tiles with rows [first,
+    end).
     """
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # The bounds never decrease from row to row. Therefore every column that any row of a tile attends to lies in [lo of the
-    # first row, hi of the last row). All rows of the tile attend to the columns in [lo of the last row, hi of the first row).
+    # Bounds never decrease from row to row, so any row attends only to columns in [lo of the first row, hi of the last row),
+    # and all rows attend to [lo of the last row, hi of the first row).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -86,17 +70,16 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
     """Sort the tiles of each batch entry by the length of their loops, longest first, and return one table of all tiles.
 
     Args:
-        first, end: the rows [first, end) of every tile, numbered consecutively over the batch.
+        first, end: the rows of every tile, numbered consecutively over the batch.
         loops: from `tile_loops`.
         batch, num_rows: the number of batch entries, and the number of rows of each entry.
 
     Returns:
-        int32 (batch, T, 6), in which first and end are relative to the first row of the batch entry. If a batch entry has fewer
-        than T tiles, its part of the table is padded with zeros.
+        int32 (batch, T, 6), in which first and end are relative to the batch entry. Missing tiles are zeros.
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # The sort is stable. np.lexsort sorts by its last key first, which is the batch entry.
+    # np.lexsort is stable and sorts by its last key first.
     order = np.lexsort((-(num_unmasked + num_masked), entry))
     tiles = np.stack((first - entry * num_rows, end - entry * num_rows, *loops), 1, dtype=np.int32, casting="same_kind")[order]
     entry, index = _enumerate(np.bincount(entry, minlength=batch))
@@ -106,40 +89,27 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
 
 
 def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
-    """Return the work tiles of all heads, sorted by the order in which they should start.
+    """Return the work tiles of all heads, int32 (N, 8), in the order in which they should start.
 
-    The heads of the whole batch are split into groups of nearly equal size. The work tiles of a group start before the work
-    tiles of the next group, so that the operands of a group stay in the L2 cache. Within a group, work tiles with the longest
-    loops start first.
-
-    Args:
-        tiles: int32 (B, T, 6) from `tile_table`.
-        heads: the number of heads of a batch entry.
-        num_groups: the number of head groups.
-
-    Returns:
-        int32 (N, 8). Each row contains the six numbers of a tile, the head and the batch entry. The padding of the table is
-        removed.
+    The heads of the whole batch are split into groups of nearly equal size. The groups start one after another, so that the
+    operands of a group stay in the L2 cache. Within a group, work tiles with the longest loops start first. `tiles` (B, T, 6)
+    comes from `tile_table`, whose padding is removed.
     """
     batch, num_tiles = tiles.shape[:2]
     all_heads = np.arange(batch * heads)
     work_tiles = np.empty((batch * heads, num_tiles, 8), dtype=np.int32)
     work_tiles[..., :6] = tiles[all_heads // heads]
     work_tiles[..., 6], work_tiles[..., 7] = (all_heads % heads)[:, None], (all_heads // heads)[:, None]
-    # Sort first by head group and then by the index in the table. Heads of the same group keep their order.
+    # Heads of the same group keep their order.
     rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + np.arange(num_tiles)
     work_tiles = work_tiles.reshape(-1, 8)[rank.ravel().argsort(kind="stable")]
-    # Remove the padding of the table, which has first = end = 0.
     return work_tiles[work_tiles[:, 0] < work_tiles[:, 1]]
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
     """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave.
 
-    Args:
-        work_tiles: int32 (N, 8). Each work tile has at most `rows` rows.
-        programs: the number of programs, which is also the number of work tiles in a wave.
-        rows: a multiple of CONSUMER_ROWS. The second part of a split tile has at most CONSUMER_ROWS rows.
+    Each work tile (N, 8) has at most `rows` rows, a multiple of CONSUMER_ROWS. Its second part has at most CONSUMER_ROWS.
     """
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
@@ -153,29 +123,19 @@ def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
 
 
 def forward_times(work_tiles: ndarray) -> ndarray:
-    """Estimate how long work tiles (N, 8) take in the forward.
-
-    A step with half of the rows takes more than half of the time, so the estimate is not proportional to the number of rows.
-    """
+    """Estimate the times of work tiles. A step with half of the rows takes more than half of the time."""
     num_consumers = _ceil_div(work_tiles[:, 1] - work_tiles[:, 0], CONSUMER_ROWS)
     return (work_tiles[:, 4] + work_tiles[:, 5] + FORWARD_TILE_OVERHEAD) * (1 + num_consumers)
 
 
 def backward_times(work_tiles: ndarray, group: int) -> ndarray:
-    """Estimate how long work tiles (N, 8) take in the backward, in which each of `group` query heads needs all steps.
-
-    A step with few rows takes the same time as a step with all rows.
-    """
+    """Estimate the times of work tiles with `group` query heads. Few rows take as long as all rows."""
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
 def most_tiles(num_rows: int, num_columns: int, rows: int, jump: int) -> int:
-    """Return an upper bound on the number of tiles of a batch entry, for all bounds.
-
-    The entry has `num_rows` rows, which `split_at_jumps` splits at jumps of at least `jump` columns, and `split_into_tiles`
-    into tiles of `rows` rows.
-    """
-    # Every piece has at most one tile with fewer than `rows` rows.
+    """Return an upper bound on the number of tiles of a batch entry with the arguments of the functions above."""
+    # Every piece has at most one smaller tile.
     return num_rows // rows + 1 + num_columns // jump
 
 
@@ -184,21 +144,20 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
-    Every head group starts with its longest loops. If the work tiles were assigned to the programs in rotation, some programs
-    would get a seventh more than their share. With packed documents, the longest work tiles of the last head groups would still
-    start too late. In this case, these work tiles are moved forward in the order.
+    In rotation, some programs would get a seventh more than their share, because every head group starts with its longest
+    loops. With packed documents, the longest work tiles of the last head groups would still start too late, so they are moved
+    forward.
 
     Args:
         work_tiles: int32 (N, c).
         times: integers (N,), the estimated time of each work tile in any unit.
-        programs: the maximal number of programs. If there are fewer work tiles, fewer programs are used, but at least one.
-        predecessors: integers (N,), for each work tile the index of an earlier work tile that must stay in front of it, or -1.
-            With None, every order is allowed.
+        programs: the maximal number of programs.
+        predecessors: integers (N,), the index of an earlier work tile that must stay in front, or -1. With None, every order is
+            allowed.
         limit: the maximal number of work tiles of a program, at least N / programs; None for no limit.
 
     Returns:
-        int32 (n, programs, c). The entries [:, p] are the work tiles of program p in their order, followed by at least one row
-        of zeros.
+        int32 (n, programs, c). The entries [:, p] are the work tiles of program p, followed by at least one row of zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -211,7 +170,7 @@ def assign_work_tiles(
             work_tiles, times, program = work_tiles[order], times[order], other_program
     if limit is not None and np.bincount(program).max() > limit:
         program = _assign_greedily(times, programs, limit)[0]
-    # A stable sort by program does not change the order of the work tiles of each program.
+    # A stable sort keeps the order of the work tiles of each program.
     order = program.argsort(kind="stable")
     program, index = _enumerate(np.bincount(program))
     assigned = np.zeros((int(index.max()) + 2, programs, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -220,16 +179,15 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    """Assign each work tile to the program with the least work so far. Return the programs and the latest end time.
+    """Assign each work tile to the program with the least work so far and fewer than `limit` work tiles.
 
-    A program that has `limit` work tiles receives no more.
+    Return the programs and the latest end time.
     """
-    # The heap represents each program by the integer (its work so far) * programs + (its index), because a heap of plain
-    # integers is the fastest.
+    # A heap of plain integers is the fastest: (work so far) * programs + (index of the program).
     heap = list(range(programs))
     steps = (times.astype(np.int64) * programs).tolist()
     if limit is None:
-        # heapreplace returns the smallest element of the heap, and replaces it by the sum of this element and the time.
+        # heapreplace returns the smallest element, and replaces it.
         least = [heapreplace(heap, heap[0] + time) for time in steps]
         return np.array(least) % programs, max(heap) // programs
     least, counts, end = [], [0] * programs, 0
@@ -245,17 +203,16 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
     """Order work tiles by their start times, and move a work tile forward if it would end too late.
 
-    Each work tile has two start times. The first one is its start time in the given order. With the second one, the work tile
-    ends at (1 - MARGIN) times the mean time of all programs. Work tiles are sorted by the earlier one of the two. A predecessor
-    starts no later than the work tiles that follow it.
+    The start time is that in the given order, or the one with which the work tile ends at (1 - MARGIN) times the mean time of
+    all programs, if that is earlier. A predecessor starts no later than the work tiles that follow it.
     """
     times = times.astype(np.int64)
     in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor has a smaller index than the work tiles that follow it. From the last work tile to the first, the start
-        # of each work tile is therefore final before it is passed on to its predecessor.
+        # A predecessor has a smaller index, so from the last work tile to the first, every start is final before it is passed
+        # on.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
@@ -265,10 +222,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Return, for every element of several lists, the number of its list and its index in this list.
-
-    List i has counts[i] elements.
-    """
+    """Return, for every element of lists with counts[i] elements, the number of its list and its index in it."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

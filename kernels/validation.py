@@ -1,12 +1,10 @@
-"""Check the arguments of attention calls. A rule that several callers need is defined only once, in this module, together with
-its error message.
+"""Check the arguments of attention calls. A rule that several callers need is defined only here, with its error message.
 
-Before any work starts, the public calls in `ringattn` check a user's arguments. They check the type of every argument with
-`check_dense`, `as_integer`, `as_number`, `check_flag` and `check_name`, and the values with `check_tensors`, `check_scale`,
-`check_dropout` and `check_precision`. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
-`check_cache`, `check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the
-kernels. The kernel modules themselves check nothing. `decode_attention` prepares its calls once per cache, and checks only the
-bounds of the queries in every call, with `check_bounds`.
+The public calls in `ringattn` check a user's arguments with `check_dense`, `as_integer`, `as_number`, `check_flag`,
+`check_name`, `check_tensors`, `check_scale`, `check_dropout` and `check_precision`. `ringattn.kernels.dispatch` checks every
+kernel call with `check_inputs`, `check_cache`, `check_state` and `check_gradients`, which catch mistakes in the code in
+between. The kernel modules check nothing. `decode_attention` prepares its calls once per cache, and checks only `check_bounds`
+in every call.
 
 A function whose name begins with `check` returns None or raises a ValueError. The message states the given value, the
 requirement and what to do.
@@ -28,33 +26,30 @@ from ringattn.kernels.reference import State, state_dtype
 # The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
 
-# The page size of a paged cache must be a multiple of this number of rows, because a tile of keys has at least 16 rows.
+# A tile of keys has at least 16 rows, and must not cross pages.
 MIN_PAGE_SIZE = 16
 
-# The precisions of a call. With "ieee" and "tf32", the inputs are not rounded. Both matter only for products of fp32 inputs in
-# the Triton kernels. "ieee" products are exact, and "tf32" products may round their operands to 11 bits of mantissa. With
-# "fp8", the forward rounds its inputs, see `ringattn.kernels.fp8`.
+# "tf32" lets the Triton kernels round fp32 operands of products to 11 bits of mantissa. "fp8" lets the forward round its
+# inputs, see `ringattn.kernels.fp8`.
 PRECISIONS = ("ieee", "tf32", "fp8")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def shown(value: object) -> str:
-    """Return the value as a short text for an error message, or its type if the text would be long."""
+    """Return the value as a short text for an error message, or else its type."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
-    """Return `value` as an int with low <= value <= high. Integers of numpy and of torch become Python integers.
+    """Return `value` as an int with low <= value <= high (None for no limit). Integers of numpy and torch become Python
+    integers.
 
-    With high=None, there is no upper limit. `remedy` follows the requirement in the error message.
-
-    Raises:
-        ValueError: the value is not an integer, or it is too small or too large.
+    `remedy` follows the requirement in the message of the ValueError.
     """
     number = value
-    # torch.compile may pass a symbolic integer, which stays symbolic.
+    # torch.compile may pass a symbolic integer.
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
             number = None if _is_bool(value) else index(value)
@@ -67,11 +62,7 @@ def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 
 
 
 def as_number(name: str, value: object) -> float:
-    """Return `value` as a float. Numbers of numpy and tensors of one element become Python numbers.
-
-    Raises:
-        ValueError: the value is not a number.
-    """
+    """Return `value` as a float, or raise ValueError. Numbers of numpy and tensors of one element become Python numbers."""
     if type(value) is float:
         return value
     try:
@@ -81,32 +72,28 @@ def as_number(name: str, value: object) -> float:
 
 
 def _is_bool(value: object) -> bool:
-    """Whether the value is a boolean of Python, numpy or torch."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is True or False."""
     if value is not True and value is not False:
         raise ValueError(f"{name}={shown(value)}: it must be True or False")
 
 
 def check_name(name: str, value: object, known: Sequence[str]) -> None:
-    """Raise ValueError unless `value` is one of the names in `known`."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"unknown {name} {shown(value)}: it must be one of {', '.join(known)}")
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q, k and v are dense tensors."""
     if not type(q) is type(k) is type(v) is Tensor:
-        # Recognise a DTensor by its method `to_local`, because the kernels must not import torch's modules for process groups.
+        # The kernels must not import torch's modules for process groups, so recognise a DTensor by its method.
         if any(hasattr(x, "to_local") for x in (q, k, v)):
             raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
             kinds = ", ".join(type(x).__name__ for x in (q, k, v))
             raise ValueError(f"q, k, v are {kinds}: give three tensors (batch, tokens, heads, head dim)")
-    # The layout of a nested tensor may be strided, but it has no shape.
+    # A nested tensor may have a strided layout, but it has no shape.
     if not q.layout is k.layout is v.layout is torch.strided or q.is_nested or k.is_nested or v.is_nested:
         raise ValueError(
             f"q, k, v are {q.layout}, {k.layout}, {v.layout} or nested: give dense tensors; for packed documents, "
@@ -115,11 +102,11 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check the tensors q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call.
+    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call.
 
     Raises:
-        ValueError: an argument is not a dense tensor or is a DTensor, the shapes contradict each other, Hkv does not divide Hq,
-            the dtypes or devices differ, or the dtype is not fp16, bf16, fp32 or fp64.
+        ValueError: an argument is not a dense tensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or
+            devices differ, or the dtype is not one of FLOAT_DTYPES.
     """
     check_dense(q, k, v)
     check_fit(q, k, v)
@@ -138,11 +125,7 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check the shapes of q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv).
-
-    Raises:
-        ValueError: a tensor does not have four dimensions, the shapes contradict each other, or Hkv does not divide Hq.
-    """
+    """Check that the shapes of q, k and v fit together, and that Hkv divides Hq."""
     queries, keys, values = q.shape, k.shape, v.shape
     if not len(queries) == len(keys) == len(values) == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give four, (batch, tokens, heads, head dim)")
@@ -160,24 +143,19 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_scale(scale: float) -> None:
-    """Raise ValueError unless the softmax scale is positive and finite."""
-    # If the scale is NaN, the comparison is false, so NaN also raises the error.
+    # The comparison is also false for NaN.
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: must be positive and finite; for a negative scale, negate q")
 
 
 def check_dropout(dropout_p: float, seed: int) -> None:
-    """Raise ValueError unless 0 <= dropout_p < 1 and `seed` is an integer with 0 <= seed < 2**63.
-
-    The seed is limited to this range because the custom operators take it as a signed 64-bit integer.
-    """
+    """Raise ValueError unless 0 <= dropout_p < 1 and 0 <= seed < 2**63. Custom operators take a signed 64-bit seed."""
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p={dropout_p}: must be at least 0 and less than 1")
     as_integer("seed", seed)
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError unless `precision` is one of PRECISIONS."""
     check_name("precision", precision, PRECISIONS)
 
 
@@ -191,16 +169,12 @@ def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check the arguments that forward and backward have in common: shapes, intervals, dropout positions and block masks.
+    """Check the arguments that forward and backward have in common.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-        intervals: they must be for Nq queries, Nk keys and 1 or B batch entries, and they must be on q's device.
+        intervals: they must be for Nq queries, Nk keys and 1 or B batch entries, and on q's device.
         dropout: its positions must be (Nq,) and (Nk,), on q's device.
         blocks: the mask must be (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)), on q's device.
-
-    Raises:
-        ValueError: the first rule that is broken.
     """
     check_shapes(q, k, v)
     (batch, num_queries, num_heads), num_keys, device = q.shape[:3], k.shape[1], q.device
@@ -222,16 +196,7 @@ def check_inputs(
 
 
 def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, intervals: Intervals) -> None:
-    """Check FP8 inputs of a forward, in the format of `ringattn.kernels.fp8`.
-
-    Args:
-        q, k, v: their data must be e4m3 (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, ceil(Nk / 128), Dv, 128). Their scales
-            must be fp32, with one scale per block and head.
-        intervals: as for `check_inputs`.
-
-    Raises:
-        ValueError: the first rule that is broken.
-    """
+    """Check that FP8 inputs of a forward have the format of `ringattn.kernels.fp8`, with one scale per block and head."""
     (batch, num_keys, num_key_heads), device = k.data.shape[:3], q.data.device
     tiles = batch, num_key_heads, num_blocks(num_keys), v.data.shape[3], BLOCK
     _require("v.data", v.data, tiles, DTYPE, device)
@@ -248,15 +213,8 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
 
 
 def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], batch: int) -> None:
-    """Check keys and values that a cache of earlier keys and values receives.
-
-    Args:
-        new: k (B, N, Hkv, D) and v (B, N, Hkv, Dv).
-        stored: the keys and values of the cache. Their first two dimensions are not compared.
-        batch: the number of batch entries that the cache expects.
-
-    Raises:
-        ValueError: the number of batch entries, the heads, a head dim, a dtype or a device differs.
+    """Check keys and values (B, N, Hkv, D) for a cache with `batch` entries and the heads, dtype and device of the `stored`
+    ones.
     """
     for x, y in zip(new, stored, strict=True):
         if (x.shape[0], *x.shape[2:], x.dtype, x.device) != (batch, *y.shape[2:], y.dtype, y.device):
@@ -269,8 +227,7 @@ def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], 
 def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
     """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row of the cache for each token of `k` (B, N, Hkv, D).
 
-    On a CPU, the values must be at least 0 and less than `capacity`. On a GPU, the values are not checked, because the host
-    would have to wait for the GPU.
+    On a CPU, the values must be at least 0 and less than `capacity`. On a GPU, checking them would make the host wait.
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows is a {type(rows).__name__}: it must be a tensor of int64, or None")
@@ -288,20 +245,10 @@ def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
 def check_cache(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
 ) -> None:
-    """Check the arguments of a decoding call.
+    """Check the arguments of a decoding call, as for `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
-    The values of `lo`, `hi`, `sinks` and `page_table` are not checked, because the host would wait for the GPU. The kernels
-    limit the intervals to the rows of the cache.
-
-    Args:
-        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (B, Nq, Hq, D), (pages, page size,
-            Hkv, D) and (pages, page size, Hkv, Dv).
-        lo, hi: the bounds of the keys of each query, int32 (1 or B, Nq), contiguous, on q's device.
-        sinks: the number of attention sinks of each batch entry, int32 (1 or B,), contiguous, on q's device, or None.
-        page_table: int32 (B, pages of an entry), contiguous, on q's device, or None.
-
-    Raises:
-        ValueError: the first rule that is broken.
+    Their values are not checked, because the host would wait for the GPU. The kernels limit the intervals to the rows of the
+    cache.
     """
     if page_table is None:
         check_shapes(q, k, v)
@@ -318,11 +265,7 @@ def check_cache(
 
 
 def check_bounds(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> None:
-    """Check the arguments of a decoding call that usually change with every token. They are as for `check_cache`.
-
-    Raises:
-        ValueError: the first rule that is broken.
-    """
+    """Check the arguments of a decoding call that usually change with every token."""
     batch, num_queries, *_ = q.shape
     shape = (1 if lo.shape[:1] == (1,) else batch), num_queries
     _check_int32("lo", lo, shape, q.device)
@@ -339,30 +282,14 @@ def _check_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.dev
 
 
 def check_state(state: State, q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless `state` is a contiguous (m, l, o) of the queries `q`, in the dtype of states.
-
-    m and l must have the shape (B, Nq, Hq), and o must have the shape (B, Nq, Hq, Dv).
-    """
+    """Raise ValueError unless `state` is a contiguous (m, l, o) of the queries `q`, in the dtype of states."""
     rows, dtype = q.shape[:3], state_dtype(q.dtype)
     for name, x, shape in zip("mlo", state, (rows, rows, (*rows, v.shape[3])), strict=True):
         _require_accumulator(name, x, shape, dtype, q.device)
 
 
 def check_gradients(q, k, v, dout, lse, delta, given, grad_dtype):
-    """Check those arguments of the backward that the forward does not have.
-
-    Args:
-        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-        dout: must be (B, Nq, Hq, Dv) in q's dtype.
-        lse: must be (B, Nq, Hq) in the dtype of states.
-        delta: must have the shape and dtype of lse, or be a tuple (out, dlse). `out` must have the shape and dtype of dout.
-            `dlse` must be None or have the shape and dtype of lse.
-        given: (dq, dk, dv). Each must be None or a contiguous tensor in the dtype of states, with the shape of q, k or v.
-        grad_dtype: must be None, q's dtype or the dtype of states.
-
-    Raises:
-        ValueError: the first rule that is broken.
-    """
+    """Check those arguments of `dispatch.backward` that the forward does not have. `given` is (dq, dk, dv)."""
     rows, dtype, exact, device = q.shape[:3], q.dtype, state_dtype(q.dtype), q.device
     outputs, scalars = {"dout": dout}, {"lse": lse}
     if isinstance(delta, tuple):

@@ -1,8 +1,7 @@
 """The host code of the Hopper backward: constants of the kernels, and their launches. It implements `reference.backward`.
 
-For head dims up to 128, `_prepare_kernel` packs lse and delta, `backward_narrow` computes dk and dv and sums dq in fp32, and
-`_finish_kernel` scales dq and writes it. For larger head dims, `_prepare_wide_kernel` packs lse and delta, and one kernel of
-`backward_wide` computes dk and dv and another one dq.
+`backward_rows` has the kernels before and after the main kernels in `backward_narrow` (head dims up to 128) and
+`backward_wide`.
 """
 
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# The maximal number of bytes of K and V of all heads in a head group of the wide kernel for dq, so that they stay in the L2
-# cache.
+# The maximal bytes of K and V of a head group of the wide kernel for dq, so that they stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -39,7 +37,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     Args:
         head_dim: D, the head dim of q and k.
-        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator instead of writing it to a new tensor.
+        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator.
         deterministic: whether dQ is summed in a fixed order.
     """
 
@@ -51,45 +49,43 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def entry_size(self) -> int:
-        """The number of integers that describe a work tile in the table of work tiles."""
+        """The integers of a work tile in the table of work tiles."""
         return 12 if self.deterministic else 8
 
     @property
     def columns(self) -> int:
-        """The number of columns of a tile that the products use, see `column_parts`."""
+        """The columns of a tile that the products use, see `column_parts`."""
         return used_columns(self.head_dim, self.value_dim)
 
     @property
     def keeps_operands(self) -> bool:
         """Whether a consumer keeps K and the first part of V of a work tile in registers.
 
-        S = K Q^T then reads only Q from shared memory, and dP = V dO^T reads mainly dO. The bandwidth of shared memory limits
-        this kernel. With 64 or 128 columns, the registers do not suffice, because there are more queries per step or larger
-        gradients.
+        The products then read mainly Q and dO from shared memory, whose bandwidth limits this kernel. With 64 or 128 columns,
+        the registers do not suffice, because there are more queries per step or larger gradients.
         """
         return self.columns == 96
 
     @property
     def queries(self) -> int:
-        """The number of queries per step."""
+        """The queries per step."""
         return 64 if self.dim == 128 else 128
 
     @property
     def chunk_columns(self) -> int:
-        """The number of columns of a chunk (64, chunk_columns), the half of a step's dQ that one consumer computes.
+        """The columns of a chunk (64, chunk_columns), the half of a step's dQ that one consumer computes.
 
-        A dQ with 64 rows is split into two halves of its columns, and a dQ with 128 rows into two halves of its rows.
+        A dQ with 64 rows is split by columns, and a dQ with 128 rows by rows.
         """
         return self.dim * self.queries // KEYS.value
 
     @property
     def chunk_size(self) -> int:
-        """The number of elements of a chunk."""
         return ROWS.value * self.chunk_columns
 
     @property
     def used_size(self) -> int:
-        """The number of elements of the two chunks of a query tile, without the columns of the second that are zeros."""
+        """The elements of both chunks of a query tile, without the columns of the second that are zeros."""
         return self.queries * self.columns
 
 
@@ -98,18 +94,16 @@ class WideConfig:
     """The constants of `backward_wide`.
 
     Args:
-        head_dim, value_dim: D, the head dim of q and k, and Dv, the head dim of v.
-        num_heads: Hq, the number of query heads.
-        group: number of query heads per key head.
-        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator instead of writing it to a new tensor.
-        dim, padded_value_dim: the head dims of the tiles, to which D and Dv are padded.
-        part, value_part: the number of columns of a part of Q and K, and of a part of V and dO.
-        queries: the number of queries per step of the kernel for dk and dv.
-        q_slots, dout_slots, p_slots: the numbers of slots of the rings in the kernel for dk and dv.
-        k_slots, v_slots: the numbers of slots of the rings in the kernel for dq. The ring of K needs slots for two tiles,
-            because a step issues products with its own tile of K and with the tile of the previous step.
-        pass_after_scores: whether a consumer of the kernel for dq passes its ping-pong turn when the scores of its step are
-            complete. Otherwise it passes its turn when the product that ends the previous step is complete.
+        head_dim, value_dim: D and Dv.
+        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator.
+        dim, padded_value_dim: the head dims of the tiles.
+        part, value_part: the columns of a part of Q and K, and of a part of V and dO.
+        queries: the queries per step of the kernel for dk and dv.
+        q_slots, dout_slots, p_slots: slots of the rings in the kernel for dk and dv.
+        k_slots, v_slots: slots of the rings in the kernel for dq. K needs slots for two tiles, because a step issues products
+            with its own tile of K and with that of the previous step.
+        pass_after_scores: whether a consumer of the kernel for dq passes its turn when the scores of its step are complete,
+            instead of when the product that ends the previous step is.
     """
 
     head_dim: int
@@ -133,26 +127,23 @@ class WideConfig:
 
     @property
     def parts(self) -> int:
-        """The number of parts of a tile of Q or K."""
         return self.dim // self.part
 
     @property
     def value_parts(self) -> int:
-        """The number of parts of a tile of V or dO."""
         return self.padded_value_dim // self.value_part
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
         """The layout of P (64 keys, queries) in shared memory, which is the order of its elements in the registers.
 
-        In every 16 columns, a thread has eight numbers, which are 16 contiguous bytes. The numbers of the next thread follow
-        directly, so the stores and the loads have no bank conflicts.
+        In every 16 columns, a thread has eight numbers, and those of the next thread follow, so there are no bank conflicts.
         """
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
 
 
-# The tiles and the numbers of slots of `backward_wide` by the padded head dims (D, Dv).
+# By the padded head dims (D, Dv).
 WIDE_TILES = {
     (256, 256): dict(
         part=128, value_part=128, queries=64, q_slots=5, dout_slots=4, p_slots=2, k_slots=4, v_slots=2,
@@ -169,7 +160,7 @@ WIDE_TILES = {
 def configure(
     dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False
 ) -> NarrowConfig | WideConfig:
-    """Return the constants of the kernels for (D, Dv) and (Hq, Hkv). `add` tells which of dq, dk and dv are accumulators."""
+    """Return the constants for (D, Dv) and (Hq, Hkv). `add` tells which of dq, dk and dv are accumulators."""
     group = heads[0] // heads[1]
     if max(dims) > NARROW_DIM:
         padded = hopper_common.padded_wide_dims(*dims)
@@ -181,11 +172,10 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee", shares_sms=False,
 ):  # fmt: skip
-    """Compute `reference.backward` on one sm_90 GPU. `dispatch.backward` checks the arguments and explains `shares_sms`.
+    """Compute `reference.backward` on one sm_90 GPU. `dispatch.backward` checks the arguments.
 
-    The restrictions of `hopper.forward.forward` apply. `delta` may be (out, dlse), from which the kernels compute delta without
-    another launch. For head dims up to 128, dq is summed in no fixed order, so the last bits of its fp32 sums may differ from
-    run to run. Under `torch.use_deterministic_algorithms(True)`, dq is summed in a fixed order, which takes longer.
+    The restrictions of `forward.forward` apply. `delta` may be (out, dlse). For head dims up to 128, the fp32 sums of dq have
+    no fixed order, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
     """
     if q.numel() == 0 or k.numel() == 0:
         return triton_common.allocate_gradients(q, k, v, (dq, dk, dv), grad_dtype)
@@ -195,13 +185,13 @@ def backward(
 def incremental(
     q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool = False
 ) -> "NarrowBackward | WideBackward":
-    """Begin the backward of the same queries over several blocks of keys, as `dispatch.IncrementalBackward`."""
+    """Begin a `dispatch.IncrementalBackward`."""
     wide = max(q.shape[3], dout.shape[3]) > NARROW_DIM
     return (WideBackward if wide else NarrowBackward)(q, dout, lse, delta, scale, shares_sms)
 
 
 class _Backward:
-    """The operands of a backward over several blocks of keys, which are prepared once, before the first block."""
+    """The operands, which are prepared once, before the first block of keys."""
 
     def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool) -> None:
         self._queries, self._scale, self._shares_sms = (q, dout, lse, delta), float(scale), shares_sms
@@ -211,21 +201,14 @@ class _Backward:
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None = None, dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Add the contribution of one block of keys to dq. Return (dk, dv) of this block, as `dispatch.IncrementalBackward`.
-
-        Raises:
-            ValueError: `dropout` is not None.
-        """
+        """Add the contribution of one block of keys to dq, and return its (dk, dv), as `dispatch.IncrementalBackward`."""
         if dropout is not None:
             raise ValueError("the Hopper backward has no dropout: use dispatch.IncrementalBackward(..., plain=False)")
         return self._accumulate(k, v, intervals, dk, dv, torch.float32)
 
 
 class NarrowBackward(_Backward):
-    """The backward for head dims up to 128. dq is finished once, after the last block.
-
-    The order of its sums is fixed if PyTorch's deterministic algorithms are enabled when the object is created.
-    """
+    """The backward for head dims up to 128, deterministic if PyTorch's algorithms are when the object is created."""
 
     def __init__(self, *operands) -> None:
         super().__init__(*operands)
@@ -235,14 +218,13 @@ class NarrowBackward(_Backward):
     def compute(
         self, k: Tensor, v: Tensor, intervals: Intervals, given: Accumulators, grad_dtype: torch.dtype | None
     ) -> Gradients:
-        """Return all gradients of a single block. `given` contains the accumulators of dq, dk and dv, or None."""
+        """Return all gradients of a single block. `given` are the accumulators of dq, dk and dv, or None."""
         dk, dv = self._accumulate(k, v, intervals, *given[1:], grad_dtype)
         return self.finish(given[0], grad_dtype), dk, dv
 
     def _accumulate(
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None, dv: Tensor | None, grad_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """Add the contribution of one block of keys to dq. Return (dk, dv), of which new tensors have `grad_dtype`."""
         q, dout, lse, delta = self._queries
         (batch, num_queries, num_heads, _), (num_keys, num_key_heads) = q.shape, v.shape[1:3]
         add = False, dk is not None, dv is not None
@@ -263,8 +245,7 @@ class NarrowBackward(_Backward):
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
                 *map(hopper_common.with_base, scratch, (*self._packed, self._packed[1])),
             )
-            # If there is one program per SM, programs wait for each other in the deterministic backward. A cooperative launch
-            # guarantees that all programs run at the same time.
+            # The programs of a deterministic backward wait for each other, so all must run at the same time.
             launch(
                 _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles, progress),
                 (by_key.batch, num_tiles, num_keys, self._scale), config.deterministic and not self._shares_sms, CONFIG=config,
@@ -272,7 +253,7 @@ class NarrowBackward(_Backward):
         return tuple(grads)
 
     def finish(self, dq: Tensor | None = None, grad_dtype: torch.dtype | None = None) -> Tensor:
-        """Return dq (B, Nq, Hq, D), summed over all blocks that have been added, as `reference.backward`."""
+        """Return dq, summed over all blocks, or add it to an accumulator."""
         q = self._queries[0]
         if self._packed is None:
             return torch.zeros_like(q, dtype=grad_dtype) if dq is None else dq
@@ -288,8 +269,6 @@ class NarrowBackward(_Backward):
 
 
 class WideBackward(_Backward):
-    """The backward for head dims above 128. All gradients are bitwise identical in every run."""
-
     def __init__(self, *operands) -> None:
         super().__init__(*operands)
         self._dq: Tensor | None = None  # fp32, summed over all blocks
@@ -297,19 +276,17 @@ class WideBackward(_Backward):
     def _accumulate(
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None, dv: Tensor | None, grad_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """Add the contribution of one block of keys to dq. Return (dk, dv), of which new tensors have `grad_dtype`."""
         self._dq, dk, dv = self.compute(k, v, intervals, (self._dq, dk, dv), grad_dtype)
         return dk, dv
 
     def finish(self) -> Tensor:
-        """Return dq (B, Nq, Hq, D) in q's dtype, summed over all blocks that have been added."""
         q = self._queries[0]
         return torch.zeros_like(q) if self._dq is None else self._dq.to(q.dtype)
 
     def compute(
         self, k: Tensor, v: Tensor, intervals: Intervals, given: Accumulators, grad_dtype: torch.dtype | None
     ) -> Gradients:
-        """Return all gradients of one block of keys. `given` contains the accumulators of dq, dk and dv, or None."""
+        """Do the same as `NarrowBackward.compute`."""
         q, dout, lse, delta = self._queries
         add = tuple(x is not None for x in given)
         config = configure((q.shape[3], v.shape[3]), (q.shape[2], k.shape[2]), add)
@@ -329,7 +306,7 @@ class WideBackward(_Backward):
         q, k, v, dout = tensors
         batch, num_queries = q.shape[:2]
         num_keys, num_key_heads = k.shape[1:3]
-        # The heads of a group are processed together. For short sequences, a group of many heads balances the load better.
+        # For short sequences, a group of many heads balances the load better.
         num_head_groups = -(-batch * num_key_heads // max(1, 32768 // num_queries))
         programs = hopper_common.num_programs(q.device, self._shares_sms)
         work_tiles = by_key.work_tiles(
@@ -363,21 +340,21 @@ class WideBackward(_Backward):
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """Set a new gradient to zero if rows have empty intervals: they belong to no work tile, so no program writes them."""
+    """Set a new gradient to zero if rows have empty intervals, because no program writes them."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
 
 @lru_cache(maxsize=256)
 def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
-    """Return the TMA descriptor for loading `queries` of `size` numbers, without a tensor, which `with_base` adds."""
+    """Return the TMA descriptor for loading `queries` of `size` numbers. `with_base` adds the tensor."""
     no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     return TensorDescriptor(no_tensor, [size], [1], [queries], SCALARS_LAYOUT)
 
 
 @lru_cache(maxsize=256)
 def _scratch_descriptors(num_head_tiles: int, config: NarrowConfig) -> list[TensorDescriptor]:
-    """Return the TMA descriptors of the scalars of a query tile and of the dQ of both consumers, without a tensor."""
+    """Return the TMA descriptors of the scalars of a query tile and of the dQ of both consumers."""
     no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     num_rows = (config.chunk_size + num_head_tiles * config.queries * config.dim) // 32
     blocks = [(2 * dq_columns(config, consumer), 32) for consumer in range(2)]
@@ -387,7 +364,7 @@ def _scratch_descriptors(num_head_tiles: int, config: NarrowConfig) -> list[Tens
 
 
 def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config: WideConfig) -> list[TensorDescriptor]:
-    """Return the TMA descriptors of q, k, v and dout with which a kernel loads parts of tiles with these numbers of rows."""
+    """Return the TMA descriptors of q, k, v and dout for parts of tiles with these numbers of rows."""
     columns = config.part, config.part, config.value_part, config.value_part
     return [hopper_common.tma_descriptor(x, *block) for x, *block in zip(tensors, rows, columns, strict=True)]
 
@@ -395,10 +372,7 @@ def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config
 def _work_tiles(
     by_key: Intervals, batch: int, num_key_heads: int, num_queries: int, programs: int, config: NarrowConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the table of work tiles for at most `programs` programs, and the progress of all work tiles.
-
-    The progress is None if the backward is not deterministic.
-    """
+    """Return the table of work tiles, and zeros for the progress of all work tiles, or None if dq has no fixed order."""
     heads_per_group = _heads_per_group(num_queries)
     if config.deterministic:
         table = by_key.ordered_work_tiles(
@@ -413,16 +387,16 @@ def _work_tiles(
 
 
 def _heads_per_group(num_queries: int) -> int:
-    """Return the maximal number of key heads in a head group, whose heads are processed together, block of keys by block.
+    """Return the maximal number of key heads in a head group.
 
-    For short sequences, a group of many heads balances the load better, and its sums of dq stay in the L2 cache. For long
-    sequences, a single head already balances the load, and the sums of dq do not fit into the L2 cache.
+    For short sequences, many heads balance the load better, and their sums of dq stay in the L2 cache. The sums of dq of long
+    sequences do not fit into it anyway.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 
 def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: NarrowConfig) -> tuple[Tensor, Tensor]:
-    """Launch `_prepare_kernel`. Return (scalars, dq_sums). The main kernel reads `scalars` and adds to `dq_sums`."""
+    """Return (scalars, dq_sums) of `_prepare_kernel`."""
     batch, num_queries, num_heads, _ = q.shape
     num_tiles = -(-num_queries // config.queries)
     num_head_tiles = batch * num_heads * num_tiles
@@ -434,7 +408,7 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: NarrowC
 
 
 def _prepare_wide(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: WideConfig) -> tuple[Tensor, Tensor]:
-    """Launch `_prepare_wide_kernel`. Return (log2_lse, row_delta), both (B * Hq, Nq rounded up to whole query tiles)."""
+    """Return (log2_lse, row_delta) of `_prepare_wide_kernel`, both (B * Hq, Nq rounded up to whole query tiles)."""
     batch, num_queries, num_heads, _ = q.shape
     padded_queries = -(-num_queries // config.queries) * config.queries
     packed = tuple(lse.new_empty(batch * num_heads, padded_queries) for _ in range(2))

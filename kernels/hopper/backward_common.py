@@ -6,13 +6,13 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# A query index that is larger than all others. It serves as the lo of keys that do not exist.
+# A lo that is larger than all queries, for keys that do not exist.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
-# The number of registers per thread of a consumer.
+# Registers per thread of a consumer.
 CONSUMER_REGISTERS = gl.constexpr(240)
 
-# The layout in shared memory of the lse and the delta of a query tile.
+# The layout of lse and delta in shared memory.
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -20,9 +20,8 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 def opaque_zero():
     """Return a 0 whose value the compiler cannot know.
 
-    The compiler would compute an address with a constant index before the loops. The address would then occupy registers during
-    the loops, and the kernel would spill registers. With this 0 added to the index, the compiler computes the address only when
-    it is needed.
+    The compiler would compute an address with a constant index before the loops, and keep it in registers, so that the kernel
+    would spill. With this 0 added to the index, it computes the address only when it is needed.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 
@@ -54,18 +53,16 @@ def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS
 
 @gluon.jit
 def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
-    """Return the intervals of up to 64 keys from key `own` on.
+    """Return the intervals of up to 64 keys from key `own` on, as (row_bounds, first_unmasked, last_unmasked).
 
-    Returns:
-        (row_bounds, first_unmasked, last_unmasked). row_bounds is the argument of `probabilities`. A step with QUERIES queries
-        needs no mask if its first query is in the range from first_unmasked to last_unmasked, because all keys then see all of
-        its queries. The range is empty if there are fewer than 64 keys.
+    row_bounds is the argument of `probabilities`. A step with QUERIES queries needs no mask if its first query is in the range
+    from first_unmasked to last_unmasked. The range is empty if there are fewer than 64 keys.
     """
     query_lo, query_hi = bounds
     num_masks, num_tiles, num_keys = sizes
     # One mask may serve all batch entries.
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # Bounds never decrease from key to key. Therefore the last key has the largest lo, and the first key has the smallest hi.
+    # Bounds never decrease from key to key, so the last key has the largest lo, and the first key the smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES

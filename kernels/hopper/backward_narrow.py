@@ -1,18 +1,9 @@
-"""The backward kernels for Hopper GPUs (sm_90), written in Gluon. They implement `ringattn.kernels.reference.backward`.
+"""The backward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 2),
+pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-This module computes FlashAttention-2 (Dao 2023, algorithm 2). The loop is pipelined as in FlashAttention-3 (Shah et al. 2024,
-section 3).
-
-The backward launches three kernels. `_prepare_kernel` packs lse and delta of each query tile, and it sets the sums of dq to
-zero. If delta is not given, this kernel also computes delta. `_main_kernel` computes dk and dv and adds up dq in fp32.
-`_finish_kernel` brings dq into row order, scales dq, and writes it or adds it to an accumulator. If a ring delivers one block
-of keys after another, `_prepare_kernel` and `_finish_kernel` run only once for all blocks, see `IncrementalBackward`.
-
-A work tile of the main kernel is up to 128 keys of one key head. For every query head of the group, the loop of a work tile
-covers the query tiles that see these keys. `Intervals.work_tiles` assigns work tiles to programs before the launch. Usually
-there is one program per SM. In a program, one warp is the producer, which loads tensors. The other two partitions are
-consumers. Each consumer is a warpgroup that keeps dk and dv of 64 keys in registers. Scores are transposed: rows are keys and
-columns are queries.
+A work tile is up to 128 keys of one key head. For every query head of the group, its loop covers the query tiles that see these
+keys. One warp of a program is the producer. The two consumers are warpgroups, each of which keeps dk and dv of 64 keys in
+registers. Scores are transposed: rows are keys and columns are queries.
 
       PRODUCER                               SHARED MEMORY                       CONSUMERS
 
@@ -27,7 +18,7 @@ columns are queries.
                                                   |
                                                   +-- TMA reduce-add --> sums of dq in global memory
 
-One step of a consumer. The rows of all products except dQ are the consumer's own 64 keys. dQ is a sum over all 128 keys:
+One step of a consumer:
 
       S = K Q^T, dP = V dO^T              issue both
       P = exp2(S - lse)                   in registers, while dP runs
@@ -39,27 +30,16 @@ One step of a consumer. The rows of all products except dQ are the consumer's ow
       send dQ                             while dK runs
       release the stage
 
-Each step computes the dQ of the previous step, so that no consumer waits for the other consumer's dS of the same step. The
-consumers synchronise with each other once per step, by waiting for the `empty` barrier of the previous step's stage. An arrival
-of the other consumer at this barrier guarantees two things. The other consumer has written its dS of the previous step, which
-the current step reads. The other consumer has also finished reading the dS of two steps ago, and the dS of the current step
-overwrites the memory of that dS.
+dQ is a sum over all 128 keys. Each step computes the dQ of the previous step, so that no consumer waits for the other's dS of
+the same step. The consumers synchronise once per step, by waiting for the `empty` barrier of the previous step's stage. Its
+arrival guarantees that the other consumer has written its dS of the previous step, and no longer reads the dS of two steps ago,
+which is overwritten.
 
-Consequently, the first step of a work tile computes the last dQ of the previous work tile, for which it needs the keys of the
-previous work tile. K has two slots for this reason. The first step of a program has no previous step. Its dQ is the product of
-uninitialised memory and is sent to a spare chunk, which is never read. The dQ of the last step of a program is computed after
-the loop.
+The first step of a work tile computes the last dQ of the previous work tile, so K has two slots. The first dQ of a program is
+the product of uninitialised memory and goes to a spare chunk, which is never read. The last dQ is computed after the loop.
 
-K and V have no barriers of their own. K arrives with the first Q of its work tile, and V arrives with the first dO. The stage
-and the phase are not reset between work tiles.
-
-TMA's reduce-add sums dQ over all programs in fp32. The elements of these sums are in the order in which the registers of a
-consumer hold dQ. This order avoids bank conflicts in shared memory, and the bandwidth of shared memory limits this kernel. All
-products of a step finish within the step. If a product were still in flight at the end of a loop iteration, ptxas would
-serialise all products.
-
-Under `torch.use_deterministic_algorithms(True)`, dQ is summed in a fixed order. Two more partitions then send the dQ of the
-consumers, see `ringattn.kernels.hopper.dq_order`.
+The sums of dq are in the order of a consumer's registers, which avoids bank conflicts in shared memory, whose bandwidth limits
+this kernel. If a product were still in flight at the end of a loop iteration, ptxas would serialise all products.
 """
 
 from triton.experimental import gluon
@@ -97,18 +77,16 @@ from ringattn.kernels.hopper.common import (
 from ringattn.kernels.hopper.dq_order import WRITER_REGISTERS, take_number, write_in_order
 from ringattn.kernels.triton.common import load_tile
 
-# The number of keys of a work tile. Each of the two consumers computes 64 keys.
+# Keys of a work tile, 64 per consumer.
 KEYS = gl.constexpr(128)
 
-# The number of stages of Q, dO and dS. The code relies on exactly two stages, because it computes the other stage as `stage ^
-# 1`.
+# Stages of Q, dO and dS. The other stage is computed as `stage ^ 1`.
 STAGES = gl.constexpr(2)
 
-# The number of slots of K. The two slots hold the keys of two consecutive work tiles.
+# Slots of K, for the keys of two consecutive work tiles.
 KEY_SLOTS = gl.constexpr(2)
 
-# The index of the spare chunk, which lies in front of the sums of dq. The spare chunk receives the first dQ of every program
-# and is never read.
+# The spare chunk lies in front of the sums of dq. It receives the first dQ of every program and is never read.
 SPARE_CHUNK = gl.constexpr(0)
 
 
@@ -116,7 +94,7 @@ SPARE_CHUNK = gl.constexpr(0)
 def dq_columns(config, consumer: int) -> int:
     """Return the number of columns of a chunk of dQ that a consumer computes.
 
-    With 96 columns, the last 32 columns of the second consumer's chunk are zeros. This consumer neither computes nor adds them.
+    With 96 columns, the last 32 columns of the second consumer's chunk are zeros, which are neither computed nor added.
     """
     return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
 
@@ -125,10 +103,9 @@ def dq_columns(config, consumer: int) -> int:
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
     """Return the layout of dQ (64, columns) in shared memory, which is the order of its elements in a warpgroup's registers.
 
-    In every 8 columns, a thread has four numbers, which are 16 contiguous bytes. The numbers of the next thread follow
-    directly. Therefore the stores have no bank conflicts. Basis vector i of the layout is the (row, column) of the element at
-    offset 2**i. TMA's 128-byte swizzle replaces bits 2 to 4 of an offset, in units of fp32 numbers, by their exclusive or with
-    bits 5 to 7. This layout applies the same swizzle, so that TMA writes the elements to global memory in register order.
+    In every 8 columns, a thread has four numbers, and those of the next thread follow, so the stores have no bank conflicts.
+    Basis vector i is the (row, column) of the element at offset 2**i. TMA's 128-byte swizzle replaces bits 2 to 4 of an offset
+    by their exclusive or with bits 5 to 7. This layout does the same, so that TMA restores register order in global memory.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -140,11 +117,8 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     """Load the work tile with number `index` of this program.
 
-    Return (batch entry, key head, first key, end of the keys, first query tile, num_steps, direction).
-
-    The direction is 1 if each step goes on to the next query tile, and -1 if each step goes back to the previous query tile.
-    Only the deterministic backward goes back. An end of 0 means that the program has no more work tiles, as in
-    `ringattn.kernels.hopper.common.load_work_tile`.
+    Return (batch entry, key head, first key, end of the keys or 0, first query tile, num_steps, direction). The direction is 1,
+    or -1 if each step goes back to the previous query tile.
     """
     if CONFIG.deterministic:
         # `_main_kernel` has already added the number of the program to the pointer.
@@ -156,31 +130,29 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     first, end, loop = load_tile(entry)
     begin, _, num_unmasked, num_masked = loop
     head, batch = gl.load(entry + 6), gl.load(entry + 7)
-    # The number of steps is never 0. The `maximum` lets the compiler use this fact and remove a test in front of the loops.
+    # This removes a test in front of the loops. The number is never 0.
     num_steps = gl.maximum(num_unmasked + num_masked, 1)
     return batch, head, first, end, begin // CONFIG.queries, num_steps, direction
 
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the previous step, where `stage` and `phase` are those of the current step.
+    """Wait until both consumers have finished the previous step. `stage` and `phase` are those of the current step.
 
-    The previous step uses the other stage. If the current stage is 1, the previous step has the same phase. If the current
-    stage is 0, the previous step has the opposite phase.
+    The previous step uses the other stage, with the same phase if the current stage is 1.
     """
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
 @gluon.jit
 def _expect_bytes(full, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr, more):
-    """Make the barrier `full` expect BYTES, or BYTES + MORE_BYTES if `more` is true."""
+    """Make the barrier expect BYTES, or BYTES + MORE_BYTES if `more` is true."""
     mbarrier.expect(full, BYTES, pred=~more)
     mbarrier.expect(full, BYTES + MORE_BYTES, pred=more)
 
 
 @gluon.jit
 def _load_halves(tensor, coordinates, tiles, slot, full):
-    """Load the keys or the values of both consumers."""
     batch, first, head = coordinates
     for half in gl.static_range(2):
         tma_load(tensor, [batch, first + half * ROWS, head, 0], full, tile_view(tiles.index(slot + half), tensor))
@@ -188,7 +160,6 @@ def _load_halves(tensor, coordinates, tiles, slot, full):
 
 @gluon.jit
 def _produce(arguments, CONFIG: gl.constexpr):
-    """Run the producer partition, which is a single warp: load the operands of all work tiles of this program."""
     QUERIES: gl.constexpr = CONFIG.queries
     q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers = arguments
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
@@ -197,7 +168,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
     batch, key_head, first, end, begin, num_steps, direction = _load_work_tile(work_tiles, index, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    # `previous_steps` is the number of steps of the previous work tile, summed over all heads of the group.
+    # The steps of the previous work tile, over all heads of the group.
     previous_steps = gl.to_tensor(0)
     while end > 0:
         coordinates = batch, first, key_head
@@ -213,16 +184,15 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot still holds the keys of the work tile before the previous one. Because dQ is computed one step
-                    # late, these keys were last read in the first step of the previous work tile. If the previous work tile had
-                    # more than one step, its first step has finished by now. If it had only one step, wait for this step.
+                    # The slot holds the keys of the work tile before the previous one, which were last read in the first step
+                    # of the previous one. That step has finished by now, unless it was the only one.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # Until its last step, the previous work tile reads its values from the same buffer, so wait for that step.
+                    # The previous work tile reads its values from the same buffer until its last step.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -244,10 +214,7 @@ def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: g
 
 @gluon.jit
 def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue grad_q = dS^T K, or grad_q += dS^T K with ADD, over the 64 keys of consumer `half`.
-
-    grad_q is the chunk of dQ that consumer CONSUMER computes.
-    """
+    """Issue grad_q = dS^T K, or grad_q += dS^T K with ADD, over the 64 keys of consumer `half`, for the chunk of CONSUMER."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     ds, key = ds_tiles.index(2 * stage + half), keys.index(slot + half)
     if CONFIG.queries == KEYS:
@@ -259,10 +226,7 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 
 @gluon.jit
 def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue the product dS^T K over all 128 keys, for the chunk of dQ that consumer CONSUMER computes.
-
-    `stage` is the stage of the step that wrote dS, and `slot` is the slot of that step's keys.
-    """
+    """Issue dS^T K over all 128 keys, for the chunk of CONSUMER, with the dS of `stage` and the keys of `slot`."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     own = CONSUMER + opaque_zero()
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
@@ -272,9 +236,9 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until TMA has read the last dQ of this consumer from its staging buffer. `stage` is that of the current step."""
+    """Wait until TMA has read the last dQ of this consumer. `stage` is that of the current step."""
     if CONFIG.deterministic:
-        # In every step, a consumer sends one dQ. The phase therefore changes with the stage.
+        # A consumer sends one dQ per step, so the phase changes with the stage.
         mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)
     else:
         hopper_common.tma_store_wait(0)
@@ -282,14 +246,10 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. Call `_wait_for_staging` before.
-
-    In the deterministic backward, one of the two writers adds the chunk, and it finds the chunk's number itself. `stage` is the
-    stage of the current step, which decides on the writer.
-    """
+    """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, the writer of this stage adds the chunk."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
-    # Make the stores of the threads visible to TMA, which accesses shared memory through another proxy.
+    # TMA accesses shared memory through another proxy.
     fence_async_shared()
     if CONFIG.deterministic:
         mbarrier.arrive(staging[2].index(2 * CONSUMER + stage), count=1)
@@ -302,21 +262,17 @@ def _step(
     operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute one step: add the contributions of one query tile to grad_k and grad_v, and send the dQ of the previous step.
+    """Add the contributions of one query tile to grad_k and grad_v, and send the dQ of the previous step. Return (grad_k,
+    grad_v).
 
     Args:
         operands: from `_load_operands`.
-        grad_k, grad_v: (64, columns), the parts of the sums of dk / scale and of dv for this consumer's keys, in registers.
+        grad_k, grad_v: (64, columns), the parts of the sums of dk / scale and of dv.
         dq_sums: TMA descriptors of the sums of dq, one per consumer.
         key_bounds: from `load_key_bounds`.
         start: the first query of the step.
-        slot: the slot of the keys of this work tile.
+        slot, previous_slot: the slots of the keys of this and of the previous step.
         previous_chunk: the chunk to which the dQ of the previous step is added.
-        previous_slot: the slot of the keys that the previous step used.
-        stage, phase: the stage of this step, and the phase of the stage's barriers.
-
-    Returns:
-        grad_k and grad_v.
     """
     QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
@@ -335,34 +291,33 @@ def _step(
     if CONFIG.keeps_operands:
         value = first_value, value[1]
     dp = multiply_rows(value, dout, CONFIG.columns)
-    # Wait only until S is complete. The tensor cores compute dP during the exponentials.
+    # Wait only until S is complete, so that dP runs during the exponentials.
     scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
     lse = row_scalars.index(stage).slice(0, QUERIES).load(BY_QUERY)
     row_bounds, first_unmasked, last_unmasked = key_bounds
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Load delta only after the wait. If delta were loaded earlier, the kernel for D = 64 would not have enough registers.
+    # If delta were loaded before the wait, the kernel for D = 64 would not have enough registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
-    # After this wait, the other consumer has written its dS of the previous step. The other consumer also no longer reads the
-    # memory that this step's dS overwrites.
+    # The other consumer now has written its dS of the previous step, and no longer reads the memory that this dS overwrites.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
-    # wgmma and TMA read shared memory through the same proxy, so the stores of dS also need a fence.
+    # wgmma reads shared memory through the same proxy as TMA.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # TMA has already read the staging buffer, so this wait is short. The compiler adds a barrier of the warpgroup's threads
-        # to this wait. At this place, the same barrier also serves for the stores of dS.
+        # This wait is short. The compiler adds a barrier of the warpgroup's threads to it, which also serves for the stores of
+        # dS here.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
-    # Wait until only the product for dK is in flight. Send dQ while the tensor cores compute this product.
+    # Wait until only the product for dK is in flight, during which dQ is sent.
     pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
     grad_v, grad_q = pending[:-1], pending[-1]
     if CONFIG.deterministic:
-        # The writer may still wait for another work tile, so wait for the writer as late as possible.
+        # The writer may still wait for another work tile, so wait for it as late as possible.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     grad_k = wait_for_parts(grad_k, CONFIG.columns)
@@ -372,9 +327,8 @@ def _step(
 
 @gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load K and the first part of V of this consumer into registers, if it holds them there.
-
-    The arguments are those of `_step` for the first step of a work tile. Return (parts of K, first part of V), or ().
+    """Load K and the first part of V of this consumer into registers, if it keeps them there. Return (parts of K, part of V),
+    or ().
     """
     if CONFIG.keeps_operands:
         queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
@@ -393,20 +347,16 @@ def _compute_work_tile(
     work_tile, key_bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile.
+    """Compute all steps of a work tile, whose keys are in `slot`. The other arguments are those of `_step`.
 
-    `slot` is the slot of the work tile's keys. The other arguments are those of `_step`.
-
-    Returns:
-        (grad_k, grad_v, previous chunk, previous slot, next stage, its phase). The previous chunk and the previous slot are
-        those of the last step, whose dQ has not been computed yet.
+    Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase). The dQ of the last step is not computed yet.
     """
     batch, key_head, first, end, begin, num_steps, direction = work_tile
     grad_k = zero_parts(CONFIG.columns)
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer knows the chunks, so that a single loop suffices. It needs fewer registers than the loops below.
+        # The writer knows the chunks. A single loop needs fewer registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             grad_k, grad_v = _step(
@@ -419,12 +369,10 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # The opaque zero hides the number of iterations from the compiler. If the compiler knew this number, every step would take
-    # a few more instructions.
+    # If the compiler knew the number of iterations, every step would take a few more instructions.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
-        # The "+ 0" creates a new value. If a variable is only a second name of another variable, Gluon does not carry it
-        # through a loop.
+        # The "+ 0" creates a new value. Gluon does not carry a second name of a variable through a loop.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
@@ -462,11 +410,11 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # Load these four numbers a second time, so that they do not occupy registers during the steps.
+        # Load these numbers again, so that they do not occupy registers during the steps.
         batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
-        # Start to load the next work tile before the gradients of this work tile are written.
+        # Load the next work tile before the gradients are written.
         work_tile = _load_work_tile(work_tiles, index, CONFIG)
         key_bounds = _load_own_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
@@ -481,20 +429,17 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     if not CONFIG.deterministic:
-        # The program's shared memory is freed when the program ends. Therefore wait until TMA has read the last dQ from shared
-        # memory. In the deterministic backward, the writer waits.
+        # The end of the program frees its shared memory, so wait until TMA has read the last dQ. In the deterministic backward,
+        # the writer waits.
         hopper_common.tma_store_wait(0)
 
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write a consumer's dk or dv. With ADD, add it to an accumulator instead.
+    """Write a tile (64, dim) of dk or dv, or add it, to contiguous grads (B, num_keys, Hkv, COLUMNS).
 
-    Args:
-        grads: contiguous (B, num_keys, Hkv, COLUMNS).
-        tile: (64, dim), in registers.
-        staging: unused shared memory of the size of a chunk. A gradient in 16 bits is rearranged in this memory.
-        row_range: (batch entry, key head, first key of the consumer, end of the work tile's keys).
+    `row_range` is (batch entry, key head, first key of the consumer, end). The unused chunk `staging` rearranges 16-bit
+    gradients.
     """
     batch, key_head, own, end = row_range
     NUM_KEY_HEADS: gl.constexpr = CONFIG.num_heads // CONFIG.group
@@ -502,14 +447,13 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # Four threads of an accumulator hold 8 neighbouring columns. In fp32, these columns fill a whole 32-byte sector of memory,
-    # so the threads store them directly. In 16 bits, these columns fill only half of a sector. The tile is therefore rearranged
-    # first, so that the threads store whole rows.
+    # Four threads of an accumulator hold 8 neighbouring columns: in fp32 a whole 32-byte sector, in 16 bits half of one.
+    # Rearrange 16-bit tiles, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
         MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
-        # The view covers the whole memory of the chunk. If DIM is 64, the rows need only half of this memory.
+        # The view covers the whole chunk. If DIM is 64, the rows need only half of it.
         in_order = hopper_common.reinterpret(staging, dtype, [2 * ROWS * CONFIG.chunk_columns // DIM, DIM], MATRIX)
         in_order = in_order.slice(0, ROWS)
         in_order.store(tile)
@@ -519,7 +463,7 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
 
 @gluon.jit
 def _allocate_staging(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Allocate the staging buffer of a consumer, of the size of a chunk. Its first entry (64, n) holds the consumer's dQ."""
+    """Allocate a chunk. Its first entry (64, n) holds the consumer's dQ."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     return gl.allocate_shared_memory(
         gl.float32, [CONFIG.chunk_columns // COLUMNS, ROWS, COLUMNS], staging_layout(COLUMNS)
@@ -531,21 +475,16 @@ def _main_kernel(
     q, k, v, dout, scalars, first_dq_sums, second_dq_sums, dk, dv, query_lo, query_hi, work_tiles, progress,
     num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of all work tiles, and sum dq. `IncrementalBackward.add` launches this kernel.
+    """Compute dk and dv of all work tiles, and sum dq.
 
     Args:
-        q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
-        scalars: TMA descriptor of the scalars that `_prepare_kernel` writes.
+        q, k, v, dout, scalars: TMA descriptors. `_prepare_kernel` writes the scalars.
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each of the two consumers.
-        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The kernel writes the gradients to these tensors, or adds them.
+        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), written or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
-        work_tiles: (n, programs, 8), see `Intervals.work_tiles`. In the deterministic backward (n, programs, 12), see
-            `Intervals.ordered_work_tiles`.
-        progress: zeros, int32, `HEADER` followed by two numbers per work tile, or None if the backward is not deterministic.
-        num_masks: 1 if all batch entries have the same mask, else B.
-        num_tiles: number of query tiles of a head.
-        num_keys: Nk.
-        scale: the softmax scale.
+        work_tiles: (n, programs, 8) from `Intervals.work_tiles`, or (n, programs, 12) from `Intervals.ordered_work_tiles`.
+        progress: zeros, int32, `HEADER` and two numbers per work tile, or None if dq has no fixed order.
+        num_masks, num_tiles, num_keys: 1 or B, the query tiles of a head, and Nk.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
@@ -562,21 +501,18 @@ def _main_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # A partition makes a single arrival for all of its threads. The producer arrives at the `full` barriers, and both consumers
-    # arrive at `empty`.
+    # Barriers count partitions: the producer at `full`, and both consumers at `empty`.
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # `staged` has one slot per consumer and stage: the staging buffer of this consumer has been filled. `released` uses one
-        # slot per consumer: a writer has sent the staging buffer.
+        # `staged` (per consumer and stage): the staging buffer is full. `released` (per consumer): it has been sent.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size
-    # Make the initialised barriers visible to TMA.
     fence_async_shared()
-    # Pass each constant as a separate argument. If a constant is in a tuple that is a variable, Gluon turns it into a tensor.
+    # Gluon turns a constant in a tuple that is a variable into a tensor, so constants are separate arguments.
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty

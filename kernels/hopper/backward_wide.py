@@ -1,23 +1,19 @@
-"""The backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon: `ringattn.kernels.reference.backward`.
+"""The backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
 
 At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A kernel that computes all gradients at once, as
-`ringattn.kernels.hopper.backward` does, would therefore add up dq for every 64 keys, and the traffic of these sums would limit
-its speed. This module computes dk and dv in one kernel and dq in another. Both kernels compute the scores, so there are 7
-products instead of 5. In return, every sum has a fixed order, so the gradients are bitwise identical in every run.
+`backward_narrow` does, would therefore add up dq for every 64 keys, and the traffic of these sums would limit its speed. Here,
+one kernel computes dk and dv and another one dq. Both compute the scores, so there are 7 products instead of 5. In return,
+every sum has a fixed order, so the gradients are bitwise identical in every run.
 
-Three kernels run one after another. `_prepare_kernel` brings lse and delta into the order in which the other kernels load them.
-`_key_gradient_kernel` computes dk and dv, and `_query_gradient_kernel` computes dq.
-
-A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. The word "ring"
-means a ring buffer in this module, and each of its slots holds one part. The producer loads the parts of consecutive tiles into
-consecutive slots of a ring, and every consumer uses and releases every part. In the code, a ring is the tuple (tiles, full,
-empty), which consists of the slots and the two arrays of barriers.
+A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. A "ring" is a ring
+buffer whose slots hold one part each, as the tuple (tiles, full, empty). The producer loads the parts of consecutive tiles into
+consecutive slots, and every consumer uses and releases every part.
 
 THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. Its loop covers the query tiles that see these keys, for
-every query head of the group. Scores are transposed: rows are keys and columns are queries. The two consumers divide the
-products between them, so that each of them keeps one gradient in registers.
+every query head of the group. Scores are transposed: rows are keys and columns are queries. Each consumer keeps one gradient in
+registers.
 
-      PRODUCER (a warp)        SHARED MEMORY          CONSUMER OF dv                  CONSUMER OF dk
+      PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0, OF dv               CONSUMER 1, OF dk
 
       load K, V (1st step) --> [ keys, values ] ----> S = K Q^T                       dP = V dO^T
       load Q, lse -----------> [ ring of Q    ] ----> P = exp2(S - lse)
@@ -31,8 +27,8 @@ queries see. Each consumer computes all products for its own queries:
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
 In both kernels, a step issues the product that ends the previous step together with the products that begin the current step.
-The consumers take turns to issue products (ping-pong). While one consumer computes in registers, the products of the other
-consumer keep the tensor cores busy.
+The consumers take turns to issue products (ping-pong), so that the products of one keep the tensor cores busy while the other
+computes in registers.
 """
 
 from triton.experimental import gluon
@@ -60,10 +56,10 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# The number of keys per step of the kernel for dq.
+# Keys per step of the kernel for dq.
 STEP_KEYS = gl.constexpr(64)
 
-# The number of queries of a work tile of the kernel for dq. Each of the two consumers computes 64 queries.
+# Queries of a work tile of the kernel for dq, 64 per consumer.
 QUERIES = gl.constexpr(128)
 
 
@@ -71,7 +67,7 @@ QUERIES = gl.constexpr(128)
 def _locate(step, part, PARTS: gl.constexpr, SLOTS: gl.constexpr):
     """Return the slot of one part of the tile of a step in a ring, and the phase of the slot's barriers.
 
-    `step` (uint32) counts the steps of all work tiles of the program. A tile has PARTS parts, and the ring has SLOTS slots.
+    `step` (uint32) counts the steps of all work tiles of the program.
     """
     position = step * PARTS + part
     return (position % SLOTS).to(gl.int32), (position // SLOTS & 1).to(gl.int32)
@@ -79,7 +75,6 @@ def _locate(step, part, PARTS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _release(empty, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Release all parts of the tile of a step."""
     for part in gl.static_range(PARTS):
         slot, _ = _locate(step, part, PARTS, SLOTS)
         mbarrier.arrive(empty.index(slot), count=1)
@@ -87,7 +82,7 @@ def _release(empty, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _load_part(tensor, coordinates, part, full, tile):
-    """Start to load one part of a tile of rows. `part` is the number of the part."""
+    """Start to load part number `part` of a tile of rows."""
     batch, row, head = coordinates
     COLUMNS: gl.constexpr = tensor.block_type.shape[3]
     tma_load(tensor, [batch, row, head, part * COLUMNS], full, tile_view(tile, tensor))
@@ -95,7 +90,6 @@ def _load_part(tensor, coordinates, part, full, tile):
 
 @gluon.jit
 def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
-    """Load all parts of a tile of rows, which arrive at the barrier `full`."""
     mbarrier.expect(full, PARTS * tensor.block_type.nbytes)
     for part in gl.static_range(PARTS):
         _load_part(tensor, coordinates, part, full, tiles.index(part))
@@ -103,7 +97,7 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_into_ring(tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Load the tile of a step into a ring, as soon as the consumers have released its slots."""
+    """Load the tile of a step into a ring."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -116,10 +110,7 @@ def _load_into_ring(tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS:
 def _load_with_scalars(
     tensor, scalars, coordinates, packed, ring, scalar_tiles, step, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Load a tile of Q and its lse, or a tile of dO and its delta, into a ring.
-
-    The scalars arrive together with the first part, and they have the slot of this part.
-    """
+    """Load a tile of Q and its lse, or of dO and its delta, into a ring. The scalars arrive with the first part."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -165,7 +156,7 @@ def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr
 
 @gluon.jit
 def _wait_for_sums(pending, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until only IN_FLIGHT products are in flight, and return the tuple of results."""
+    """Wait until only IN_FLIGHT products are in flight."""
     if PARTS == 1:
         return (warpgroup_mma_wait(IN_FLIGHT, deps=pending),)
     else:
@@ -183,7 +174,7 @@ def _zero_sums(COLUMNS: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _as_left(tile, COLUMNS: gl.constexpr):
-    """Return a tile (64, K) as the left operand, in registers, of a product (64, COLUMNS)."""
+    """Return a tile (64, K) as the left operand of a product (64, COLUMNS)."""
     return gl.convert_layout(tile, gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(COLUMNS), k_width=2))
 
 
@@ -192,12 +183,12 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Write factor * sums to the rows of one head. With ADD, add it to an accumulator instead.
+    """Write factor * sums to up to 64 rows of one head. With ADD, add it to an accumulator instead.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).
         sums: tuple of PARTS tensors (64, COLUMNS).
-        row_range: (batch entry, head, first row, end). At most 64 rows are written.
+        row_range: (batch entry, head, first row, end).
     """
     batch, head, own, end = row_range
     base = grads + ((batch * num_rows + own).to(gl.int64) * NUM_HEADS + head) * DIM
@@ -213,7 +204,7 @@ def _write_gradient(
 def _query_loop(loop):
     """Return the first query and the number of steps of the loop of a work tile, for one query head."""
     begin, _, num_unmasked, num_masked = loop
-    # The number of steps is never 0. The `maximum` lets the compiler use this fact and remove a test in front of the loops.
+    # The `maximum` tells the compiler that the number is never 0, which removes a test in front of the loops.
     return begin, gl.maximum(num_unmasked + num_masked, 1)
 
 
@@ -234,8 +225,7 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
         own = batch, first, key_head
         for member in range(CONFIG.group):
             head = key_head * CONFIG.group + member
-            # The "+ 0" creates a new value. If a variable is only a second name of another variable, Gluon does not carry it
-            # through a loop.
+            # The "+ 0" creates a new value, see `backward_narrow`.
             row = begin + 0
             packed = (batch * CONFIG.num_heads + head) * num_tiles * CONFIG.queries + begin
             for step in range(num_steps):
@@ -262,16 +252,9 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_scale, CONFIG: gl.constexpr):
-    """Wait for the scores of a step, compute P, and pass P to the other consumer.
+    """Wait for the scores (64 keys, queries) of a step, compute P, and pass P to the other consumer.
 
-    Args:
-        scores: (64 keys, queries), a product in flight.
-        key_bounds: from `load_key_bounds`.
-        start: the first query of the step.
-        step: the number of the step, counted over all work tiles of the program.
-
-    Returns:
-        P as the left operand of the product for dV.
+    `step` counts the steps of all work tiles. Return P as the left operand of the product for dV.
     """
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     keys, values, lse_tiles, delta_tiles, p_tiles = buffers
@@ -293,15 +276,7 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
 
 @gluon.jit
 def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
-    """Wait for the dP of a step and for the P of the other consumer, and compute dS.
-
-    Args:
-        dp: (64 keys, queries), a product in flight.
-        step: the number of the step, counted over all work tiles of the program.
-
-    Returns:
-        dS as the left operand of the product for dK.
-    """
+    """Wait for the dP (64 keys, queries) of a step and for P. Return dS as the left operand of the product for dK."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     keys, values, lse_tiles, delta_tiles, p_tiles = buffers
     k_full, k_empty, v_full, v_empty, p_full, p_empty = barriers
@@ -376,7 +351,7 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         left = _compute_left(scores, buffers, barriers, rings, key_bounds, start, count, log2_scale, CONSUMER, CONFIG)
         left_in_head = num_steps - 1
         for _step in range(1, num_steps * CONFIG.group):
-            # After the last query tile of a query head, the first query tile of the next query head of the group follows.
+            # The query heads of the group follow one another.
             start = gl.where(left_in_head == 0, begin, start + CONFIG.queries)
             left_in_head = gl.where(left_in_head == 0, num_steps, left_in_head) - 1
             sync_at(CONSUMER)
@@ -405,7 +380,7 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 def _allocate_ring(
     dtype: gl.constexpr, ROWS_OF_TILE: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Return a ring of SLOTS parts (ROWS_OF_TILE, COLUMNS). CONSUMERS is the number of consumers that release each part."""
+    """Return a ring of SLOTS parts, each released by CONSUMERS consumers."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_TILE, COLUMNS], dtype)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS_OF_TILE, COLUMNS], LAYOUT)
     full, empty = allocate_barriers(SLOTS, 1, CONSUMERS)
@@ -420,15 +395,9 @@ def _key_gradient_kernel(
     """Compute dk and dv of all work tiles.
 
     Args:
-        q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
-        log2_lse, row_delta: TMA descriptors of the tensors that `_prepare_kernel` writes.
-        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The kernel writes the gradients to these tensors, or adds them.
-        query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
-        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
-        num_masks: 1 if all batch entries have the same mask, else B.
-        num_tiles: number of query tiles of a head.
-        num_keys: Nk.
-        scale: the softmax scale.
+        log2_lse, row_delta: TMA descriptors of the tensors that `_prepare_wide_kernel` writes.
+
+    The other arguments are those of `backward_narrow._main_kernel`.
     """
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)
@@ -515,9 +484,8 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release all parts of a work tile in which this consumer has no rows. Return the number of its next step.
-
-    The `empty` barriers and the ping-pong require both consumers.
+    """Release all parts of a work tile in which this consumer has no rows, and take all turns. Return the number of its next
+    step.
     """
     k_ring, v_ring = rings
     k_tiles, k_full, k_empty = k_ring
@@ -535,7 +503,6 @@ def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.cons
 
 @gluon.jit
 def _wait_for_tile(full, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Wait until all parts of the tile of a step have arrived."""
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
         mbarrier.wait(full.index(slot), phase)
@@ -626,15 +593,13 @@ def _query_gradient_kernel(
     """Compute dq of all work tiles.
 
     Args:
-        q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
-        log2_lse, row_delta: (B * Hq, padded_queries), which `_prepare_kernel` writes.
-        dq: (B, Nq, Hq, D). The kernel writes the gradient to this tensor, or adds it.
+        log2_lse, row_delta: (B * Hq, padded_queries), which `_prepare_wide_kernel` writes.
+        dq: (B, Nq, Hq, D), written or added to.
         lo, hi: (num_masks, Nq), the interval of keys that each query sees.
-        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
-        num_masks: 1 if all batch entries have the same mask, else B.
         padded_queries: Nq, rounded up to a multiple of the query tiles.
         num_queries: Nq.
-        scale: the softmax scale.
+
+    The other arguments are those of `backward_narrow._main_kernel`.
     """
     Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     DOUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)

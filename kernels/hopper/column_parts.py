@@ -27,7 +27,7 @@ def num_parts(columns: int) -> int:
 
 @gluon.jit
 def split_tile(tile, COLUMNS: gl.constexpr):
-    """Return the parts of a tile (rows, columns) in shared memory, without copying them."""
+    """Return the parts of a tile in shared memory, without copying them."""
     if num_parts(COLUMNS) == 1:
         return (tile,)
     else:
@@ -73,14 +73,12 @@ def add_product(left, right, sums, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _add_part(left, tile, part):
-    """Issue part += left * tile."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(tile.shape[1]), k_width=2)
     return warpgroup_mma(gl.convert_layout(left, LEFT), tile, part, is_async=True)
 
 
 @gluon.jit
 def zero_parts(COLUMNS: gl.constexpr):
-    """Return a result (64, COLUMNS) of zeros."""
     if num_parts(COLUMNS) == 1:
         return (gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS)),)
     else:

@@ -60,13 +60,12 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The constants that the kernels of the forward and of the backward have in common.
+    """The constants that forward and backward kernels have in common.
 
     Args:
-        dim: the head dim to which D and Dv are padded, if a class does not say otherwise.
-        value_dim: Dv, the head dim of v.
-        num_heads: Hq, the number of query heads.
-        group: number of query heads per key head.
+        dim: the padded head dim.
+        value_dim: Dv.
+        num_heads, group: the number of query heads, and of query heads per key head.
     """
 
     dim: int
@@ -100,7 +99,7 @@ def padded_dim(head_dim: int, value_dim: int) -> int:
 
 
 def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the padded D and Dv of the kernels for head dims above NARROW_DIM, (192, 128) or (256, 256)."""
+    """Return the padded (D, Dv) for head dims above NARROW_DIM."""
     return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
 
 
@@ -140,7 +139,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x itself if TMA can address it, or else a contiguous copy. A row of x must have a multiple of 16 bytes."""
+    """Return x itself if TMA can address it, or else a contiguous copy."""
     if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride(), 16 // x.element_size())):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -196,7 +195,7 @@ tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 @_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """Return a view of the shared memory of `buffer` as a tile with the given dtype, shape and layout."""
+    """View the shared memory of `buffer` as a tile with another dtype, shape and layout."""
     # In Triton 3.9 and later, the name of this method has no underscore.
     change = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
@@ -204,7 +203,7 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 @gluon.jit
 def tile_view(buffer, desc):
-    """Return a two-dimensional tile (rows, dim) of shared memory as the four-dimensional block that `desc` copies."""
+    """View a tile (rows, dim) of shared memory as the four-dimensional block that `desc` copies."""
     return reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
 
 
@@ -256,7 +255,7 @@ def execute(ASSEMBLY: gl.constexpr):
 
 @gluon.jit
 def sync_at(CONSUMER: gl.constexpr):
-    """Arrive at the ping-pong barrier of a consumer, and wait until all of its threads have arrived."""
+    """Wait at the ping-pong barrier of a consumer."""
     # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
     SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     execute(SYNC)

@@ -1,10 +1,9 @@
 """Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
 
-The sum of floating-point numbers depends on their order. TMA's reduce-add is atomic, but programs reach it in any order. With
-deterministic algorithms, the host therefore fixes the order in which work tiles add to a query tile, see
-`ringattn.kernels.tile_order`. A program has two more partitions, the writers, so that its consumers rarely wait for other
-programs. Each writer is a single warp. The two writers take turns, so each writer sends the dQ of both consumers in every other
-step:
+The sum of floating-point numbers depends on their order, and programs reach TMA's reduce-add in any order. The host therefore
+fixes the order in which work tiles add to a query tile, see `ringattn.kernels.tile_order`. Two more partitions of a program,
+the writers, keep its consumers from waiting for other programs. Each writer is a single warp. The writers take turns, so each
+sends the dQ of both consumers in every other step:
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -17,16 +16,16 @@ step:
                                       publish the progress of the work tile
 
 The wait for the predecessor, the additions and the publication together take about as long as a step. With one writer per
-consumer, the consumers would therefore often wait for their writers.
+consumer, the consumers would often wait for their writers.
 
-The predecessor is the work tile that comes before this work tile in the order. Each work tile has two numbers in global memory,
-its progress in even and in odd steps, which only ever grow. A writer increases one of them after every step, and the writers of
-the next work tile poll them.
+The predecessor is the work tile that comes before this one in the order. Each work tile has two numbers in global memory, its
+progress in even and in odd steps, which only ever grow. A writer increases one of them after every step, and the writers of the
+next work tile poll them.
 
 No program waits for a work tile that comes later in the table of work tiles, and a program computes its work tiles in the order
-of the table. Hence there is no deadlock if all programs run at the same time, or if programs start in the order of the table.
-Usually the programs run at the same time, because the launch is cooperative. If every work tile has its own program, there are
-more programs than SMs. `take_number` then makes the programs start in the order of the table.
+of the table. Hence there is no deadlock if all programs run at the same time, which a cooperative launch guarantees, or if
+programs start in the order of the table. If every work tile has its own program, there are more programs than SMs, and
+`take_number` makes them start in this order.
 """
 
 from triton.experimental import gluon
@@ -36,34 +35,33 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# The number of header integers, which precede the progress of all work tiles. The first of them counts the programs that have
-# started, and the second is not used.
+# Integers before the progress of all work tiles. The first counts the programs that have started, and the second is not used.
 HEADER = gl.constexpr(2)
 
-# The progress of a work tile is one more than its last finished step of the current query head, plus this number for each query
-# head of the group that is finished. It exceeds the number of steps of a query head. Even and odd steps have separate progress.
+# The progress is one more than the last finished step of the current query head, plus this number for each finished query head.
+# It exceeds the number of steps of a query head.
 PER_HEAD = gl.constexpr(2**20)
 
-# The number of registers per thread of a writer. The producer and the writers are warps of the same warpgroup.
+# Registers per thread of a writer, which is a warp of the producer's warpgroup.
 WRITER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this program. The number replaces the program's index in the grid.
+    """Return how many programs have started before this one, which replaces its index in the grid.
 
-    The GPU may start programs in any order. With these numbers, a program never waits for a program that starts later.
+    The GPU may start programs in any order. With these numbers, a program never waits for one that starts later.
     """
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton sends the number to all threads through shared memory. Without this barrier, a fast thread would overwrite that
-    # memory with the arguments of the partitions before a slow thread has read the number.
+    # Triton sends the number to all threads through shared memory, which a fast thread would overwrite with the arguments of
+    # the partitions.
     hopper_common.thread_barrier()
     return number
 
 
 @gluon.jit
 def _load_progress(pointer):
-    """Load the progress of a work tile. No later access to memory comes before this load."""
+    """Load the progress of a work tile, before any later access to memory."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -74,10 +72,10 @@ def _publish(pointer, progress):
     """Store the progress of a work tile after everything that this warp has sent has been added to dq.
 
     `wait_group` alone does not suffice: without the release, the store became visible before the additions, and the sums had
-    different bits in almost every run. The release makes the store wait for them.
+    different bits in almost every run.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # All threads store the progress, but only one of them has sent the additions and has waited for them.
+    # All threads store the progress, but only one has sent the additions and waited for them.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -89,10 +87,8 @@ def _publish(pointer, progress):
 def _load_order(work_tiles, index, CONFIG: gl.constexpr):
     """Load what a writer needs to know about the work tile with number `index` of this program.
 
-    Returns:
-        (end of the keys, first query head of the batch, first query tile, number of steps of a query head, order), where
-        `order` is (direction, number of the work tile, number of the predecessor, number of steps without a predecessor). The
-        end is 0 if the program has no more work tiles.
+    Return (end of the keys, first query head of the batch, first query tile, steps of a query head, order). `order` is
+    (direction, number of the work tile, number of the predecessor, number of steps without a predecessor).
     """
     entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
     end, begin, num_steps = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4) + gl.load(entry + 5)
@@ -103,12 +99,12 @@ def _load_order(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a writer, which is a single warp: add the dQ of every other step of this program to dq."""
+    """Run a writer: add the dQ of every other step of this program to dq."""
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # The first dQ of a program is the product of uninitialised memory. It belongs to writer 0, so writer 1 sends the dQ of the
-    # first step. `skip` is the first step of the current query head that this writer handles, 0 or 1.
+    # The first dQ of a program is the product of uninitialised memory and belongs to writer 0. `skip` is the first step of the
+    # current query head that this writer handles, 0 or 1.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):
@@ -120,10 +116,10 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     while end > 0:
         direction, own, predecessor, num_free = order
         for member in range(CONFIG.group):
-            # A chunk is half of a query tile. The spare chunk precedes the chunks of the query tiles.
+            # A chunk is half of a query tile. The spare chunk comes first.
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # The steps of the predecessor that this writer waits for are all even or all odd.
+            # All awaited steps of the predecessor are even, or all are odd.
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)
             for step in range(skip, num_steps, 2):
@@ -144,9 +140,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     """Start to add the dQ of both consumers, and let each consumer store its next dQ.
 
-    Args:
-        chunk: the chunk of the first consumer. The chunk of the second consumer is the next one.
-        phase: the phase of the barriers `staged` of this writer.
+    `chunk` is that of the first consumer, and the next one is that of the second. `phase` is that of the barriers `staged`.
     """
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]

@@ -28,7 +28,7 @@ SIGN_BIT = gl.constexpr(-(2**31))
 
 @gluon.jit
 def _state_view(buffer, CONFIG: gl.constexpr):
-    """View the K buffer or the V buffer of a stage as one part (64, dim // o_parts) of a consumer's o in fp32."""
+    """View the K buffer or the V buffer of a stage as one part of a consumer's o in fp32."""
     COLUMNS: gl.constexpr = CONFIG.dim // CONFIG.o_parts
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
     return hopper_common.reinterpret(buffer, gl.float32, [ROWS, COLUMNS], LAYOUT)
@@ -60,7 +60,7 @@ def release_keys(k_empty, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
-    """Release the state stage that this consumer used in the previous work tile, unless `state_stage` is -1."""
+    """Release the state stage of the previous work tile, unless it is -1."""
     _, _, _, k_empty, _, v_empty = barriers
     if CONFIG.state_stages > 0 and state_stage >= 0:
         release_keys(k_empty, state_stage, CONFIG)
@@ -69,8 +69,7 @@ def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def row_index(row_range, results, CONFIG: gl.constexpr):
-    """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the rows that the work tile
-    contains.
+    """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the existing rows.
 
     `row_range` is (batch entry, head, first row of the consumer, end of the work tile's rows).
     """
@@ -118,7 +117,6 @@ def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load the incoming o from shared memory, in the layout of `o`."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     if CONFIG.o_parts == 1:
         return left.load(CONFIG.output_layout)
@@ -131,7 +129,6 @@ def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
-    """Start to store one part of o, or to add it to the incoming state."""
     batch, head, first_row, end = row_range
     if CONFIG.has_state:
         tma_reduce_add(state_tiles, [batch, first_row, head, column], tile_view(part, state_tiles))
@@ -164,7 +161,7 @@ def _by_output_row(numbers, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _elements(index, rows, CONFIG: gl.constexpr):
-    """Return the indices of a consumer's elements in a tensor (B, Nq, Hq, Dv), and a mask of those in `rows` and below Dv."""
+    """Return the indices of a consumer's elements in (B, Nq, Hq, Dv), and a mask of those in `rows` and below Dv."""
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_output_row(rows, CONFIG) & (columns < CONFIG.value_dim)
     return _by_output_row(index, CONFIG) * CONFIG.value_dim + columns, mask
@@ -181,7 +178,6 @@ def merge_scalars(ref_max, l, state_m, state_l):
 
 @gluon.jit
 def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
-    """Write lse, or the m and the l of the new state."""
     if CONFIG.final:
         # A row that has not seen a key has l = 0 and lse = -inf.
         gl.store(results[4] + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
@@ -258,7 +254,7 @@ def _update_state(
     ref_max, l, o, overflowed, buffers, incoming, results, row_range, index, inside,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Merge the result into the incoming state in place, see `update_scalars`."""
+    """Merge the result into the incoming state in place."""
     batch, head, first_row, end = row_range
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     written, alpha, beta, stays = update_scalars(
@@ -281,13 +277,12 @@ def finish_work_tile(
     """Merge the incoming state and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
 
     Args:
-        ref_max, l: (64,), the reference max of each row and the sum of its probabilities.
-        o: (64, dim), the sum of the probabilities times the values.
+        ref_max, l, o: (64,), (64,) and (64, dim).
         query: the shared memory of this consumer's Q.
         buffers: the K and the V buffer of this consumer's state stage.
         incoming: from `load_state_scalars`.
-        results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq). state_tiles and out_tiles are TMA
-            descriptors of state_o and out.
+        results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq), where state_tiles and out_tiles are TMA
+            descriptors.
         row_range: see `row_index`.
         UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
 

@@ -45,7 +45,6 @@ def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, tar
 
 @gluon.jit
 def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """Store o * alpha + source * beta, see `_merge_part`."""
     if CONFIG.has_state and CONFIG.dim > 64:
         # Merge 64 columns at a time, because the whole incoming o would need as many registers as o.
         left, right = split_columns(o)

@@ -26,14 +26,12 @@ from ringattn.kernels.triton.launcher import launch
 # The assembler of Triton 3.8 would serialise all matrix products of a kernel that uses `fence_softmax`.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# The maximal size of K and V of all heads in a head group, in bytes, so that they stay in the L2 cache, next to the output. An
-# incoming state also passes through this cache, in fp32, so K and V then get only half of it. Half was also faster for head
-# dims above 128 on an H100.
+# The maximal bytes of K and V of a head group, so that they stay in the L2 cache, next to the output. An incoming state halves
+# them. Half was also faster for head dims above 128 on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
-# A call with at most this number of rows uses TILES_FEW_ROWS. A row is one query of one head and one batch entry. Rows that see
-# no key are not counted.
+# A call with at most this number of rows that see keys, over all heads and batch entries, uses TILES_FEW_ROWS.
 FEW_ROWS = 2**16
 
 
@@ -44,10 +42,8 @@ class ForwardConfig(hopper_common.KernelConfig):
     Args:
         has_state: whether the call continues from an incoming state.
         final: whether (out, lse) is written instead of a state.
-        consumers: number of consumers, 2 or 3.
-        keys: number of keys per step.
-        stages: number of stages of the K/V pipeline.
-        registers: number of registers per thread of a consumer.
+        keys, stages: the number of keys per step, and of stages of the K/V pipeline.
+        registers: per thread of a consumer.
         ping_pong: whether consumers take turns to issue their products.
         fence_softmax: whether to use `softmax.fence_softmax`.
         update_ref_max: whether the first pass updates the reference max in every step, so that there is no retry pass.
@@ -72,22 +68,21 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     @property
     def queries(self) -> int:
-        """The number of rows of a work tile."""
+        """The rows of a work tile."""
         return self.consumers * ROWS.value
 
     @property
     def partitions(self) -> gl.tuple:
-        """The numbers of the partitions as constants that Gluon can iterate over: first the consumers, then the producer."""
+        """The numbers of the consumers and of the producer, as constants that Gluon can iterate over."""
         return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's scores (64, keys) in registers."""
+        """The layout of a consumer's scores (64, keys)."""
         return accumulator_layout(self.keys)
 
     @property
     def updates_state(self) -> bool:
-        """Whether the incoming state is updated in place."""
         return self.has_state and not self.final
 
 
@@ -96,7 +91,7 @@ class NarrowConfig(ForwardConfig):
     """The constants of `forward_narrow`.
 
     Args:
-        columns: the number of columns of a tile that the products use, see `column_parts`.
+        columns: the columns of a tile that the products use, see `column_parts`.
         joint_release: whether consumers release K and V of a stage with one arrival, after P V.
     """
 
@@ -109,24 +104,24 @@ class NarrowConfig(ForwardConfig):
     def q_in_registers(self) -> bool:
         """Whether a consumer keeps the Q of a work tile in registers.
 
-        S = Q K^T then reads only K from shared memory, whose bandwidth limits this product with 64 keys per step. With 128
-        columns, the registers do not suffice.
+        S = Q K^T then reads only K from shared memory, whose bandwidth limits it with 64 keys per step. With 128 columns, the
+        registers do not suffice.
         """
         return self.columns == 96
 
     @property
     def q_slots(self) -> int:
-        """Two slots if an output is returned. One bit selects the slot and the phase of its barriers, so two is the maximum."""
+        """At most two slots, because one bit selects the slot and the phase of its barriers."""
         return 2 if self.final else 1
 
     @property
     def o_parts(self) -> int:
-        """The number of parts of a consumer's o in fp32, each as large as the K buffer or the V buffer of a stage."""
+        """The parts of a consumer's o in fp32, each as large as the K buffer or the V buffer of a stage."""
         return 2 * ROWS.value // self.keys
 
     @property
     def state_stages(self) -> int:
-        """The number of stages for the o of all consumers, or 0 without a state."""
+        """The stages for the o of all consumers."""
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
@@ -135,8 +130,8 @@ class WideConfig(ForwardConfig):
     """The constants of `forward_wide`.
 
     Args:
-        dim: number of columns of a stage and of o, 128 or 256, to which Dv is padded.
-        key_dim: number of columns of Q and K, 192 or 256, to which D is padded.
+        dim: columns of a stage and of o, 128 or 256, to which Dv is padded.
+        key_dim: columns of Q and K, 192 or 256, to which D is padded.
         overlap: whether the softmax of a step overlaps with P V of the previous step.
     """
 
@@ -147,20 +142,17 @@ class WideConfig(ForwardConfig):
 
     @property
     def tail(self) -> int:
-        """The number of columns of K that do not fit into a stage."""
+        """The columns of K that do not fit into a stage."""
         return self.key_dim - self.dim
 
     @property
     def tails(self) -> int:
-        """The largest number of tiles of K in the stages when the producer may load the next one, which is included.
-
-        With overlap, K(1) follows K(0) at once.
-        """
+        """The largest number of tiles of K in the stages when the next one is loaded, which is included."""
         return (self.stages + self.overlap + 1) // 2
 
     @property
     def q_layout(self) -> gl.DotOperandLayout:
-        """The layout of the columns of Q in registers, as the left operand of S = Q K^T."""
+        """The layout of the columns of Q in registers."""
         return gl.DotOperandLayout(operand_index=0, parent=self.scores_layout, k_width=2)
 
 
@@ -169,9 +161,9 @@ class Fp8Config(ForwardConfig):
     """The constants of `forward_fp8`.
 
     Args:
-        part_columns: the number of columns of one product P V.
+        part_columns: the columns of one product P V.
         overlap: whether the softmax of a step overlaps with P V of the previous step. O then has one part.
-        stages: the number of stages, each of which has a tile of K and a tile of V.
+        stages: each has a tile of K and a tile of V.
     """
 
     part_columns: int
@@ -181,48 +173,44 @@ class Fp8Config(ForwardConfig):
 
     @property
     def num_parts(self) -> int:
-        """The number of products P V of a step, and of parts into which o is split."""
         return self.dim // self.part_columns
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's scores (64, keys) in registers."""
         return accumulator_layout(self.keys, 8)
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's o (64, dim) in registers."""
         return accumulator_layout(self.dim, 8)
 
     @property
     def part_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of one part (64, part_columns) of o in registers."""
         return accumulator_layout(self.part_columns, 8)
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of probabilities as the left operand of P V. It does not depend on the columns of the product."""
+        """The layout of probabilities as the left operand of P V, which does not depend on the columns of the product."""
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# These settings were the fastest on an H200, or on an H100 with 96 columns. The key of each entry is `NarrowConfig.columns`.
+# The fastest on an H200, or on an H100 with 96 columns, by `NarrowConfig.columns`.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
-# Work tiles of 128 rows instead of 192, so that fewer SMs are idle. At head dim 64, they would not be faster.
+# Work tiles of 128 rows instead of 192 leave fewer SMs idle.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# On an H100, these settings were the fastest on average over causal and full masks. The keys are the padded (D, Dv).
+# The fastest on average over causal and full masks on an H100, by the padded (D, Dv).
 WIDE_TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
     (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
 }
 WIDE_SETTINGS = dict(consumers=2, registers=240, ping_pong=True)
 
-# These settings were the fastest on an H100. The keys are head dims.
+# The fastest on an H100, by head dim.
 FP8_TILES = {
     64: dict(stages=12, part_columns=64, overlap=True, ping_pong=True),
     128: dict(stages=6, part_columns=128, overlap=True, ping_pong=False),
@@ -240,14 +228,9 @@ def configure(
     final: bool,
     few_rows: bool = False,
 ) -> NarrowConfig | WideConfig | Fp8Config:
-    """Return the constants of the kernel for a call.
+    """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
 
-    Args:
-        dims: head dims (D, Dv).
-        heads: numbers of query heads and key heads (Hq, Hkv).
-        dtype: the dtype of q, k and v.
-        has_state, final: whether a state comes in, and whether the output is returned instead of a state.
-        few_rows: whether to use TILES_FEW_ROWS.
+    `few_rows` tells whether to use TILES_FEW_ROWS.
     """
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
@@ -260,9 +243,8 @@ def configure(
     columns = used_columns(*dims)
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # While the consumers use the state stages, the producer already loads the first keys of the next work tile into other
-    # stages. If Q has two slots, there is at least one stage besides the state stages. If Q has one slot, shared memory has
-    # room for one more stage, so there are at least two.
+    # While the consumers use the state stages, the producer loads keys of the next work tile into one more stage. With one slot
+    # of Q, shared memory has room for two.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -270,11 +252,10 @@ def forward(
     q, k, v, intervals, scale, state=None, final=False,
     *, dropout=None, blocks=None, precision="ieee", shares_sms=False,
 ):  # fmt: skip
-    """Compute `reference.forward` on one sm_90 GPU. `dispatch.forward` checks the arguments and explains `shares_sms`.
+    """Compute `reference.forward` on one sm_90 GPU. `dispatch.forward` checks the arguments.
 
-    q, k and v are fp16 or bf16, with head dims that are multiples of 8 up to 256 and at least one key. `dropout` and `blocks`
-    must be None, and `precision` is ignored. A tensor whose strides TMA cannot use is copied. The m of a returned state is a
-    reference max, which may differ from the maximum of the scores.
+    q, k and v are fp16 or bf16, with head dims that are multiples of 8 up to 256 and at least one key, without dropout and
+    block masks. Tensors whose strides TMA cannot use are copied.
     """
     m, l, o, out, lse = results = triton_common.allocate_results(q, v, state, final)
     if q.numel() > 0:
@@ -314,7 +295,7 @@ def forward_quantized(
     dtype: torch.dtype = torch.bfloat16,
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute `dispatch.forward_fp8` on one sm_90 GPU, for equal head dims that are keys of FP8_TILES, and at least one key."""
+    """Compute `dispatch.forward_fp8` on one sm_90 GPU, for equal head dims that are keys of FP8_TILES."""
     results = triton_common.allocate_results(q.data, k.data, state, final, dtype)
     if q.data.numel() > 0:
         (_, _, num_heads, dim), num_key_heads = q.data.shape, k.data.shape[2]
@@ -341,7 +322,6 @@ def _launch(
     scale: float,
     numbers: tuple[int, ...] = (),
 ) -> None:
-    """Launch a forward kernel. `results` are those of `allocate_results`."""
     m, l, o, out, lse = results
     with torch.cuda.device_of(q):
         launch(
@@ -353,16 +333,14 @@ def _launch(
 def _assign_work_tiles(
     config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool, aligned: bool = False
 ) -> Tensor:
-    """Return the table of `Intervals.work_tiles` for a call, int32 (n, programs, 8).
-
-    `aligned` tells whether every loop begins at a multiple of `config.keys`. Of v, only the shape matters, so k may be passed
-    instead if both have the same head dim.
+    """Return `Intervals.work_tiles`. Of v, only the shape matters. `aligned` tells whether loops begin at multiples of
+    `config.keys`.
     """
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)
-    # An in-place update does not change the state of a row that sees no key, so work tiles without keys are skipped.
+    # An in-place update does not change rows that see no key.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

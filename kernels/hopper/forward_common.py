@@ -1,12 +1,11 @@
 """The parts that all Hopper forward kernels share: the loops over work tiles, ping-pong, overflow reports, rows of a consumer.
 
-A kernel passes its own functions to `run_partitions`: LOAD loads a work tile, COMPUTE computes a consumer's rows of one, and
-SKIP stands in for COMPUTE if a consumer has no rows. A `position` is (stage, phase), the next stage of the K/V pipeline and the
-phase of its barriers. It is not reset between work tiles, so the producer loads the next work tile while the consumers finish
-the previous one. If K has tails, a position is (stage, phase, tail).
+A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase), the next stage of the K/V pipeline and
+the phase of its barriers, or (stage, phase, tail). It is not reset between work tiles, so the producer loads the next work tile
+while the consumers finish the previous one.
 
-The variable `slot` is one bit, which flips with every work tile. Consumers wait for phase `slot` of `q_full`, and the producer
-waits for phase `slot ^ 1` of `q_empty`. The slot of Q in shared memory is `slot % q_slots`.
+The bit `slot` flips with every work tile. Consumers wait for phase `slot` of `q_full`, and the producer for phase `slot ^ 1` of
+`q_empty`. The slot of Q in shared memory is `slot % q_slots`.
 """
 
 from triton.experimental import gluon
@@ -36,13 +35,12 @@ def advance_stage(stage, phase, CONFIG: gl.constexpr):
 
 @gluon.jit
 def advance_tail(tail, CONFIG: gl.constexpr):
-    """Return the next tail."""
     return gl.where(tail == CONFIG.tails - 1, 0, tail + 1)
 
 
 @gluon.jit
 def allocate_overflow(CONFIG: gl.constexpr):
-    """Return the flags and the barrier with which the consumers report overflows to all partitions."""
+    """Return the flags and the barrier of overflow reports."""
     flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     reported = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(reported, count=CONFIG.consumers)
@@ -51,10 +49,7 @@ def allocate_overflow(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until every consumer has reported, and return whether any row of any consumer has overflowed.
-
-    WARPS is the number of warps of the calling partition.
-    """
+    """Wait until every consumer has reported, and return whether any row has overflowed. The partition has WARPS warps."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -67,7 +62,7 @@ def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
-    """Report to all partitions whether any row of this consumer has overflowed in any of its work tiles."""
+    """Report to all partitions whether any row of this consumer has overflowed."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     flags.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(overflowed.to(gl.int32), axis=0))
@@ -90,12 +85,11 @@ def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load the numbers that describe a work tile and a consumer's rows of this work tile.
+    """Load a work tile and this consumer's rows of it.
 
-    Returns:
-        (index, batch entry, head, first row of this consumer, end, loop, row_bounds). `end` is the end of the work tile's rows.
-        row_bounds is (lo, hi, all_initialised, ref_max): the intervals (64,) of the rows, whether the first step sets the
-        reference max of every row that sees any key, and the initial reference max (64,).
+    Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds). row_bounds is
+    (lo, hi, all_initialised, ref_max): the intervals (64,) of the rows, whether the first step sets the reference max of every
+    row that sees any key, and the initial reference max (64,).
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -107,7 +101,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
     start = step_start(loop, 0, CONFIG.keys)
     # Bounds never decrease from row to row. Every interval that is not empty therefore contains a key of the first tile if the
-    # hi of the first row is above the start of this tile and the lo of the last row is below its end.
+    # hi of the first row is above the start of the tile and the lo of the last row is below its end.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -117,7 +111,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
 
 @gluon.jit
 def load_queries(q, rows, slot, queries, q_full, CONFIG: gl.constexpr):
-    """Load the Q of all consumers. `rows` is (batch entry, head, first row)."""
+    """Load the Q of all consumers."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
     batch, head, first = rows
     for c in gl.static_range(CONSUMERS):
@@ -127,7 +121,7 @@ def load_queries(q, rows, slot, queries, q_full, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_work_tiles(LOAD: gl.constexpr, arguments, slot, position, CONFIG: gl.constexpr):
-    """Load Q, K and V of all work tiles of this program. Return the next slot and position."""
+    """Load all work tiles of this program. Return the next slot and position."""
     _, work_tiles, _, barriers = arguments
     index = gl.program_id(0)
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -162,7 +156,7 @@ def _compute_work_tiles(
     COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, slot, position,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute this consumer's rows of all work tiles. Return (slot, position, mask of overflowed rows)."""
+    """Return (slot, position, mask of overflowed rows)."""
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
@@ -182,8 +176,7 @@ def _compute_work_tiles(
             state_stage = gl.to_tensor(-1)
         slot ^= 1
     if CONFIG.stores_by_tma:
-        # The end of the program frees its shared memory, and a retry pass overwrites it. In both cases, TMA must first have
-        # read all results from shared memory.
+        # Before the end of the program frees its shared memory, or a retry pass overwrites it, TMA must have read all results.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
     return slot, position, overflowed
@@ -193,7 +186,7 @@ def _compute_work_tiles(
 def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Run a consumer partition, which computes 64 rows of every work tile, again in the retry pass if any row overflows."""
     if CONSUMER == CONFIG.consumers - 1:
-        # The last consumer starts the ping-pong by letting consumer 0 issue its products.
+        # Let consumer 0 issue its products first.
         pass_ping_pong(CONSUMER, CONFIG)
     slot, position, overflowed = _compute_work_tiles(
         COMPUTE, SKIP, arguments, gl.to_tensor(0), _first_position(0, CONFIG), CONSUMER, CONFIG.update_ref_max, CONFIG
@@ -202,8 +195,8 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # The invalid results of the first pass must be in memory before the retry pass rewrites them. Without ".read",
-                # this instruction also waits until TMA has written to global memory, unlike `tma_store_wait`.
+                # The invalid results must be in memory before the retry pass rewrites them. Without ".read", this instruction
+                # also waits until TMA has written to global memory, unlike `tma_store_wait`.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
@@ -212,8 +205,7 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
 def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Skip a work tile in which this consumer has no rows, in a kernel with one ring of stages. Return the next position.
 
-    The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore takes all turns and
-    releases all stages without computing anything.
+    The barriers require all consumers, so this consumer takes all turns and releases all stages without computing anything.
     """
     _, q_empty, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
@@ -246,8 +238,8 @@ def run_partitions(
             are arguments of one kernel only.
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
-    # The last two arguments are the numbers of warps and of registers per thread of all partitions except the first one, which
-    # is Gluon's default partition. It has four warps and gets the registers that the other partitions do not use.
+    # The numbers of warps and of registers do not include the first partition, Gluon's default partition. It has four warps and
+    # gets the registers that the others do not use.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

@@ -80,7 +80,6 @@ def _load_stage(
 
 @gluon.jit
 def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
-    """Load Q, K and V of a work tile. Return the next position."""
     tiles, _, buffers, barriers = arguments
     q, _, _ = tiles
     queries, ring, _ = buffers
@@ -123,13 +122,11 @@ def _multiply(p, tile, product):
 
 @gluon.jit
 def _zeros(COLUMNS: gl.constexpr):
-    """Return the registers of a product (64, COLUMNS)."""
     return gl.full([ROWS, COLUMNS], 0.0, gl.float32, hopper_common.accumulator_layout(COLUMNS, 8))
 
 
 @gluon.jit
 def _values(ring, stage, CONFIG: gl.constexpr):
-    """Return the tile V (dim, keys) of a stage."""
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.dim, CONFIG.keys], E4M3)
     return hopper_common.reinterpret(ring.index(2 * stage + 1), E4M3, [CONFIG.dim, CONFIG.keys], VALUES)
 
@@ -175,7 +172,6 @@ def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.
 
 @gluon.jit
 def _zero_parts(CONFIG: gl.constexpr):
-    """Return an O of zeros, as a tuple of its parts."""
     PARTS: gl.constexpr = CONFIG.num_parts
     parts = ()
     for _part in gl.static_range(PARTS):
@@ -216,7 +212,7 @@ def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG: gl.constexpr):
-    """Compute the probabilities of a step. Return (probabilities as `softmax_fp8.pack` expects them, ref_max, alpha)."""
+    """Return (probabilities as `softmax_fp8.pack` expects them, ref_max, alpha)."""
     lo, hi, _, _ = row_bounds
     _, _, num_unmasked, num_masked = loop
     k_scale, v_scale_bits = block_scales

@@ -1,9 +1,9 @@
-"""The forward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 1).
+"""The forward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 1),
+pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-Its loop is pipelined as in FlashAttention-3 (Shah et al. 2024, section 3). A work tile is a tile of queries of one head. The
-host assigns work tiles to programs before the launch, usually one program per SM. One partition of a program, the producer, is
-a single warp that loads Q, K and V. The two or three others, the consumers, are warpgroups. Each of them computes 64 rows of
-every work tile and keeps scores, probabilities and o in registers.
+A work tile is a tile of queries of one head. One partition of a program, the producer, is a single warp that loads Q, K and V.
+The two or three consumers are warpgroups. Each computes 64 rows of every work tile and keeps scores, probabilities and o in
+registers.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -27,21 +27,15 @@ In a consumer, the softmax of one step overlaps with the second product of the p
       step j        issue S(j) = Q K(j)^T | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V
       tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
 
-Barriers. A `full` barrier counts one arrival of the producer and the bytes that TMA has copied, and an `empty` barrier counts
-one arrival of every consumer. With a joint release, `k_empty` is the same barrier as `v_empty`.
+A `full` barrier counts one arrival of the producer and the bytes that TMA has copied, and an `empty` barrier one arrival of
+every consumer. With a joint release, `k_empty` is `v_empty`.
 
-Slots of Q. An output leaves through the shared memory of its Q, which is therefore still in use when the next work tile begins.
-A call that returns an output has a second slot for the next Q, and releases a slot after the first product of the next work
-tile. A call that returns a state has one slot, and releases it after the last S.
+An output leaves through the shared memory of its Q. A call that returns an output therefore has a second slot for the next Q,
+and releases a slot after the first product of the next work tile. The o of a state is in fp32 and does not fit there, so it
+leaves through the next stages of K and V, see `epilogue`.
 
-State stages. The o of a state is in fp32, so it does not fit into the shared memory of Q. The producer therefore transfers the
-next stages of K and V to the consumers, see `ringattn.kernels.hopper.epilogue`.
-
-Retry pass. If a row of a program overflows, all of its partitions repeat all of its work tiles, see
-`ringattn.kernels.hopper.softmax`.
-
-Ping-pong. Named barriers make each consumer wait until the previous consumer has issued its products. The tensor cores then
-compute the products of one consumer during the softmax of the others. Otherwise, all consumers would wait at the same time.
+With ping-pong, each consumer waits until the previous one has issued its products. Otherwise, all consumers would compute their
+softmax at the same time, and the tensor cores would be idle.
 """
 
 from triton.experimental import gluon
@@ -81,7 +75,7 @@ from ringattn.kernels.hopper.forward_common import (
 
 @gluon.jit
 def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
-    """Load Q, K and V of a work tile, and transfer its state stages. Return the next position."""
+    """Load a work tile, and transfer its state stages. Return the next position."""
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     tensors, _, buffers, barriers = arguments
     q, k, v, state_tiles = tensors
@@ -93,7 +87,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     mbarrier.expect(q_full, CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, q_full, CONFIG)
     key_head = head // CONFIG.group
-    # Even a work tile whose rows see no key has one step, so that the consumers need no special case.
+    # Even a work tile whose rows see no key has one step.
     for step in range(gl.maximum(num_masked + num_unmasked, 1)):
         start = step_start(loop, step, CONFIG.keys)
         mbarrier.wait(k_empty.index(stage), phase)
@@ -121,22 +115,22 @@ def _step(
 
     Args:
         query: the parts of the consumer's Q (64, dim), in shared memory or in registers.
-        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). p holds the probabilities of the previous step.
-            The sum l already contains p, but o does not contain P V of the previous step yet. o is a tuple of its parts.
+        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). l contains p of the previous step, but o, a
+            tuple of parts, does not contain its P V yet.
         row_bounds, loop: from `load_consumer_tile`.
-        step: the number of this step, which is at least 1.
+        step: at least 1.
     """
     _, keys, values = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    # Issue S before P V. The products finish in the order in which they are issued, and the softmax only needs S.
+    # Products finish in the order in which they are issued, and the softmax only needs S.
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
-    # Wait until only P V may still be in flight. S is complete after this wait.
+    # Wait only until S is complete.
     scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
     release_keys(k_empty, stage, CONFIG)
     weights, ref_max, l, alpha = softmax.probabilities(
@@ -146,10 +140,9 @@ def _step(
     o = wait_for_parts(pending_o, CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # P V of the previous step is relative to the previous reference max, so o is rescaled only after it has been added.
+        # P V of the previous step is relative to the previous reference max.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
-    # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
-    # p, and the conversion overwrites these registers.
+    # Before the wait, the conversion would overwrite the registers of the p that P V reads.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
@@ -160,7 +153,7 @@ def _first_step(
     query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of the first step of a work tile, and return the carry for `_step`."""
+    """Compute the first step of a work tile, and return the carry for `_step`."""
     _, keys, _ = buffers
     _, q_empty, k_full, k_empty, _, _ = barriers
     mbarrier.wait(k_full.index(stage), phase)
@@ -168,8 +161,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # The shared memory that holds the result of the previous work tile is released only now. TMA has had the time of one
-    # product to read this memory, so the wait is short.
+    # Release the shared memory of the previous result only now. TMA has had the time of one product to read it.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -184,7 +176,7 @@ def _first_step(
 
 @gluon.jit
 def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Do the same as `skip_tile` of `forward_common` for separate rings of K and V, and release all state stages."""
+    """Do `forward_common.skip_tile` for separate rings of K and V, and release all state stages."""
     _, q_empty, k_full, k_empty, v_full, v_empty = barriers
     stage, phase = position
     hopper_common.tma_store_wait(0)
@@ -206,7 +198,7 @@ def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexp
 def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Wait for the state stages of a work tile, and release all of them except the stage of this consumer.
 
-    CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, phase of the next stage).
+    CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, its phase).
     """
     _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
@@ -249,15 +241,14 @@ def _compute_tile(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     if CONFIG.q_slots == 1:
         mbarrier.arrive(q_empty, count=1)
-    # Issue P V of the last step.
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
-    # While this product runs, load the scalars of the incoming state and the next work tile.
+    # While P V of the last step runs, load the scalars of the incoming state and the next work tile.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, CONFIG.columns), CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
-    # Four threads share a row. Their sums and their maxima are combined only here, once per work tile.
+    # Combine the four threads of a row only once per work tile.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)
     state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
@@ -276,15 +267,13 @@ def _forward_kernel(
     """Compute all work tiles.
 
     Args:
-        q, k, v: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-        state_tiles, out_tiles: TMA descriptors of state_o and of out, both (B, Nq, Hq, Dv), or None.
+        q, k, v, state_tiles, out_tiles: TMA descriptors of q, k, v, state_o and out, or None.
         lo, hi: (num_masks, Nq), the interval of each query.
         work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
         state_m, state_l, state_o: the state that is read, written or both, or None.
-        lse, out: (B, Nq, Hq) and (B, Nq, Hq, Dv), which are written, or None if a state is returned.
-        num_masks: 1 if all batch entries have the same mask, else B.
-        num_queries: Nq.
-        log2_scale: the factor that converts q k^T to scores in log2 units.
+        lse, out: written, or None if a state is returned.
+        num_masks: 1 or B.
+        log2_scale: converts q k^T to scores in log2 units.
     """
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.q_slots * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
@@ -294,14 +283,12 @@ def _forward_kernel(
     k_full, k_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
     v_full, v_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
     overflow = allocate_overflow(CONFIG)
-    # Make the initialised barriers visible to TMA.
     fence_async_shared()
     buffers = queries, keys, values
     if CONFIG.joint_release:
         k_empty = v_empty
     barriers = q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty
     loading = (q, k, v, state_tiles), work_tiles, buffers, barriers
-    # The consumers read the incoming state from the same tensors to which they write the new state.
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, None
     run_partitions(_load_tile, _compute_tile, _skip_tile, loading, computing, overflow, CONFIG)

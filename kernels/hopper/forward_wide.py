@@ -55,7 +55,6 @@ REGISTER_COLUMNS = gl.constexpr(128)
 
 @gluon.jit
 def _load_queries(tiles, buffers, q_full, rows, CONFIG: gl.constexpr):
-    """Load the Q of all consumers."""
     q, q_tail, _, _, _ = tiles
     queries, query_tails, _, _ = buffers
     batch, head, first = rows
@@ -89,7 +88,6 @@ def _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFI
 
 @gluon.jit
 def _load_values(tiles, buffers, barriers, batch, key_head, start, position, CONFIG: gl.constexpr):
-    """Load a tile of V into the next stage. Return the next position."""
     _, _, k, k_tail, v = tiles
     queries, query_tails, ring, key_tails = buffers
     q_full, q_empty, full, empty = barriers
@@ -103,7 +101,6 @@ def _load_values(tiles, buffers, barriers, batch, key_head, start, position, CON
 
 @gluon.jit
 def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
-    """Load Q, K and V of a work tile. Return the next position."""
     tiles, _, buffers, barriers = arguments
     batch, head, _ = rows
     _, _, num_unmasked, num_masked = loop

@@ -43,18 +43,15 @@ def by_thread(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _along_row(numbers, tile):
-    """Convert numbers (64, 4), one per row and thread, so that they can be broadcast over a tile from `by_thread`."""
+    """Broadcast numbers (64, 4), one per row and thread, over a tile from `by_thread`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     return gl.convert_layout(numbers, LAYOUT).expand_dims(1).expand_dims(3)
 
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return one word per row and thread (64, 4), whose bit i is 1 if the thread's i-th column of the row lies below the bound.
-
-    Args:
-        bound: (64,), one bound per row, relative to the first column of the tile.
-        tile: a tile from `by_thread`, with up to 32 columns per thread and row.
+    """Return one word per row and thread (64, 4), whose bit i is 1 if the thread's i-th column of the row lies below the bound
+    (64,).
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     # A thread has two neighbouring columns of every eight columns.
@@ -67,7 +64,7 @@ def _bits_below(bound, tile):
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return the index of every column of a tile among those that a thread has of a row, as (1, COLUMNS // 8, 1, 2)."""
+    """Return the index of every column among those that a thread has of a row, as (1, COLUMNS // 8, 1, 2)."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -182,7 +179,7 @@ def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
-    """Return (p, l): exp2(score - ref_max), and the given l (64, 4) plus the sums of p."""
+    """Return (exp2(score - ref_max), the given l (64, 4) plus their sums)."""
     tile = by_thread(scores, CONFIG.keys)
     p = gl.exp2(tile * log2_scale - _along_row(ref_max, tile))
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout), l + gl.sum(gl.sum(p, axis=3), axis=1)
@@ -233,7 +230,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
 
 @gluon.jit
 def combine_threads(numbers, CONFIG: gl.constexpr):
-    """Return the maximum (64,) of numbers (64, 4) over the four threads of each row."""
+    """Return the maximum (64,) over the four threads of each row."""
     return gl.convert_layout(gl.max(numbers, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
 
 

@@ -157,7 +157,7 @@ def _limit_assembly():
 
 @gluon.constexpr_function
 def _shift_assembly(count):
-    """Return the instructions that add `count` addends to `count` words of levels, unless all addends of a warp are 0."""
+    """Return the instructions that add `count` addends to words of levels, unless all addends of a warp are 0."""
     code = "{ .reg .pred changed; .reg .b32 any, one; mov.b32 any, 0; mov.b32 one, 0x3C003C00;"
     # The assembler removes the repetitions: a thread has only two addends, one per row.
     code += "".join(f"or.b32 any, any, ${2 * count + i};" for i in range(count))
@@ -235,5 +235,5 @@ def as_left_operand(words, CONFIG: gl.constexpr):
 
 @gluon.jit
 def plain_ref_max(ref_max):
-    """Return the reference max relative to which p is exp2(score - ref_max), without TOP."""
+    """Return the reference max without TOP."""
     return gl.where(ref_max == softmax.UNSET_REF_MAX, ref_max, ref_max - TOP)

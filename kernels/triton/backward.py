@@ -1,15 +1,7 @@
-"""Portable Triton backward, which implements `ringattn.kernels.reference.backward` deterministically and without atomics.
+"""The Triton backward: FlashAttention-2 (Dao 2023, algorithm 2) as two kernels without atomics, so it is deterministic.
 
-Three kernels run one after another:
-
-    _interleave_kernel       lse, delta -> stats: both numbers of a query side by side, as the other two kernels load them
-    _key_gradient_kernel     one tile of keys, in a loop over the tiles of queries that attend to it -> dk, dv
-    _query_gradient_kernel   one tile of queries, in a loop over the tiles of keys that it attends to -> dq
-
-The two gradient kernels both recompute p = exp(s - lse), in log2 units. Together, the two kernels need 7 matrix products,
-whereas a fused kernel needs 5. In return, a single program computes every sum in a fixed order. The loop over tiles of queries
-follows the transposed intervals, and it covers all query heads that share a key head. Each of the two kernels either adds its
-gradients to fp32 accumulators or writes new gradients.
+One kernel computes dK and dV, and another one dQ. Both recompute the probabilities as p = exp(s - lse), so there are 7 products
+instead of 5.
 """
 
 import torch
@@ -24,14 +16,9 @@ from ringattn.kernels.triton.launcher import launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from stats, a (num_rows, 2) matrix.
-
-    MASKED has the same meaning as in `load_rows`.
-    """
-    # Every number is loaded twice. Otherwise, the tile would have only 2 * ROWS numbers, which is less than the number of
-    # threads of the program. For such a small tile, Triton would let each thread load all numbers that this thread needs, which
-    # are 32 per step. These loads would be too many instructions for the inner loop. At head dim 128, they would also need too
-    # many registers.
+    """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from `stats`, see `_interleave`."""
+    # With one load per number, the tile would have fewer numbers than the program has threads. Triton would let each thread
+    # load all 32 numbers that it needs, which takes too many instructions, and at head dim 128 too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -43,10 +30,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the tile of queries at `start` to `sums`, which are dk / scale and dv / factor of the tile of keys.
-
-    Scores are transposed and have the shape (keys, queries). `ringattn.kernels.triton.common.run_loop` explains the arguments.
-    """
+    """Add the tile of queries at `start` to `sums`, which are dk / scale and dv / factor of the tile of keys."""
     q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale = operands
     dk, dv = sums
     head = (key_head * CONFIG.group + head).to(tl.int64)
@@ -56,12 +40,11 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     query = load_rows(q, start, q_strides[1], num_queries, CONFIG.queries, CONFIG.dim, MASKED)
     log2_lse, delta = _load_stats(stats, start, num_queries, CONFIG.queries, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=CONFIG.precision) * log2_scale - log2_lse[None, :])
-    # Mask p instead of the scores. If a query has no keys, its lse is -inf, and its p is inf for all scores.
+    # If a query has no keys, its lse is -inf, so mask p instead of the scores.
     if MASKED:
         p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
     grad = load_rows(dout, start, dout_strides[1], num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
-    # dv is computed from the probabilities after dropout. ds is the product of the probabilities before dropout and dp after
-    # dropout.
+    # dv needs the probabilities after dropout, and ds those before.
     dropped = p
     if dropout is not None:
         keep = common.draw_keep_mask(dropout, head, start, num_queries, CONFIG.queries, True, MASKED)
@@ -70,7 +53,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # This ds lacks its factor `scale`. Instead, `_key_gradient_kernel` multiplies dk by `scale` once, after the loop.
+    # The factor `scale` follows once, after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
@@ -83,21 +66,16 @@ def _key_gradient_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     ADD_DK: tl.constexpr, ADD_DV: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv for one tile of keys of one key head.
+    """Compute dk and dv of one tile of keys of one key head.
 
     Args:
-        q, k, v, dout: (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv), with the strides of their first
-            three dimensions in q_strides, k_strides, v_strides and dout_strides. The stride of the last dimension is 1.
-        stats: fp32 (B, Hq, Nq, 2), which contains lse in log2 units and delta, see `_interleave`.
-        query_lo, query_hi: int32 (num_masks, Nk), the transposed intervals; num_masks is 1 or B.
-        table: int32 (num_masks, num_tiles, 6), the table `Intervals.tiles` of the transposed intervals.
-        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), contiguous. With ADD_DK and ADD_DV, the gradients are added to these
-            tensors. Otherwise the gradients overwrite them.
-        scale: the factor by which the scores are multiplied.
-        query_positions and the arguments from there up to factor: see `_forward_kernel` in `ringattn.kernels.triton.forward`.
-        block_lists: int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), or None without a block mask, with the
-            strides of the first two dimensions in block_strides.
-        CONFIG: see `ringattn.kernels.triton.common.Config`.
+        q, k, v, dout: with any strides except for the last dimension.
+        stats: see `_interleave`.
+        query_lo, query_hi: (num_masks, Nk), the queries that see each key.
+        table: (num_masks, num_tiles, 6), see `Intervals.tiles`.
+        dk, dv: contiguous, written, or added to with ADD_DK and ADD_DV.
+
+    The other arguments are those of `forward._forward_kernel`.
     """
     NUM_KEY_HEADS: tl.constexpr = CONFIG.num_heads // CONFIG.group
     KEYS: tl.constexpr = CONFIG.keys
@@ -107,7 +85,7 @@ def _key_gradient_kernel(
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
-    # The loop covers all query heads of the group, so these pointers only point to the batch entry and not to a head yet.
+    # The loop covers all query heads of the group.
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
     stats += batch * num_queries * CONFIG.num_heads * 2
@@ -116,7 +94,7 @@ def _key_gradient_kernel(
     query_hi += entry * num_keys
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
-    # The tile of keys and the tile of values stay in registers or in shared memory during the whole loop.
+    # Both tiles stay in registers or in shared memory during the whole loop.
     key = load_rows(k, first, k_strides[1], end, KEYS, CONFIG.dim, True)
     value = load_rows(v, first, v_strides[1], end, KEYS, CONFIG.value_dim, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
@@ -145,14 +123,11 @@ def _key_gradient_kernel(
 
 @triton.jit
 def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr):
-    """Write `tile` to the rows [first, end) of one head of a contiguous (rows, NUM_HEADS, DIM) tensor.
-
-    With ADD, add the tile to these rows instead. There are at most ROWS rows.
-    """
+    """Write `tile` to the rows [first, end) of one head of a contiguous (rows, NUM_HEADS, DIM) tensor, or add it with ADD."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
     pointers = base + (first + rows).to(tl.int64) * (NUM_HEADS * DIM) + columns
     mask = (rows < end - first) & (columns < DIM)
-    # No other program writes these elements. Therefore a load and a store suffice, and the sum is deterministic.
+    # No other program writes these elements, so no atomic addition is needed.
     if ADD:
         tile += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
@@ -160,10 +135,7 @@ def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _add_keys(operands, dropout, dq, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the tile of keys at `start` to dq / scale of the tile of queries.
-
-    The arguments have the same meaning as those of `_add_queries`.
-    """
+    """Add the tile of keys at `start` to dq / scale of the tile of queries."""
     query, grad, k, v, k_stride, v_stride, num_keys, lo, hi, log2_lse, delta, head, log2_scale = operands
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
@@ -185,15 +157,7 @@ def _query_gradient_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     ADD_DQ: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq for one tile of queries of one head.
-
-    Args:
-        lo, hi: int32 (num_masks, Nq), the intervals; num_masks is 1 or B.
-        table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles`.
-        dq: (B, Nq, Hq, D), contiguous. With ADD_DQ, the gradient is added to this tensor. Otherwise the gradient overwrites it.
-        block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask.
-        All other arguments are those of `_key_gradient_kernel`.
-    """
+    """Compute dq of one tile of queries of one head. The arguments are those of the other kernels; dq is contiguous."""
     QUERIES: tl.constexpr = CONFIG.queries
     PADDED: tl.constexpr = common.pad_dim(CONFIG.dim)
     tile, index = common.program_tile(num_tiles)
@@ -229,13 +193,7 @@ def _query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Compute delta for ROWS rows, where a row is one query of one head.
-
-    Args:
-        out, dout: (num_rows, DIM), contiguous.
-        dlse: fp32 (num_rows,), or None.
-        delta: fp32 (num_rows,), which the kernel writes.
-    """
+    """Compute delta of ROWS of num_rows rows of the contiguous out and dout (num_rows, DIM), with dlse (num_rows,) or None."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     outputs = common.load_outputs(out, dout, rows, inside, DIM, common.pad_dim(DIM))
@@ -244,12 +202,8 @@ def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Write `stats` for ROWS queries of all heads of one batch entry.
-
-    Args:
-        lse, delta: fp32 (B, Nq, Hq), contiguous; num_rows is Nq.
-        stats: fp32 (B, Hq, Nq, 2), contiguous, which the kernel writes.
-        PADDED: NUM_HEADS padded to a power of two.
+    """Write `stats` for ROWS queries of all heads of one batch entry, see `_interleave`. PADDED is NUM_HEADS padded to a power
+    of two.
     """
     num_tiles = tl.cdiv(num_rows, ROWS)
     before = (tl.program_id(0) // num_tiles).to(tl.int64) * num_rows * NUM_HEADS  # numbers in earlier batch entries
@@ -258,8 +212,7 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
     mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
     log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
     deltas = tl.load(delta + index, mask=mask, other=0.0)
-    # The loads have the heads in the innermost dimension, and the stores have the queries in the innermost dimension. In this
-    # way, both accesses are contiguous.
+    # Loads are contiguous over heads, and stores over queries.
     pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
     index = before + heads.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
@@ -267,17 +220,15 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
 
 
 def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
-    """Return stats, fp32 (B, Hq, Nq, 2), which stores lse in log2 units and delta of each query side by side.
+    """Return stats, fp32 (B, Hq, Nq, 2), with lse (in log2 units) and delta (B, Nq, Hq) side by side.
 
-    The arguments lse and delta are both fp32 (B, Nq, Hq).
-
-    The gradient kernels load these numbers in their inner loops. In the layout (B, Nq, Hq), every number of a head would lie in
-    a different 32-byte sector of memory, and loading the other numbers of the sector would waste bandwidth.
+    The kernels load these numbers in their inner loops. In the layout (B, Nq, Hq), every number of a head would lie in a
+    different 32-byte sector of memory.
     """
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
     padded = triton.next_power_of_2(num_heads)
-    # Choose the number of rows so that a program transposes about 2048 numbers of lse and of delta.
+    # About 2048 numbers of lse and of delta per program.
     rows = max(1, 2048 // padded)
     _interleave_kernel[(triton.cdiv(num_rows, rows) * batch,)](
         lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows
@@ -286,16 +237,7 @@ def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Compute `ringattn.kernels.reference.row_delta` in one pass over memory.
-
-    Args:
-        out, dout: (B, N, Hq, Dv) of one dtype.
-        dlse: fp32 (B, N, Hq), or None.
-
-    Returns:
-        delta, fp32 (B, N, Hq).
-    """
-    # Each element of delta (B, N, Hq) belongs to one row of Dv numbers. The kernel numbers these rows consecutively.
+    """Compute `reference.row_delta` in one pass over memory."""
     rows, value_dim = out.shape[:3], out.shape[-1]
     delta = out.new_empty(rows, dtype=torch.float32)
     tile = 64
@@ -313,24 +255,10 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
 ):  # fmt: skip
-    """Compute the gradients of one block of queries and one block of keys.
-
-    Args:
-        q, k, v, intervals, scale, dropout, blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
-        dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: fp32 (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
-        delta: fp32 (B, Nq, Hq), computed by `row_delta`.
-        dq, dk, dv: fp32 accumulators with the shapes of q, k and v, contiguous. The gradients are added to these tensors. For
-            None, a new tensor is returned.
-        grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.
-
-    Returns:
-        (dq, dk, dv): the accumulators, or new contiguous tensors.
-    """
+    """Compute `reference.backward`. `dispatch.backward` checks the arguments. The restrictions of `forward.forward` apply."""
     given = dq, dk, dv
     dq, dk, dv = common.allocate_gradients(q, k, v, given, grad_dtype)
-    # If there are no queries or no keys, the new gradients are already zero. Return here, because launching a grid without
-    # programs is an error.
+    # A grid without programs is an error.
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)

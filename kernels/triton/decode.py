@@ -1,33 +1,27 @@
 """Split-KV decoding: attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al. 2023).
 
 A single query has too few rows to fill a GPU, so the keys are divided among the programs. The tiles of keys of all batch
-entries form one sequence, which is divided into runs of equal length. Every program processes one run of one key head. The
-picture shows two batch entries and three runs:
+entries form one sequence, which is divided into runs of equal length. Every program processes one run of one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-A run that covers keys of several entries computes one partial state, called a part, for each of these entries. The work is
-therefore balanced for every number of entries and for every combination of their lengths.
+A run that covers keys of several entries computes one partial state, called a part, for each of them, so the work is balanced
+for every combination of lengths. The program that stores the last part of an entry and key head, found by a counter, merges all
+of them. If this would take too long, a second launch merges the parts instead.
 
-A counter for every entry and key head counts the parts that have been stored. The program that stores the last part merges all
-of them. If there are so many parts that a single program would take too long to merge them, a second launch merges the parts
-instead.
+The rows of a tile of queries are all queries of all query heads that share a key head. If they fit into one tile, each key is
+read only once.
 
-The rows of a tile of queries are all queries of all query heads that share a key head. If all of these rows fit into one tile,
-each key is read only once.
+At the start of an entry, a program waits for the queries before it loads the first tile. So that the memory is busy in the
+meantime, it prefetches this tile into the L2 cache. With two launches, a program prefetches its first tile even before the end
+of the kernels before it on the stream, if these let it start early.
 
-At the start of an entry, a program first waits for the queries and then loads the first tile. So that the memory is busy in
-the meantime, the program prefetches this tile into the L2 cache. With two launches, a program prefetches its first tile even
-before the end of the kernels that come before it on the stream, if these kernels let it start early.
+The cache may be divided into pages. A tile lies within one page, so a program reads one number of the page table per tile.
 
-The cache may be divided into pages. A page table then tells which page holds which rows of a batch entry. A tile lies within
-one page, so a program reads one number of the table per tile.
-
-The host never reads the intervals of the queries. The kernels read the intervals on the GPU and use them to compute the keys
-of each run. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change between
-replays.
+The kernels read the intervals on the GPU, and the launches depend only on shapes. A call can therefore be captured in a CUDA
+graph, and the intervals may change between replays.
 """
 
 import math
@@ -48,22 +42,21 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# Elements of o that a program of the second launch loads at once. It loads the same columns of all parts of one row.
+# Elements of o that a program of the second launch loads at once: the same columns of all parts of one row.
 MERGE_ELEMENTS = 4096
-# With more programs per SM in the second launch, the next kernel does not start early. Programs of the second launch occupy
-# some SMs longer than others, so the programs of the next kernel would be distributed unevenly over the SMs.
+# With more programs per SM, the second launch would occupy some SMs longer than others, and the next kernel would be
+# distributed unevenly, so it does not start early.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# With one launch, the program that stores the last part of a tile of query rows loads all parts of this tile at once. They must
-# have at most this many elements of o.
+# Elements of o of all parts of a tile, which the program of the last part loads at once.
 MAX_MERGED_ELEMENTS = 8192
 # Up to this size of the cache, the host may take longer than the GPU, so one launch is better than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# An SM of an H200 receives a tile in about the time that a program takes to compute it. Above this number of bytes per second,
-# an SM therefore needs either two programs, or one more tile in flight.
+# Above this number of bytes per second, as on an H200, an SM receives a tile as fast as a program computes it, so it needs two
+# programs or one more tile in flight.
 FAST_MEMORY = 4e12
-# The minimum number of keys per run. With shorter runs, merging the parts takes longer than splitting the keys saves.
+# Keys per run. With shorter runs, merging takes longer than splitting saves.
 MIN_RUN_KEYS = 128
-# Strides are passed as multiples of this number of elements, so that Triton can generate loads of 16 bytes.
+# Triton can then generate loads of 16 bytes.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
@@ -72,18 +65,15 @@ _scratch = ScratchPool()  # the memory of `parts`
 
 
 class Tile(NamedTuple):
-    """The size of a tile, which is its largest number of query rows and its number of keys, and Triton's launch options."""
-
     rows: int
     keys: int
     num_warps: int
     num_stages: int
 
 
-# These tiles were the fastest for fp16 and bf16 on sm_90. The keys of the dictionary are padded head dims. With three stages,
-# two tiles of k and two tiles of v are in flight.
+# The fastest for fp16 and bf16 on sm_90, by padded head dim. Three stages keep two tiles of k and of v in flight.
 TILES_16_BIT = {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 4, 3)}
-# Exact fp32 products need many registers, as for `ringattn.kernels.triton.common.choose_tile`.
+# Exact fp32 products need many registers.
 TILE_FP32 = Tile(16, 32, 4, 2)
 
 
@@ -92,22 +82,20 @@ class Config:
     """The constants for which the two kernels are compiled.
 
     Args:
-        queries: Nq, the number of queries.
+        queries: Nq.
         key_heads, group: Hkv, and the number of query heads per key head.
         dim, value_dim: D and Dv, without padding.
-        rows, keys: the numbers of query rows and of keys of a tile.
+        rows, keys: the query rows and keys of a tile.
         min_tiles: the minimum number of tiles per run.
-        padded_batch: the number of batch entries, padded to a power of two.
-        parts: the largest number of parts of a query, padded to a power of two.
-        merged_rows: the number of rows of a tile, padded to a power of two, if a program of the first launch merges the parts.
-        merged_columns: the number of columns of o that a program of the second launch computes, a power of two.
+        padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows of a tile
+            whose parts a program of the first launch merges, padded to powers of two.
+        merged_columns: the columns of o that a program of the second launch computes.
         stride_unit: the unit of the strides of k and v.
-        page_tiles: the number of tiles of keys per page, or 0 if the cache has no pages.
-        pdl: whether the kernels use programmatic dependent launch, which requires sm_90.
-        prefetch: whether programs prefetch tiles into the L2 cache, which requires an NVIDIA GPU and a cache without pages.
-        prefetch_early: whether the second launch starts the next kernel early, and programs of the first launch prefetch a tile
-            before they wait for the kernels that come before them.
-        precision: the precision of products of fp32 inputs, see `ringattn.kernels.triton.common.Config`.
+        page_tiles: the tiles of keys per page, or 0.
+        pdl: whether the kernels use programmatic dependent launch.
+        prefetch: whether programs prefetch tiles, which requires an NVIDIA GPU and a cache without pages.
+        prefetch_early: whether programs prefetch a tile before they wait for earlier kernels, and the second launch starts the
+            next kernel early.
     """
 
     queries: int
@@ -132,19 +120,18 @@ class Config:
 
 @triton.jit
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Return which tiles of keys the queries of a batch entry attend to.
+    """Return which tiles of keys the queries of a batch entry, or of a tensor of entries, attend to.
 
-    Tile t consists of the rows [t * keys, (t + 1) * keys) of the cache. The queries attend to the keys [0, num_sinks) in the
-    tiles [0, sink_tiles), and to the keys of their intervals in the tiles from `first_tile` on. One tile may be in both ranges.
+    The queries attend to the keys [0, num_sinks) in the tiles [0, sink_tiles), and to the keys of their intervals in the tiles
+    from `first_tile` on. One tile may be in both ranges.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
-        entry: the index of the batch entry, or a tensor of indices.
         VOLATILE: whether the L1 cache must not keep the bounds, because another kernel may be writing them.
 
     Returns:
         (num_sinks, sink_tiles, first_tile, end, num_tiles). No query attends to a key from `end` on, and num_tiles is the
-        number of tiles in both ranges.
+            number of tiles in both ranges.
     """
     lo, hi, sinks, bound_stride, sink_stride, num_keys = bounds
     lo += entry * bound_stride
@@ -155,7 +142,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
     num_tiles = tl.where(first < end, tl.cdiv(end, CONFIG.keys) - first_tile, 0)
     num_sinks, sink_tiles = tl.zeros_like(first), tl.zeros_like(first)
     if sinks is not None:
-        # The interval of a query may contain sinks. These keys belong to the interval.
+        # Sinks inside the interval belong to the interval.
         num_sinks = tl.load(sinks + entry * sink_stride, volatile=VOLATILE)
         num_sinks = tl.minimum(num_sinks, tl.load(lo + (CONFIG.queries - 1), volatile=VOLATILE))
         num_sinks = tl.maximum(tl.minimum(num_sinks, end), 0)
@@ -168,8 +155,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    All programs compute the same result: the indices of the entries (padded_batch,), the number of tiles of each entry
-    (padded_batch,), and the number of tiles per run. VOLATILE is as for `_load_ranges`.
+    Return the indices of the entries and their numbers of tiles, both (padded_batch,), and the number of tiles per run.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
@@ -179,16 +165,16 @@ def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: t
 
 @triton.jit
 def _query_index(entry, head, row, CONFIG: tl.constexpr):
-    """Return the index of a query row in a tensor (B, Nq, Hq)."""
+    """Return the index of a query row in (B, Nq, Hq)."""
     token, head_in_group = row // CONFIG.group, row % CONFIG.group
     return ((entry * CONFIG.queries + token) * CONFIG.key_heads + head) * CONFIG.group + head_in_group
 
 
 @triton.jit
 def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
-    """Load the given query rows of a batch entry and a key head. Return the rows (rows, padded D), and their lo and hi (rows,).
+    """Load query rows of a batch entry and a key head. Return the rows (rows, padded D), and their lo and hi (rows,).
 
-    The last tile of rows may extend beyond the last query. Such rows are zeros, and they attend to no key.
+    Rows beyond the last query are zeros and attend to no key.
     """
     columns = tl.arange(0, pad_dim(CONFIG.dim))
     inside = row < CONFIG.queries * CONFIG.group
@@ -202,17 +188,17 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
-    """Return the index in the cache of tile t of an entry. The tiles of the sinks are counted first, then all others."""
+    """Return the index in the cache of tile t of an entry, where the tiles of the sinks come first."""
     _, sink_tiles, first_tile, _, _ = ranges
     return tl.where(t < sink_tiles, t, first_tile + t - sink_tiles) if HAS_SINKS else first_tile + t
 
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Return the address x, moved such that rows counted from the start of the sequence are in the given page.
+    """Return the address x of a head in page 0, moved such that rows counted from the start of the sequence are in the given
+    page.
 
-    x is the address of a head in page 0. The page begins with the tile `first_tile` of the sequence. `add_tile` can therefore
-    count the rows as in a cache without pages.
+    The page begins with the tile `first_tile`. `add_tile` can therefore count the rows as in a cache without pages.
     """
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
@@ -220,7 +206,7 @@ def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements into the L2 cache, but no rows from `end` on. x is the address of row 0.
+    """Prefetch ROWS rows of DIM elements into the L2 cache, but none from `end` on. x is the address of row 0.
 
     If no rows remain, row 0 is prefetched, because a test would take longer.
     """
@@ -230,7 +216,7 @@ def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.conste
     row = tl.maximum(tl.minimum(first + i // SEGMENTS, end - 1), 0)
     column = tl.minimum(i % SEGMENTS * (PREFETCH_BYTES // ELEMENT_BYTES), DIM - 1)
     pointers = x + row.to(tl.int64) * row_stride + column
-    # Triton has no prefetch instruction. An inline instruction must have a result, so the second instruction writes a 0.
+    # An inline instruction must have a result, so the second one writes a 0.
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -238,10 +224,7 @@ def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Prefetch the tile t of an entry, which is counted as in `_tile_at`. The other arguments are those of `_attend_to_tiles`.
-
-    The cache has no pages.
-    """
+    """Prefetch tile t of an entry, counted as in `_tile_at`, in a cache without pages."""
     UNIT: tl.constexpr = CONFIG.stride_unit
     k, v, _, _ = cache
     k_batch, k_row, k_head, v_batch, v_row, v_head = strides
@@ -255,13 +238,13 @@ def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constex
 def _attend_to_tiles(
     query, cache, strides, ranges, entry, head, begin, end, scale, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Return the state (m, l, o) of the given rows for the tiles [begin, end) of an entry, counted as in `_tile_at`.
+    """Return the state (m, l, o) of query rows for the tiles [begin, end) of an entry, counted as in `_tile_at`.
 
     Args:
-        query: the query rows, and their lo and hi, from `_load_queries`.
+        query: from `_load_queries`.
         cache: (k, v, page_table, table_stride), as for `_attend_kernel`.
         strides: (k_batch, k_row, k_head, v_batch, v_row, v_head).
-        ranges: the result of `_load_ranges`.
+        ranges: from `_load_ranges`.
     """
     TILE_ROWS: tl.constexpr = CONFIG.rows
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
@@ -269,7 +252,7 @@ def _attend_to_tiles(
     k, v, page_table, table_stride = cache
     k_batch, k_row, k_head, v_batch, v_row, v_head = strides
     num_sinks, sink_tiles, _, end_key, _ = ranges
-    # Compute the offsets of entries and heads in 64 bits, because a cache may have more than 2**31 elements.
+    # A cache may have more than 2**31 elements.
     head_index = head.to(tl.int64) * CONFIG.stride_unit
     tile_k, tile_v = k + head_index * k_head, v + head_index * v_head
     head_k, head_v, page = tile_k, tile_v, 0
@@ -293,11 +276,11 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the page of the next tile now. If the loop loaded the page of the tile itself, Triton would wait for this
-            # load, and all earlier loads, before it starts to load the tile.
+            # If the loop loaded the page of the tile itself, Triton would wait for this load, and all earlier ones, before the
+            # tile.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
-        # The mask is applied to every tile. This costs no time, because the speed of the memory limits the kernel. The rows of
-        # k and v from `end_key` on are not read, so they may contain NaN.
+        # Masking every tile costs no time, because memory limits the kernel. Rows from `end_key` on may contain NaN and are not
+        # read.
         operands = (
             query_tile, tile_k, tile_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key, tile_lo, tile_hi,
             head, scale * LOG2_E,
@@ -310,8 +293,8 @@ def _attend_to_tiles(
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
     """Prefetch the first tile of a run while earlier kernels, which may write the bounds and the cache, still run.
 
-    If the bounds change, this prefetches a wrong tile of the cache, which costs little time and does not affect the results.
-    The loads are volatile, because the L1 cache must not keep bounds that may change.
+    If the bounds change, a wrong tile is prefetched, which costs little time. The loads are volatile, because the L1 cache must
+    not keep bounds that may change.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -323,32 +306,22 @@ def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS
 
 @triton.jit
 def _entry_of_tile(tiles, t):
-    """Return the index of the batch entry to which tile number t belongs.
-
-    `tiles` (padded_batch,) holds the number of tiles of each entry. The tiles of all entries are numbered consecutively. The
-    result is the number of entries whose tiles all come before tile t.
-    """
+    """Return the batch entry of tile number t, where the tiles (padded_batch,) of all entries are numbered consecutively."""
     return tl.sum((tl.cumsum(tiles, 0) <= t).to(tl.int32), 0)
 
 
 @triton.jit
 def _find_parts(tiles_before, num_tiles, length):
-    """Return the first run that covers tiles of an entry, and the number of its parts."""
+    """Return the first run of an entry, and the number of its parts."""
     first_run = tiles_before // length
     return first_run, tl.where(num_tiles > 0, (tiles_before + num_tiles - 1) // length - first_run + 1, 0)
 
 
 @triton.jit
 def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
-    """Load the parts of the given rows of a key head, and return their merged state (m, l, o).
+    """Load the parts of rows of a key head, and return their merged state m, l (rows,) and o (rows, columns), m in log2 units.
 
-    Args:
-        first_part, num_parts: the parts of the entry to which the rows belong.
-        row: (rows,). columns: the columns of o that are loaded.
-
-    Returns:
-        m, l: (rows,), m in log2 units.
-        o: (rows, columns).
+    first_part and num_parts are the parts of the entry of the rows.
     """
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     index = tl.arange(0, CONFIG.parts)[:, None]
@@ -361,19 +334,14 @@ def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns,
     elements = part_row.to(tl.int64)[:, :, None] * CONFIG.value_dim + columns[None, None, :]
     part_o = tl.load(parts + elements, mask=mask, other=0.0)
     m = tl.max(part_m, 0)
-    # If a query attends to no key, its m is -inf. Subtract 0 instead, because exp2(-inf + inf) is NaN.
+    # If m is -inf, subtract 0, because exp2(-inf + inf) is NaN.
     weight = tl.exp2(part_m - tl.where(m == float("-inf"), 0.0, m)[None, :])
     return m, tl.sum(part_l * weight, 0), tl.sum(part_o * weight[:, :, None], 0)
 
 
 @triton.jit
 def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constexpr):
-    """Store the merged state (m, l, o) of the given rows of a key head.
-
-    Args:
-        results: (m, l, o, lse), as for `_attend_kernel`.
-        state: m, l (rows,) and o (rows, columns), m in log2 units.
-    """
+    """Store the merged state, from `_load_parts`, of rows of a key head in (m, l, o, lse), as for `_attend_kernel`."""
     result_m, result_l, result_o, lse = results
     m, l, o = state
     inside = row < CONFIG.queries * CONFIG.group
@@ -382,7 +350,7 @@ def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constex
         divisor = tl.where(l == 0.0, 1.0, l)
         o /= divisor[:, None]
         if lse is not None:
-            # All slices of columns write the same lse, or the same m and l.
+            # All slices of columns write the same numbers.
             tl.store(lse + query_index, (m + tl.log2(divisor)) * LN_2, mask=inside)
     else:
         tl.store(result_m + query_index, m * LN_2, mask=inside)
@@ -394,7 +362,7 @@ def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constex
 
 @triton.jit
 def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constexpr):
-    """Store the state (m, l, o) of the given rows of a key head as a part. m is in log2 units."""
+    """Store the state (m, l, o) of rows of a key head as a part, m in log2 units."""
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     m, l, o = state
     part_row = (part * CONFIG.key_heads + head) * ROWS + row
@@ -410,10 +378,10 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 def _is_last_part(counter, num_parts):
     """Count a part that this program has stored, and return whether it is the last of num_parts parts.
 
-    The last program can read all parts, because the counter is incremented with the semantics of a release and an acquire. It
-    sets the counter to 0 again for the next call.
+    The counter has the semantics of a release and an acquire, so the last program can read all parts. It sets the counter to 0
+    again.
     """
-    # One thread increments the counter. After this barrier, its release covers the stores of all threads.
+    # After this barrier, the release of one thread covers the stores of all.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
     if is_last:
@@ -425,7 +393,7 @@ def _is_last_part(counter, num_parts):
 def _finish_entry(
     parts, num_part_rows, counter, results, state, run, first_run, num_parts, entry, head, row, CONFIG: tl.constexpr
 ):
-    """Store the part of a run, or the results if the run holds the only part or the last part of this entry."""
+    """Store the part of a run, or the results if it is the only or the last part of this entry."""
     if num_parts == 1:
         _store_results(results, state, entry, head, row, tl.arange(0, pad_dim(CONFIG.value_dim)), CONFIG)
     elif num_parts > 1:
@@ -439,7 +407,7 @@ def _finish_entry(
 
 @triton.jit
 def _store_empty_entries(results, tiles, entries, batch, head, row, CONFIG: tl.constexpr):
-    """Store the empty state of all entries without tiles. No run covers these entries."""
+    """Store the empty state of all entries without tiles, which no run covers."""
     TILE_ROWS: tl.constexpr = CONFIG.rows
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
     if tl.sum(((tiles == 0) & (entries < batch)).to(tl.int32), 0) > 0:
@@ -465,22 +433,18 @@ def _attend_kernel(
 
     Args:
         q: (B, Nq, Hq, D), contiguous.
-        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The arguments k_batch to v_head are the strides of their first three
-            dimensions in units of CONFIG.stride_unit. The stride of the last dimension is 1. With a page table, the first
-            dimension counts the pages, and the second dimension counts the rows of a page.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are the
+            strides of their first three dimensions in units of CONFIG.stride_unit.
         page_table: int32 (B, table_stride), the page of each CONFIG.page_tiles tiles of an entry, or None.
         lo, hi: int32 (1 or B, Nq), the interval of each query. bound_stride is 0 or Nq.
-        sinks: int32 (1 or B,), the number of keys at the start of the cache that all queries of an entry attend to, or None.
-            sink_stride is 0 or 1.
-        parts: fp32, with room for num_part_rows rows: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a
-            part, a key head and a query row, in this order. m is in log2 units.
-        counters: int32 (B * Hkv * tiles of rows,), zeros, or None. With counters, the program that finishes the last part of an
-            entry merges its parts. The counters are zeros again afterwards. With None, `_merge_kernel` merges the parts.
-        m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
-        o: (B, Nq, Hq, Dv). If m is None, the kernel stores o / l in the dtype of this tensor. Otherwise it stores the o of the
-            state, and the tensor must be fp32.
-        lse: fp32 (B, Nq, Hq) for the log-sum-exp of the scores, or None. If m is not None, it must be None. Without counters,
-            m, l, o and lse must be None.
+        sinks: int32 (1 or B,), see `reference.decode`, or None. sink_stride is 0 or 1.
+        parts: fp32: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a part, a key head and a query row,
+            in this order. m is in log2 units.
+        counters: zeros, int32 (B * Hkv * tiles of rows,), which are zeros again afterwards. With None, `_merge_kernel` merges
+            the parts, and m, l, o and lse must be None.
+        m, l: fp32 (B, Nq, Hq) for the merged state, or None to store o / l in `o` and to finalise the state.
+        o: (B, Nq, Hq, Dv), in fp32 for the state.
+        lse: fp32 (B, Nq, Hq), or None.
         num_keys: Nk, the number of rows per batch entry. The intervals are limited to [0, Nk).
         num_runs: the number of runs.
         scale: the factor by which the scores are multiplied.
@@ -493,8 +457,7 @@ def _attend_kernel(
         _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, sinks is not None, CONFIG)
     if CONFIG.pdl:
         gdc_wait()  # Wait for the kernels that write the inputs.
-        # The next kernel may start now, so that its launch overlaps with this kernel. It waits for the end of this kernel
-        # before it reads results.
+        # The next kernel may start now. It waits for the end of this kernel before it reads results.
         gdc_launch_dependents()
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     if counters is not None:
@@ -502,7 +465,7 @@ def _attend_kernel(
             _store_empty_entries((m, l, o, lse), tiles, entries, batch, head, row, CONFIG)
     begin = run * length
     end = tl.minimum(begin + length, tl.sum(tiles, 0))
-    # If the run has no tiles, begin >= end, and the loop below computes no tiles.
+    # If the run has no tiles, the loop below computes none.
     first_entry, last_entry = _entry_of_tile(tiles, begin), _entry_of_tile(tiles, end - 1)
     for i in range(0, last_entry - first_entry + 1):
         entry = first_entry + i
@@ -530,11 +493,7 @@ def _merge_kernel(
     lo, hi, sinks, parts, m, l, o, lse,
     batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query row. The grid is (query rows * slices of columns, Hkv, B).
-
-    Args:
-        all: as for `_attend_kernel`.
-    """
+    """Merge the parts of one query row. The grid is (query rows * slices of columns, Hkv, B). See `_attend_kernel`."""
     SLICES: tl.constexpr = pad_dim(CONFIG.value_dim) // CONFIG.merged_columns
     row, head, entry = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
     columns = tl.program_id(0) % SLICES * CONFIG.merged_columns + tl.arange(0, CONFIG.merged_columns)
@@ -555,8 +514,6 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The launches of all calls with the same shapes, strides and scale on the same device."""
-
     config: Config
     attend: dict[str, PreparedLaunch]  # by what the call computes: "state", "out" or "out and lse"
     merge: dict[str, PreparedLaunch]
@@ -570,7 +527,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """Return the number of runs, where every run needs `programs` programs: one for each key head and tile of query rows.
+    """Return the number of runs, each with `programs` programs, one for each key head and tile of query rows.
 
     One program per SM reads fastest. If this would leave more than a quarter of the SMs idle, two programs share an SM.
     """
@@ -594,14 +551,8 @@ def _plan(
 ) -> _Plan:
     """Plan a call.
 
-    Args:
-        q_shape, k_shape: the shapes of q and k.
-        value_dim: Dv.
-        k_strides, v_strides: the strides of k and v.
-        pages: the number of pages per batch entry, or 0 if the cache has no pages.
-        bounds, sinks: the numbers of rows of `lo` and `hi`, and of `sinks`, which are 1 or B; 0 if there are no sinks.
-        scale: multiplies the scores.
-        dtype, device: of q, k and v.
+    `pages` is the number of pages per batch entry, or 0. `bounds` and `sinks` are the numbers of rows of `lo` and of `sinks`,
+    which are 1 or B, or 0 without sinks.
     """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
@@ -614,7 +565,7 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # The largest number of runs of the minimum length that the tiles of one entry fill. With sinks, one tile may occur twice.
+    # The runs of the minimum length that the tiles of one entry fill. With sinks, one tile may occur twice.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
     num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
@@ -626,7 +577,7 @@ def _plan(
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # If there are as many entries as runs, most entries have one part, and a second launch would only copy it.
+    # With as many entries as runs, a second launch would usually copy a single part.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -649,7 +600,6 @@ def _plan(
     dependent = {"launch_pdl": True} if pdl else {}
     attend_options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dependent}
     merge_options = {"num_warps": 2, **dependent}
-    # Each launch compiles the kernel for the operands that are None.
     attend, merge = (
         {results: PreparedLaunch(kernel, grid, options, fixed, CONFIG=config) for results in ("state", "out", "out and lse")}
         for kernel, grid, options, fixed in (
@@ -661,19 +611,19 @@ def _plan(
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether the device supports programmatic dependent launch, which requires an NVIDIA GPU of sm_90 or newer."""
-    # An AMD GPU also has the device type "cuda", and some AMD GPUs report a capability of 9.0 or more.
+    """Return whether the device has programmatic dependent launch: an NVIDIA GPU of sm_90 or newer."""
+    # Some AMD GPUs, which also have the type "cuda", report 9.0 or more.
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_fast_memory(device: torch.device) -> bool:
-    """Return whether the device is an NVIDIA GPU of sm_90 or newer whose memory is clearly faster than that of an H100."""
+    """Return whether the device supports PDL and its memory is clearly faster than that of an H100."""
     if not supports_pdl(device):
         return False
     properties = torch.cuda.get_device_properties(device)
-    # The clock rate is in kHz, and the width is in bits. There are two transfers per clock cycle.
+    # The clock rate is in kHz, with two transfers per cycle, and the width in bits.
     return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 > FAST_MEMORY
 
 
@@ -684,12 +634,9 @@ def _num_sms(device: torch.device) -> int:
 class Decoder:
     """Decoding calls with one cache, one shape of the queries and one scale.
 
-    For a short cache, a call takes longer on the host than on the GPU. Everything that does not depend on the queries and their
-    bounds is therefore computed once.
-
-    Args:
-        q, k, v, lo, scale, final, sinks, page_table, return_lse: as for `decode`. Of q, lo and sinks, only the shape, the dtype
-            and the device are used, and whether sinks is None. The last dimension of k and v must be contiguous.
+    For a short cache, a call takes longer on the host than on the GPU, so everything that does not depend on the queries and
+    their bounds is computed once. Of q, lo and sinks, only the shape, the dtype and the device matter. The last dimension of k
+    and v must be contiguous.
     """
 
     def __init__(
@@ -718,7 +665,6 @@ class Decoder:
     def __call__(
         self, q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None
     ) -> State | tuple[Tensor, Tensor] | Tensor:
-        """Compute `decode` for these queries and bounds."""
         stream = None
         if q.is_cuda:
             device = q.get_device()
@@ -761,28 +707,16 @@ def decode(
     page_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> State | tuple[Tensor, Tensor] | Tensor:
-    """Compute the same as `ringattn.kernels.reference.decode` in one or two launches. The host does not wait for the GPU.
+    """Compute `reference.decode` in one or two launches. The host does not wait for the GPU.
 
-    After one call outside of a capture, which compiles the kernels, a call with the same shapes can be captured in a CUDA
-    graph. Every replay reads the current `lo`, `hi` and `sinks`.
+    After one call outside of a capture, a call with the same shapes can be captured in a CUDA graph, whose replays read the
+    current `lo`, `hi` and `sinks`.
 
-    Args:
-        q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. Keys are read once for every 64 query rows (32 if D is above
-            128), where a row is a query of one of the Hq / Hkv heads that share a key head.
-        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype. If the last dimension is not contiguous, they are copied.
-            The rows from the largest `hi` of an entry on may contain NaN, because they are not read.
-        lo, hi: int32 (1 or B, Nq), contiguous, on q's device.
-        scale: multiplies the scores before the softmax, positive.
-        final: whether to return the output instead of the state.
-        sinks: int32 (1 or B,), contiguous, on q's device, or None.
-        page_table: int32 (B, pages), contiguous, on q's device, or None. With a page table, k and v are (pages, page size, Hkv,
-            D) and (pages, page size, Hkv, Dv). The page size must be a multiple of 16 keys. The kernel is fastest if the page
-            size is a multiple of the largest tile, which has 64 keys, or 128 keys for head dims of up to 64.
-        return_lse: with `final`, also return the log-sum-exp of the scores.
-
-    Returns:
-        The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead. With `final` and `return_lse`, the
-        pair of out and lse (B, Nq, Hq), which is fp32. If a query attends to no key, its lse is -inf.
+    Head dims are at most 256. Keys are read once for every 64 query rows (32 if a head dim is above 128), where a row is a
+    query of one of the heads that share a key head. k and v are copied if their last dimension is not contiguous. Rows from the
+    largest `hi` of an entry on are not read. The page size must be a multiple of 16. It is fastest as a multiple of 64, or of
+    128 for head dims of up to 64. With `final` and `return_lse`, the result is (out, lse), where lse (B, Nq, Hq) is -inf for a
+    query without keys.
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

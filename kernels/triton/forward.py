@@ -24,23 +24,21 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # Do not scale the scores here. The computation of p below scales them and subtracts the maximum in one fused multiply-add.
+    # The computation of p scales the scores, as one fused operation.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
-    # If a query has not attended to any key yet, its m is -inf. Subtract 0 instead of such an m, because exp2(-inf - 0) is 0,
-    # whereas exp2(-inf + inf) is NaN. In a tile without a mask, this case cannot occur, because every query attends to a key.
+    # Subtract 0 if m is -inf, because exp2(-inf + inf) is NaN. All scores are then -inf, and p is 0.
     reference_max = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
     p = tl.exp2(scores * log2_scale - reference_max[:, None])
     alpha = tl.exp2(m - reference_max)
-    # l is the sum of all probabilities, whereas o contains only the probabilities that dropout keeps.
+    # l is the sum of all probabilities, o only of the kept ones.
     dropped = p
     if dropout is not None:
         dropped = tl.where(common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
-    # alpha rescales the sums of earlier tiles, which are relative to the old maximum. Passing o to tl.dot as the accumulator
-    # saves an addition.
+    # alpha rescales earlier sums. Passing o to tl.dot as the accumulator saves an addition.
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=CONFIG.precision)
     return new_m, l * alpha + tl.sum(p, 1), o
 
@@ -52,28 +50,23 @@ def _forward_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     HAS_STATE: tl.constexpr, FINAL: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute the forward for one tile of queries of one head.
+    """Compute attention of one tile of queries of one head.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), with the strides of their first three dimensions in
-            q_strides, k_strides and v_strides. The stride of the last dimension is 1.
-        lo, hi: int32 (num_masks, Nq), the intervals; num_masks is 1 or B.
-        table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles`.
-        state_m, state_l, state_o: fp32 (B, Nq, Hq), (B, Nq, Hq) and (B, Nq, Hq, Dv), contiguous. With HAS_STATE, the kernel
-            reads these tensors. Without FINAL, the kernel writes them.
-        out, lse: (B, Nq, Hq, Dv) and fp32 (B, Nq, Hq), contiguous. With FINAL, the kernel writes them.
-        scale: the factor by which the scores are multiplied.
-        query_positions, key_positions: int32 (Nq,) and (Nk,), or None without dropout; first_head, seed, threshold and factor
-            are the attributes of `ringattn.kernels.dropout.Dropout` with these names.
-        block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask, with the strides of
-            the first two dimensions in block_strides.
-        CONFIG: see `ringattn.kernels.triton.common.Config`.
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv), with any strides except for the last dimension.
+        lo, hi: (num_masks, Nq), the interval of each query.
+        table: (num_masks, num_tiles, 6), see `Intervals.tiles`.
+        m, l, o: the state that is read with HAS_STATE and written without FINAL, or None.
+        out, lse: written with FINAL, or None.
+        num_masks: 1 if all batch entries have the same mask, else B.
+        query_positions, key_positions, first_head, seed, threshold, factor: see `common.dropout_arguments`.
+        block_lists, block_strides: the lists of kept blocks and their strides per batch entry and head, or None.
     """
     QUERIES: tl.constexpr = CONFIG.queries
     PADDED: tl.constexpr = common.pad_dim(CONFIG.value_dim)
     tile, index = common.program_tile(num_tiles)
     head, batch = index % CONFIG.num_heads, (index // CONFIG.num_heads).to(tl.int64)
-    # Compute the offsets of batch entries and heads in 64 bits, because they may exceed 32 bits.
+    # Batch entries and heads may lie more than 2**31 elements apart.
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
     k += batch * k_strides[0] + head_index // CONFIG.group * k_strides[2]
@@ -86,8 +79,7 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
-    # If there is no block mask, `blocks` is None at compile time, and Triton generates no code for block masks. The same is
-    # true of `dropout`.
+    # Triton generates no code for block masks or dropout that are None.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
@@ -99,8 +91,7 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, PADDED], tl.float32)
-    # `run_loop` processes the unmasked tiles first. This order is allowed, because the online softmax does not depend on the
-    # order of the tiles.
+    # The online softmax does not depend on the order of the tiles.
     operands = query, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, head, log2_scale
     m, l, o = common.run_loop(add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
     if dropout is not None:
@@ -112,18 +103,17 @@ def _forward_kernel(
     mask = row_mask[:, None] & (columns[None, :] < CONFIG.value_dim)
     row_index = (batch * num_queries + rows) * CONFIG.num_heads + head
     index = row_index[:, None] * CONFIG.value_dim + columns[None, :]
-    # The loop started from the empty state, so that the factor of the dropout applies only to the sum of this loop. The given
-    # state is merged after the loop.
+    # The factor of the dropout applies only to the sum of this loop, so the given state is merged after it.
     if HAS_STATE:
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
-        # These lines compute `ringattn.kernels.reference.merge`, with m in log2 units.
+        # This is `reference.merge`, with m in log2 units.
         new_m = tl.maximum(m, other_m)
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
         m, l, o = new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
-    # If the l of a query is 0, the query has attended to no key. Its output is 0 / 1 = 0, and its lse is log2(0) = -inf.
+    # A query that attends to no key has l = 0, the output 0 / 1 = 0 and the lse -inf.
     if FINAL:
         o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + index, o.to(out.dtype.element_ty), mask=mask)
@@ -137,25 +127,10 @@ def _forward_kernel(
 
 
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
-    """Compute attention of one block of queries to one block of keys, starting from `state`.
+    """Compute `reference.forward`. `dispatch.forward` checks the arguments.
 
-    Args:
-        q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. If the last dimension is not contiguous, q is copied.
-        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
-        intervals: the mask of Nq queries and Nk keys, on q's device. There is one mask for all batch entries, or one for each.
-        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
-        state: fp32 (m, l, o) of the queries over earlier keys, contiguous: m and l (B, Nq, Hq), o (B, Nq, Hq, Dv). Without
-            `final`, these tensors are updated in place. None stands for the empty state.
-        final: whether these are the last keys, so that (out, lse) is returned instead of the state.
-        dropout: which probabilities to drop. o is a sum over the kept probabilities, which are scaled, whereas m, l and lse do
-            not change. With None, nothing is dropped.
-        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. With None, there is no
-            block mask.
-        precision: the precision of products of fp32 inputs: "ieee", or "tf32" to use the tensor cores.
-
-    Returns:
-        The state (m, l, o) in fp32. With `final`, (out, lse) instead: out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq) in
-        fp32.
+    q, k and v are fp16, bf16 or fp32, with head dims up to 256. A `state` is updated in place without `final`. Tensors whose
+    strides the kernel cannot use are copied.
     """
     m, l, o, out, lse = common.allocate_results(q, v, state, final)
     if q.numel() > 0:

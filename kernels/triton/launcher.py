@@ -20,59 +20,48 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch to find the compiled kernel. This inspection takes as long as the run of a short
-    kernel. This function caches the compiled kernel under a short key instead. This function does not call the launch hooks of
-    Triton's profiler. It also does not detect a tensor that is on a different device than the other operands.
+    Triton inspects all arguments of a launch to find the compiled kernel, which takes as long as a short kernel. This function
+    finds it under a short key. It does not call Triton's launch hooks, and does not detect a tensor on another device.
 
     Args:
-        kernel: the kernel. Its parameters are the operands, followed by the numbers and the constants.
+        kernel: the kernel, whose parameters are the operands, the numbers and the constants.
         programs: number of programs in the grid.
         operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of
             the descriptors.
-        numbers: integers below 2**31 and floats. Each number must have the same type in every launch, and the kernel must not
-            specialize any number.
-        cooperative: whether the GPU must run all programs at the same time. The launch fails if they do not fit on the GPU.
+        numbers: integers below 2**31 and floats, always of the same types, which the kernel must not specialize.
+        cooperative: whether the GPU must run all programs at the same time. The launch fails if they do not fit.
         constants: the constexpr arguments, in the kernel's order.
     """
     key, arguments = [id(kernel), cooperative, *constants.values()], []
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
-            # Triton compiles a special kernel for pointers that are multiples of 16, so the key contains the address modulo 16.
+            # Triton compiles a special kernel for pointers that are multiples of 16.
             key += x.dtype, address % 16
-            # Pass the address instead of the tensor. For a tensor, Triton would query the CUDA driver whether the pointer is on
-            # the device.
+            # For a tensor, Triton would query the CUDA driver.
             arguments.append(address)
         else:
-            # The compiled kernel depends on the dtype of a TMA descriptor, and on whether an operand is None. The key therefore
-            # contains the dtype, or None.
+            # The compiled kernel depends on the dtype of a TMA descriptor, and on operands that are None.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()
     key = device, *key
     compiled = _compiled.get(key)
     if compiled is None:
-        # The first launch goes through Triton, which compiles the kernel and launches it.
+        # The first launch goes through Triton, which compiles the kernel.
         options = {"launch_cooperative_grid": True} if cooperative else {}
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **options)
         return
-    # The arguments of `run` are the grid, the stream, the kernel, three values for launch hooks, and the arguments of the
-    # kernel. Passing None for these three values disables the hooks.
+    # The grid, the stream, the kernel, three launch hooks, which are disabled, and the arguments.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())
 
 
 class PreparedLaunch:
-    """Launches of one kernel with the same grid, numbers, constants, options and dtypes, with even less work on the host.
+    """Launches of one kernel with the same grid, numbers, constants, options and dtypes on one device, with even less work.
 
-    Use this class for kernels that run for only a few microseconds. Each object must be used on one device only.
-
-    Args:
-        kernel: the kernel. Its parameters are the operands, followed by the numbers and the constants.
-        grid: the three dimensions of the grid.
-        options: Triton's launch options, such as num_warps.
-        numbers: as for `launch`.
-        constants: the constexpr arguments, in the kernel's order.
+    Use this class for kernels that run for only a few microseconds. The arguments are those of `launch`, with Triton's launch
+    `options`.
     """
 
     def __init__(
@@ -88,12 +77,9 @@ class PreparedLaunch:
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
     def __call__(self, stream: int | None, *operands: Tensor | None) -> None:
-        """Launch the kernel on the current device.
+        """Launch the kernel on the current device and the stream with this address (None on the CPU).
 
-        Args:
-            stream: the address of the current stream of this device. The CPU, on which only Triton's interpreter runs, has no
-                stream.
-            operands: tensors and None. In every call, the same operands are None, and the others have the same dtypes.
+        In every call, the same operands are None, and the others have the same dtypes.
         """
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
@@ -102,7 +88,7 @@ class PreparedLaunch:
         compiled = self._compiled
         if compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
-            # Triton compiles a special kernel for addresses that are multiples of 16. Only this kernel is kept.
+            # Triton compiles a special kernel for addresses that are multiples of 16, and only this one is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled.run(

@@ -1,8 +1,4 @@
-"""Add the partial gradients of several ranks and round their sum, in one pass over memory.
-
-This module only sums gradients. `ringattn.kernels.triton.merge_states` merges partial softmax states (m, l, o). Inside the
-kernels, `ringattn.kernels.hopper.epilogue` and `ringattn.kernels.triton.forward` merge an incoming state.
-"""
+"""Add the partial gradients of several ranks and round their sum, in one pass over memory."""
 
 from collections.abc import Sequence
 
@@ -19,8 +15,8 @@ MAX_PARTS = 3  # parts that one launch adds; a parameter of the kernel exists fo
 
 @triton.jit
 def _add_part(x, part, tokens, i, inside, WIDTH: tl.constexpr):
-    """Add one part to x, which holds the elements i of the sum. The part covers the tokens [first, end), given as `tokens`."""
-    # A launch with fewer than MAX_PARTS parts passes None for the others. Triton then generates no code for them.
+    """Add one part, which covers the tokens [first, end), to the elements i of the sum."""
+    # Triton generates no code for a part that is None.
     if part is not None:
         first, end = tokens
         index = i - first.to(tl.int64) * WIDTH
@@ -42,21 +38,10 @@ def _sum_kernel(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add partial gradients of a single batch entry, as `ringattn.kernels.reference.sum_partials` specifies.
-
-    Args:
-        base: fp32 (1, N, H, D), contiguous. If `dtype` is fp32, the sum overwrites it.
-        parts: pairs (first, x). x is fp32 and contiguous with the shape (1, n, H, D), and it is added to the tokens [first,
-            first + n) of `base`.
-        dtype: the dtype of the result, fp16, bf16 or fp32.
-
-    Returns:
-        The sum (1, N, H, D) in `dtype`.
-    """
-    # A sum in fp32 overwrites `base`. The same thread reads and writes an element, so the sum needs no second buffer.
+    """Compute `reference.sum_partials` for a single batch entry, of fp32 tensors."""
+    # A sum in fp32 overwrites `base`, because the same thread reads and writes an element.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
-    # If there are more parts than one launch can add, earlier launches add the first parts to the fp32 base. Only the last
-    # launch rounds the sum.
+    # Only the last launch rounds the sum.
     while len(parts) > MAX_PARTS:
         base, parts = sum_partials(base, parts[:MAX_PARTS], base.dtype), parts[MAX_PARTS:]
     if base.numel() > 0 and (parts or out is not base):

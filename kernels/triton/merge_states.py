@@ -20,10 +20,10 @@ MAX_PARTS = 3  # states that one launch merges into the base; a parameter of the
 
 @triton.jit
 def _merge_part(state, part, tokens, batch, row, columns, inside, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Merge one part into the state of the rows `row`. The part covers the tokens [first, end), given as `tokens`."""
+    """Merge one part, which covers the tokens [first, end), into the state of the rows `row`."""
     m, l, o = state
     part_m, part_l, part_o = part
-    # A launch with fewer than MAX_PARTS parts passes None for the others. Triton then generates no code for them.
+    # Triton generates no code for a part that is None.
     if part_m is not None:
         first, end = tokens
         covered = inside & (row >= first * HEADS) & (row < end * HEADS)
@@ -33,7 +33,7 @@ def _merge_part(state, part, tokens, batch, row, columns, inside, HEADS: tl.cons
         elements = index[:, None] * DIM + columns[None, :]
         other_o = tl.load(part_o + elements, mask=covered[:, None] & (columns < DIM)[None, :], other=0.0)
         new_m = tl.maximum(m, other_m)
-        # If both states are empty, new_m is -inf. Subtract 0 instead, because exp(-inf + inf) is NaN.
+        # If both states are empty, subtract 0, because exp(-inf + inf) is NaN.
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, other_alpha = tl.exp(m - reference_max), tl.exp(other_m - reference_max)
         m = new_m
@@ -60,8 +60,7 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # The attention kernel has just written the parts, and some of them are still in the L2 cache. "evict_first" keeps the base,
-    # which is read and written once, from replacing them there.
+    # The attention kernel has just written the parts. "evict_first" keeps the base from replacing them in the L2 cache.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
@@ -72,8 +71,7 @@ def _merge_kernel(
     state = _merge_part(state, (c_m, c_l, c_o), (c_first, c_end), batch, row, columns, inside, HEADS, DIM)
     new_m, new_l, new_o = state
     if out is None:
-        # Several warps load the same elements of m and l, because every warp needs them for its elements of o. Without the
-        # barrier, a fast warp would overwrite an element before a slow warp has loaded it.
+        # Several warps load the same elements of m and l, so no warp may store its result before all warps have loaded them.
         tl.debug_barrier()
         tl.store(m + index, new_m, mask=inside)
         tl.store(l + index, new_l, mask=inside)
@@ -87,23 +85,13 @@ def _merge_kernel(
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Merge partial states into `base`, as `ringattn.kernels.reference.merge_states` specifies.
-
-    Args:
-        base: fp32 (m, l, o), contiguous: m and l (B, N, H), o (B, N, H, D). It is overwritten.
-        parts: pairs (first, state). The state is fp32 and contiguous, covers n tokens, and is merged into the tokens
-            [first, first + n) of `base`.
-        dtype: None to return the merged state, or the dtype of `out` to finalise the state.
-
-    Returns:
-        `base`, or out (B, N, H, D) in `dtype` and lse (B, N, H) in fp32.
-    """
+    """Compute `reference.merge_states` in one pass over memory, for fp32 and contiguous states."""
     while len(parts) > MAX_PARTS:
         base, parts = merge_states(base, parts[:MAX_PARTS]), parts[MAX_PARTS:]
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # Without `dtype`, tokens that no part covers stay unchanged, and they need not be read.
+    # Without `dtype`, tokens that no part covers stay unchanged.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:
@@ -134,7 +122,7 @@ def _merge_packed_kernel(
     inside = columns < DIM
     part_o = tl.load(o[:, None] + row * DIM + columns[None, :], mask=used[:, None] & inside[None, :], other=0.0)
     new_m = tl.max(part_m, 0)
-    # If no rank has a key of this row, new_m is -inf. Subtract 0 instead, because exp(-inf + inf) is NaN.
+    # If no rank has a key of this row, subtract 0, because exp(-inf + inf) is NaN.
     weight = tl.exp(part_m - tl.where(new_m == float("-inf"), 0.0, new_m))
     new_l = tl.sum(part_l * weight, 0)
     new_o = tl.sum(part_o * weight[:, None], 0) / tl.where(new_l == 0.0, 1.0, new_l)

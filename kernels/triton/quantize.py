@@ -1,10 +1,8 @@
-"""Convert q, k and v to e4m3 in a single launch. `ringattn.kernels.fp8` explains the format and contains the PyTorch version.
+"""Convert q, k and v to e4m3 in a single launch, see `ringattn.kernels.fp8`. A program converts one block of 128 tokens of one
+head.
 
-A program converts one block of 128 tokens of one head. The programs of q come first in the grid, then those of k and of v.
-
-The results may differ from those of the PyTorch version, because the rotation adds numbers in another order than PyTorch does.
-An element may be rounded to a neighbouring e4m3 number. A scale may differ if the largest element of a block is close to a
-power of two times 448. The scale of a block that contains an infinite element or NaN may also differ.
+The rotation adds numbers in another order than PyTorch does, so an element may be rounded to a neighbouring e4m3 number, and a
+scale may differ if the largest element of a block is close to a power of two times 448, infinite or NaN.
 """
 
 import torch
@@ -18,18 +16,16 @@ from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
-# The number of warps per program. On an H200, these settings were the fastest.
+# Warps per program, the fastest on an H200.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
 
-# The limit of registers per thread for inputs of 16 bits. At head dim 128, it makes room for three programs per SM instead of
-# two.
+# Registers per thread for inputs of 16 bits: room for three programs per SM instead of two.
 MAX_REGISTERS = {128: 168}
 
-# The number of rows of the Hadamard matrices that a program loads. A row with more features is rotated in parts of this size.
-# Larger matrices would need more shared memory and more bandwidth of the L2 cache.
+# Rows of the Hadamard matrices. Larger ones would need more shared memory and bandwidth of the L2 cache.
 PART = 64
 
-# The exponent of a scale is in [-126, 126], so that the scale and its inverse are normal fp32 numbers.
+# The scale and its inverse are then normal fp32 numbers.
 MAX_EXPONENT = tl.constexpr(126)
 
 
@@ -37,8 +33,8 @@ MAX_EXPONENT = tl.constexpr(126)
 def _scales(largest):
     """Return the scale of a block and its inverse. `largest` is the largest magnitude of an element of the block."""
     bits = largest.to(tl.int32, bitcast=True)
-    # The largest e4m3 number is 448 = 2**8 * 1.75. The scale of a block with the largest element 2**e * 1.f is 2**(e - 8), or
-    # twice this number if 1.f exceeds 1.75. The 23 bits of the mantissa of 1.75 are 0x600000.
+    # 448 is 2**8 * 1.75. The scale of the largest element 2**e * 1.f is 2**(e - 8), or twice this if 1.f exceeds 1.75, whose 23
+    # bits of mantissa are 0x600000.
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(largest == 0.0, 0, tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT))
     return ((127 + exponent) << 23).to(tl.float32, bitcast=True), ((127 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -46,7 +42,7 @@ def _scales(largest):
 
 @triton.jit
 def _round(x):
-    """Round x to e4m3. An infinite element becomes NaN; the conversion itself would round it to 448."""
+    """Round x to e4m3. The conversion itself would round infinity to 448 instead of NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan")).to(tl.float8e4nv)
 
 
@@ -61,7 +57,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
     matrix = tl.load(matrices + (INDEX * PART + columns[:, None]) * PART + columns[None, :])
     tile = tl.load(pointers + INDEX * PART + columns[None, :], mask=mask, other=0.0)
     if tile.dtype == tl.float32:
-        # An fp32 number is the sum of three bf16 numbers. Their products with 1 and -1 are exact on the tensor cores.
+        # An fp32 number is the sum of three bf16 numbers, whose products with 1 and -1 are exact.
         high = tile.to(tl.bfloat16)
         rest = tile - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
@@ -90,7 +86,7 @@ def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _pointers(x, strides, batch, tokens, head):
-    """Return pointers (tokens, 1) to some tokens of one head of x, in 64 bits, because x may have more than 2**31 elements."""
+    """Return pointers (tokens, 1) to tokens of one head of x, which may have more than 2**31 elements."""
     return x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head.to(tl.int64) * strides[2]
 
 
@@ -120,7 +116,7 @@ def _quantize_rows(
     row = (batch.to(tl.int64) * num_tokens + tokens) * heads + head
     target = out + row[:, None] * DIM + tl.arange(0, PART)[None, :]
     for i in tl.static_range(DIM // PART):
-        # The inverse of the scale is a power of two, so the product of both factors is exact.
+        # The inverse is a power of two, so the product is exact.
         tl.store(target + i * PART, _round(parts[i] * (FACTOR * inverse)), mask=mask)
 
 
@@ -131,7 +127,7 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
     The other arguments are as for `_quantize_rows`.
     """
     batch, block, head = position
-    # Load the keys in the order in which the tile contains them, see `ringattn.kernels.fp8`.
+    # Load the keys in the order of the tile, see `ringattn.kernels.fp8`.
     position_in_tile = tl.arange(0, BLOCK)
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2
@@ -147,23 +143,23 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
 
 @triton.jit
 def _split_index(index, heads, num_tokens):
-    """Return (batch entry, block, head) of a program, where `index` counts the programs of a tensor."""
+    """Return (batch entry, block, head) of a program of one tensor."""
     blocks = tl.cdiv(num_tokens, BLOCK)
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# The strides are specialised, because 16-byte loads require that they are multiples of 16.
+# 16-byte loads require strides that are multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Convert q, k and v. The function `quantize` launches this kernel."""
+    """Convert q, k and v."""
     index = tl.program_id(0)
     num_q = batch * tl.cdiv(num_queries, BLOCK) * Q_HEADS
     num_k = batch * tl.cdiv(num_keys, BLOCK) * K_HEADS
-    # The strides of q and of k may have different types, so both branches must not assign them to the same variable.
+    # The strides of q and k may have different types, so no variable may hold both.
     q_strides, k_strides = (q_batch, q_token, q_head), (k_batch, k_token, k_head)
     if index < num_q + num_k:
         if index < num_q:
@@ -179,10 +175,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the matrices (D / PART, PART, PART) by which the parts of a row are multiplied.
-
-    Each matrix is the Hadamard matrix of ones, whose rows have the signs of the rotation for this part.
-    """
+    """Return the Hadamard matrices (D / PART, PART, PART) of ones for the parts of a row, with the signs of the rotation."""
     # The first column of a Hadamard matrix contains only ones.
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
@@ -200,7 +193,6 @@ def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor
     """Return the e4m3 data and the scales of q, k and v. All have the same dtype and the same head dim in HEAD_DIMS."""
     (batch, num_queries, query_heads, dim), (num_keys, key_heads) = q.shape, k.shape[1:3]
     device, query_blocks, key_blocks = q.device, fp8.num_blocks(num_queries), fp8.num_blocks(num_keys)
-    # The kernel requires that the last dimension is contiguous.
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     shapes = q.shape, k.shape, (batch, key_blocks, key_heads, dim, fp8.BLOCK)
     data = [torch.empty(shape, dtype=fp8.DTYPE, device=device) for shape in shapes]
@@ -219,10 +211,7 @@ def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
-    """Convert q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) in fp16, bf16 or fp32 to e4m3 on a GPU.
-
-    If D and Dv are different or not in HEAD_DIMS, this function calls `ringattn.kernels.fp8.quantize`.
-    """
+    """Compute `fp8.quantize` for equal head dims in HEAD_DIMS. The tiles of values have blocks before heads in memory."""
     if q.shape[3] != v.shape[3] or q.shape[3] not in HEAD_DIMS:
         return fp8.quantize(q, k, v)
     (q, k, v), scales = _convert(q, k, v)

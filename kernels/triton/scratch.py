@@ -14,11 +14,8 @@ Key = tuple[int, int]  # the index of a GPU and the address of one of its stream
 
 
 class Scratch(NamedTuple):
-    """Scratch memory of one call.
-
-    Args:
-        numbers: uninitialised, fp32.
-        counters: zeros, int32, or None. The kernels of the call must set them to 0 again.
+    """Scratch memory of one call: uninitialised fp32 numbers, and int32 zeros or None. The kernels must set the counters to 0
+    again.
     """
 
     numbers: Tensor
@@ -28,12 +25,10 @@ class Scratch(NamedTuple):
 class ScratchPool:
     """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
 
-    A call takes the scratch memory of its stream, launches all kernels that use it, and gives it back. Kernels of one stream
-    run one after the other, so the next call on this stream may overwrite the memory. Two streams never share memory. While
-    one thread has the memory of a stream, another thread that launches on the same stream receives new memory.
-
-    A CUDA graph may be replayed on any stream, so a call that is being captured always receives new memory, which belongs to
-    the graph. Memory on other devices than GPUs is not kept.
+    A call takes the memory of its stream, launches all kernels that use it, and gives it back. The kernels of a stream run one
+    after another, so its next call may overwrite the memory. While one thread has the memory of a stream, another thread
+    receives new memory. A CUDA graph may be replayed on any stream, so a captured call always receives new memory, which
+    belongs to the graph.
     """
 
     def __init__(self) -> None:
@@ -41,10 +36,9 @@ class ScratchPool:
         self._chunks = CounterChunks()
 
     def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
-        """Return memory with at least `size` numbers on the device of `like`, with the key that `give_back` expects.
+        """Return memory with at least `size` numbers and `num_counters` counters, and the key that `give_back` expects.
 
-        `num_counters` is at most MAX_COUNTERS. `stream` is the address of the current stream of this device, or None if the
-        device is not a GPU.
+        `stream` is the address of the current stream, or None if the device of `like` is not a GPU.
         """
         if stream is None:
             counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
@@ -74,10 +68,9 @@ class ScratchPool:
 class CounterChunks:
     """Counters of captured calls. They are zeros before the first replay, and every replay leaves them as zeros.
 
-    A capture cannot initialise memory once. If the counters belonged to the graph, every replay would have to set them to 0,
-    which takes as long as a short kernel. Each captured call therefore receives its own part of a chunk of zeros that was
-    allocated outside of the capture. Nobody knows when the graph is deleted, so these counters are never freed. Most calls need
-    less than 1 KiB.
+    If the counters belonged to the graph, every replay would have to set them to 0, which takes as long as a short kernel. Each
+    captured call therefore receives its own part of a chunk of zeros that was allocated outside of the capture. Nobody knows
+    when the graph is deleted, so they are never freed. Most calls need less than 1 KiB.
     """
 
     def __init__(self) -> None:
@@ -86,7 +79,7 @@ class CounterChunks:
         self._unused: dict[int, Tensor] = {}  # the unused counters of the newest chunk, by the index of the GPU
 
     def reserve(self, like: Tensor) -> None:
-        """Allocate a chunk on the GPU of `like` if less than half of the newest chunk is unused."""
+        """Allocate a chunk if less than half of the newest one is unused."""
         with self._lock:
             unused = self._unused.get(like.get_device())
             if unused is None or 2 * len(unused) < CHUNK_COUNTERS:
@@ -95,7 +88,6 @@ class CounterChunks:
                 self._unused[like.get_device()] = chunk
 
     def take(self, count: int, like: Tensor) -> Tensor:
-        """Return `count` zeros for a call that is being captured."""
         padded = -(-count // 4) * 4  # kernels are launched faster if all addresses are multiples of 16 bytes
         with self._lock:
             unused = self._unused.get(like.get_device())
