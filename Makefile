@@ -2,7 +2,7 @@
 # make test       runs the quick tests of every module: at most 5 minutes on two cores, no GPU needed.
 # make test-slow  runs only the tests that `make test` leaves out.
 # make test-all   runs every test.
-# make lint       checks the style of the code.
+# make lint       checks the style and the types of the code.
 # WORKERS is the number of pytest processes. The tests of one file run in the same process, and the files start in alphabetical
 # order. By default, pytest-xdist starts the files with few tests last, and would then wait for a single process that compiles.
 # ARGS adds Hydra overrides or pytest arguments: make train ARGS="trainer.steps=500", make test ARGS="-k mask".
@@ -38,3 +38,4 @@ test-all: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check

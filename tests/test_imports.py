@@ -1,15 +1,19 @@
 """Tests of the structure of the source code: which modules import which, and that every module has a test file."""
 
 import ast
+import importlib
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import ringattn
+import ringattn.train
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("kernels", "ringattn", "train", "scripts")
@@ -99,12 +103,15 @@ def test_packages_import_only_lower_packages(package: str) -> None:
         assert not higher & set(map(package_of, imports(path))), path
 
 
-def test_kernels_import_only_numpy_torch_and_triton() -> None:
-    """The kernels compute attention on one GPU. They need neither process groups nor the other packages."""
-    allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton", "kernels"}
-    for path in modules("kernels"):
-        assert set(map(package_of, imports(path))) <= allowed, path
-        assert "torch.distributed" not in path.read_text(), path
+@pytest.mark.parametrize("package", ["kernels", "ringattn"])
+def test_base_installation_needs_only_numpy_torch_and_triton(package: str) -> None:
+    """All other packages belong to the extra `train`. The kernels also need no process groups."""
+    allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton", "kernels", "ringattn"}
+    for path in modules(package):
+        # Only the pictures of ringattn.trace need matplotlib, which is imported when a picture is requested.
+        optional = {"matplotlib"} if path.name == "trace.py" else set()
+        assert set(map(package_of, imports(path))) <= allowed | optional, path
+        assert package != "kernels" or "torch.distributed" not in path.read_text(), path
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,16 @@ def test_copy_without_symbolic_links_raises_one_clear_error(tmp_path: Path) -> N
     (tmp_path / "ringattn" / "kernels").write_text("../kernels")
     done = subprocess.run([sys.executable, "-c", "import ringattn.kernels"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].startswith("ImportError: ringattn/kernels is not a folder")
+
+
+def test_training_without_its_extra_raises_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the missing packages. train/__init__.py lists the packages of the extra in pyproject.toml."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    names = {re.split("[>=-]", requirement)[0] for requirement in extra}  # hydra-core is imported as hydra
+    assert names == set(ringattn.train.PACKAGES)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"^training needs wandb: .*pip install 'ringattn\[train\]'.*$"):
+        importlib.reload(ringattn.train)
 
 
 def test_layers_import_only_lower_layers() -> None:

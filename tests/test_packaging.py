@@ -55,11 +55,15 @@ def copy_sources(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this repository."""
+@pytest.fixture(scope="module", params=["clone", "sdist"])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this repository, from a clone or from a source distribution."""
     sources = copy_sources(tmp_path_factory.mktemp("sources"))
     folder = tmp_path_factory.mktemp("wheel")
+    if request.param == "sdist":
+        build = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+        run([sys.executable, "-c", build], sources)
+        (sources,) = (sources / "dist").glob("*.tar.gz")
     run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sources], folder)
     (path,) = folder.glob("*.whl")
     return path
