@@ -52,44 +52,39 @@ def round_up(n: int, multiple: int) -> int:
 class ModelConfig:
     """The shape of the GPT."""
 
-    # The number of rows of the embedding table. None: the number of tokens of the tokenizer. Set a larger number to keep the
-    # published size of a model. The loss and the sampling leave out rows beyond the tokens of the tokenizer, but transformers
-    # includes these rows in its softmax.
+    # Rows of the embedding table. None: the number of tokens of the tokenizer. A larger number keeps the published size of a
+    # model. The loss and the sampling leave out the additional rows, which transformers includes in its softmax.
     vocab_size: int | None = None
-    # The number of transformer blocks.
+    # Transformer blocks.
     layers: int = 2
     # The width of the residual stream.
     dim: int = 128
-    # The number of query heads.
+    # Query heads.
     heads: int = 4
-    # The number of key heads, which is also the number of value heads. The number must divide `heads`. If the number is smaller
-    # than `heads`, the model uses grouped-query attention.
+    # Key heads, which must divide `heads`. Fewer key heads than query heads are grouped-query attention.
     kv_heads: int = 2
-    # The width of one head. The width must be even and at most 256. None: `dim / heads`.
+    # The width of one head, even and at most 256. None: `dim / heads`.
     head_dim: int | None = None
     # The hidden width of the SwiGLU layer. None: 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # The low rotary frequencies are divided by this factor, which extends a model to longer sequences than those of its
-    # training. This setting requires `rope_trained_len`. None: all frequencies stay unchanged.
+    # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. It requires
+    # `rope_trained_len`. None: frequencies stay unchanged.
     rope_factor: float | None = None
-    # The sequence length, in tokens, with which the model was trained before its extension. This setting is required if
-    # `rope_factor` is set, and it must be None otherwise. None: the model is not extended.
+    # The sequence length of the training before an extension. It is required with `rope_factor`, and must be None without.
     rope_trained_len: int | None = None
-    # The rule that decides which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn". "yarn" also sharpens
-    # the softmax of attention.
+    # Which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn", which also sharpens the softmax of attention.
     rope_scaling: str = "llama3"
-    # Whether the projections to queries, keys and values have a bias, as in Qwen 2.
+    # Whether queries, keys and values have a bias, as in Qwen 2.
     qkv_bias: bool = False
-    # Whether the queries and keys of each head are normalised, as in Qwen 3.
+    # Whether queries and keys of each head are normalised, as in Qwen 3.
     qk_norm: bool = False
-    # The constant that RMSNorm adds to the mean square for numerical stability.
+    # What RMSNorm adds to the mean square.
     norm_eps: float = 1e-5
-    # Whether the embedding and the output head share one weight matrix.
+    # Whether the embedding and the output head share one matrix.
     tie_embeddings: bool = True
-    # The sliding window: the number of most recent tokens that a token attends to, including itself. None: a token attends to
-    # all earlier tokens.
+    # The number of most recent tokens that a token attends to, including itself. None: all earlier tokens.
     window: int | None = None
 
     @property
@@ -107,52 +102,46 @@ class ModelConfig:
 class DataConfig:
     """The settings of the text, the tokenizer and the packing of documents into sequences."""
 
-    # The kind of text: "stdlib" (the source code of Python's standard library, one document per file), "packages" (the same
-    # source code, one document per package), "text" (one document per file), "jsonl" (one document per line), "parquet" (one
-    # document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated task, whose answers lie far back in
-    # the sequence).
+    # The kind of text: "stdlib" or "packages" (the source code of Python's standard library, one document per file or per
+    # package), "text" (one document per file), "jsonl" (per line), "parquet" (per row), "hub" (a dataset of the Hugging Face
+    # hub) or "recall" (a generated task, whose answers lie far back).
     source: str = "stdlib"
-    # A file, a folder or a glob pattern, or the name of a dataset for "hub". If it is a folder, all files in it and in its
-    # subfolders are read. Of these, "jsonl" and "parquet" read only files with a name such as *.jsonl or *.parquet. None: no
-    # path. All sources except "stdlib", "packages" and "recall" require a path.
+    # A file, a folder with its subfolders, or a glob pattern; for "hub", the name of a dataset. In a folder, "jsonl" and
+    # "parquet" read only files with such names. "stdlib", "packages" and "recall" need no path.
     path: str | None = None
-    # The configuration to use, if a dataset of the hub has several configurations. None: the default configuration.
+    # The configuration of a dataset of the hub. None: the default configuration.
     subset: str | None = None
-    # The part of the text to train on: a split such as "train", or a slice of a split such as "train[:95%]".
+    # The part of the text to train on, such as "train" or "train[:95%]".
     split: str = "train"
-    # The split of the held-out text, or a slice of a split such as "train[95%:]". None: "train" if `eval_path` is set. If
-    # neither `eval_split` nor `eval_path` is set, `eval_fraction` determines the held-out text.
+    # The held-out part, such as "train[95%:]". None: "train" if `eval_path` is set, and otherwise `eval_fraction` of the text.
     eval_split: str | None = None
-    # The files or the dataset of the held-out text. None: the same files or dataset as in `path`.
+    # The files or the dataset of the held-out text. None: `path`.
     eval_path: str | None = None
-    # If neither `eval_split` nor `eval_path` is set, this fraction of the tokens is held out from training. The held-out text
-    # contains the tokens of at least one sequence. 0: no text is held out, and there is no evaluation.
+    # The fraction of the tokens that is held out if neither `eval_split` nor `eval_path` is set, at least one sequence. 0:
+    # there is no evaluation.
     eval_fraction: float = 0.01
-    # The column that contains the text. This setting applies only to "jsonl", "parquet" and "hub".
+    # The column that contains the text, in "jsonl", "parquet" and "hub".
     column: str = "text"
-    # The largest size of a document in MB (10**6 bytes): of a text file, of a line of JSON, or of the text of a row. A larger
-    # document is an error, because a rank needs about 10 times this memory to tokenise it.
+    # The largest document in MB (10**6 bytes). A larger one is an error, because a rank needs about 10 times this memory to
+    # tokenise it.
     max_document_mb: int = 200
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
-    # The name of the end-of-text token in a tokenizer.json. Quote it twice on the command line: 'data.eos_token="<|im_end|>"'.
-    # None: `eos_token` in tokenizer_config.json or `eos_token_id` in config.json, if these files are next to tokenizer.json.
-    # Otherwise, a token with a common name such as "<|endoftext|>".
+    # The end-of-text token of a tokenizer.json, quoted twice on the command line: 'data.eos_token="<|im_end|>"'. None: that of
+    # tokenizer_config.json or config.json in the same folder, or a token with a common name such as "<|endoftext|>".
     eos_token: str | None = None
     # How names of special tokens such as <|im_start|> in a text or a prompt are encoded: "text" (as ordinary text) or "parse"
-    # (as these tokens, for text that a chat template has written). In both cases, every document also begins with a special
-    # token. "parse" requires a tokenizer.json.
+    # (as these tokens, for text that a chat template has written; requires a tokenizer.json).
     special_tokens: str = "text"
-    # The number of tokens of a sequence, summed over all ranks that share the sequence.
+    # The tokens of a sequence, on all ranks that share it together.
     seq_len: int = 512
-    # Whether a token attends only to tokens of its own document. If this setting is false, a token attends to all earlier
-    # tokens of the sequence.
+    # Whether a token attends only to its own document, or to all earlier tokens of the sequence.
     mask_documents: bool = True
-    # The seed of the random order of the documents. The order differs from epoch to epoch.
+    # The seed of the order of the documents, which differs from epoch to epoch.
     seed: int = 0
     # The number of consecutive sequences for which attention has a similar cost, so that data-parallel ranks do not wait for
-    # the rank with the longest documents. 1: no groups. None: the number of sequences per micro-step, or no groups if there is
-    # only one data-parallel rank or if `mask_documents` is false. A run that resumes keeps the number of its checkpoint.
+    # each other. 1: no groups. None: the sequences of a micro-step, or 1 if there is one data-parallel rank or no
+    # `mask_documents`. A resumed run keeps its number.
     group_size: int | None = None
 
     @property
@@ -185,35 +174,30 @@ class ParallelConfig:
     The ranks form a mesh of data-parallel x ring x Ulysses ranks. The parameters are sharded over all ranks.
     """
 
-    # The choice of the mesh: "sizes" (`ring` and `ulysses` determine it) or "fastest" (the mesh with the highest predicted
-    # tokens/s for `trainer.tokens_per_step`, among those that fit into the memory of the GPUs). "fastest" determines `ring` and
-    # `ulysses`, so these must not be set.
+    # "sizes" (`ring` and `ulysses` determine the mesh) or "fastest" (the mesh with the highest predicted tokens/s for
+    # `trainer.tokens_per_step` that fits into memory; `ring` and `ulysses` must not be set).
     mesh: str = "sizes"
-    # The number of ranks that share one sequence. This number must divide the number of all ranks. None: all ranks.
+    # The ranks that share one sequence, a divisor of all ranks. None: all ranks.
     ring: int | None = None
-    # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. All-to-alls (heads
-    # <-> sequence) run inside the groups, and rings connect the groups. A larger number means rings with fewer hops. 0: the
-    # largest number that divides both the ranks that share a sequence and the query heads. None: the number for which the cost
-    # model predicts the shortest time.
+    # The ranks of one all-to-all of heads. Rings connect these groups, so a larger number means fewer hops. 0: the largest
+    # number that divides both the ranks of a sequence and the query heads. None: the number with the shortest predicted time.
     ulysses: int | None = 1
-    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" picks the layout
-    # that gives the busiest rank the least work under the mask of the step.
+    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto" (in every step, the layout with the least
+    # work for the busiest rank).
     layout: str = "auto"
-    # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto". On
-    # GPUs, "auto" chooses "kv" unless the cost model predicts that "state" is at least 3% faster. On CPUs, "auto" always
-    # chooses "state".
+    # What circulates on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto" ("kv" unless
+    # "state" is predicted to be at least 3% faster; on CPUs always "state").
     schedule: str = "auto"
-    # The route of the circulating tensors: "relay" (from neighbour to neighbour around the ring, over NCCL or gloo), "direct"
-    # (directly to the rank that needs them) or "auto" ("direct" if all ranks are in one host).
+    # The route of the circulating tensors: "relay" (from neighbour to neighbour, over NCCL or gloo), "direct" (to the rank that
+    # needs them) or "auto" ("direct" if all ranks are in one host).
     route: str = "auto"
-    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest kernels that support the
-    # device and the shapes).
+    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest that support the device and the
+    # shapes).
     kernel: str = "auto"
-    # Whether the backward pass recomputes the blocks, except for attention. Recomputation saves memory. None: no more blocks
-    # are recomputed than necessary to leave 15% of a GPU's memory free.
+    # Whether the backward recomputes the blocks, except for attention, to save memory. None: as many as are necessary to leave
+    # 15% of a GPU's memory free.
     activation_checkpointing: bool | None = None
-    # The timeout of a collective in seconds. The timeout also applies to each hop of the ring, unless the environment variable
-    # RINGATTN_TIMEOUT is set.
+    # The timeout of a collective in seconds, and of a hop of the ring unless RINGATTN_TIMEOUT is set.
     timeout_s: int = 600
 
 
@@ -221,23 +205,22 @@ class ParallelConfig:
 class OptimConfig:
     """The settings of AdamW, of gradient clipping and of the learning-rate schedule."""
 
-    # The peak learning rate. None: the rate is 6e-4 for a model with 124 million parameters, and lower for models with more
-    # parameters. With `model.qk_norm`, the rate is 1.75 times as high. If a run starts from trained weights, it uses a tenth of
-    # this rate. `ringattn.train.optim.default_lr` computes the rate, and the run prints it.
+    # The peak learning rate. None: 6e-4 for 124 million parameters and lower for more, 1.75 times as high with `model.qk_norm`,
+    # and a tenth of it from trained weights. The run prints it (`ringattn.train.optim.default_lr`).
     lr: float | None = None
-    # The decay rates of AdamW's averages of the gradient and of the squared gradient.
+    # The decay rates of AdamW's averages of the gradient and of its square.
     betas: tuple[float, float] = (0.9, 0.95)
-    # The constant that AdamW adds to its denominator for numerical stability.
+    # What AdamW adds to its denominator.
     eps: float = 1e-8
-    # The weight decay of matrices. Biases and the scales of norms do not decay.
+    # The weight decay of matrices. Biases and scales of norms do not decay.
     weight_decay: float = 0.1
-    # The largest global gradient norm. Larger gradients are scaled down to this norm. None: gradients are not clipped.
+    # The largest global gradient norm, to which larger gradients are scaled. None: no clipping.
     clip: float | None = 1.0
     # The shape of the learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
     schedule: str = "cosine"
-    # The number of steps in which the learning rate rises linearly to `lr`. None: a tenth of `trainer.steps`.
+    # The steps in which the learning rate rises linearly. None: a tenth of `trainer.steps`.
     warmup_steps: int | None = None
-    # At the end of the run, the learning rate falls during this fraction of all steps. This setting applies only to "wsd".
+    # With "wsd", the fraction of all steps in which the learning rate falls at the end.
     decay_fraction: float = 0.2
     # The learning rate of the last step, as a fraction of `lr`.
     min_lr_ratio: float = 0.1
@@ -247,77 +230,73 @@ class OptimConfig:
 class TrainerConfig:
     """The settings of the length of a run, its device, its checkpoints and its results."""
 
-    # The number of optimizer steps of the whole run. If `total_tokens` is set, this number is derived from it.
+    # The number of optimizer steps of the whole run. `total_tokens` determines it if that is set.
     steps: int = 1500
-    # The number of tokens of the whole run, on all ranks together. The number of steps is rounded up. Use this setting together
-    # with `tokens_per_step` to compare sequence lengths. None: `steps` determines the length of the run.
+    # The tokens of the whole run on all ranks, to compare sequence lengths together with `tokens_per_step`. None: `steps`
+    # counts.
     total_tokens: int | None = None
-    # The number of sequences per data-parallel rank and micro-step.
+    # Sequences per data-parallel rank and micro-step.
     batch_size: int = 1
-    # The number of micro-steps whose gradients are accumulated in one optimizer step. If `tokens_per_step` is set, this number
-    # is derived from it.
+    # Micro-steps per optimizer step. `tokens_per_step` determines it if that is set.
     accumulate: int = 1
-    # The number of tokens of one optimizer step, on all ranks together. It must be a multiple of the tokens of one micro-step:
-    # `data.seq_len` x `batch_size` x the number of data-parallel ranks. None: `accumulate` determines the size of a step. A
-    # sweep that varies `data.seq_len` then sets the smallest value that suits all its lengths.
+    # The tokens of one optimizer step on all ranks, a multiple of those of a micro-step: `data.seq_len` x `batch_size` x
+    # data-parallel ranks. None: `accumulate` counts, and a sweep over `data.seq_len` sets the smallest value that suits all its
+    # lengths.
     tokens_per_step: int | None = None
     # The seed of the initial parameters.
     seed: int = 0
-    # The device: "cpu", "cuda" or "auto" (CUDA if it is available).
+    # "cpu", "cuda" or "auto" (CUDA if it is available).
     device: str = "auto"
-    # The precision of the forward and the backward pass: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters
-    # and optimizer state are always fp32.
+    # The precision of forward and backward: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters and optimizer
+    # state are always fp32.
     precision: str = "auto"
-    # When the forward pass of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or
-    # "always" (also in training). The backward pass computes with the rounded inputs, but not in FP8.
+    # When the forward of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or "always"
+    # (also in training). The backward uses the rounded inputs, but not FP8.
     fp8_attention: str = "never"
-    # Whether to use only operations that give the same bits in every run. On Hopper GPUs, this setting makes the backward pass
-    # of attention take up to 1.2 times as long.
+    # Whether all operations give the same bits in every run. On Hopper GPUs, the backward of attention then takes up to 1.2
+    # times as long.
     deterministic: bool = False
-    # Whether torch.compile fuses the loss and the operations before and after attention. None: torch.compile is used only on
-    # CUDA.
+    # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
     compile: bool | None = None
-    # Whether the forward and the backward pass of training steps are replayed from CUDA graphs, which shortens the time that
-    # the host needs. The ring is then a KV ring, unless `parallel.schedule` is set. None: CUDA graphs are used if they are
-    # possible and a block is so small that the host could limit the speed. They require a GPU, torch.compile, blocks that are
-    # not recomputed in the backward pass, at most 256 MiB of parameters in all blocks, and shards of equal length.
+    # Whether training steps are replayed from CUDA graphs, which saves time on the host. The ring is then a KV ring unless
+    # `parallel.schedule` is set. None: if it is possible and a block is so small that the host could limit the speed. Graphs
+    # require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in all blocks, and shards of
+    # equal length.
     cuda_graphs: bool | None = None
-    # The number of steps between two checkpoints. 0: the run saves only one checkpoint, at its end.
+    # Steps between two checkpoints. 0: only one at the end.
     checkpoint_every: int = 250
-    # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without the last
-    # checkpoint, the trained model is lost, and another launch of the same name repeats the steps after the latest checkpoint.
+    # Whether the run saves a checkpoint after its last step. A run that stops early always saves one. Without the last one, the
+    # trained model is lost, and another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
-    # The number of checkpoints that are kept. Older checkpoints are removed.
+    # The number of checkpoints that are kept.
     keep_checkpoints: int = 2
-    # The number of steps between two evaluations on the held-out text. 0: the run evaluates only once, at its end.
+    # Steps between two evaluations on the held-out text. 0: only one at the end.
     eval_every: int = 500
-    # The number of target tokens of an evaluation, which are spread over the held-out text. They are the same for every
-    # `data.seq_len`. If the held-out text has fewer tokens, all of them are target tokens.
+    # Target tokens of an evaluation, spread over the held-out text, the same for every `data.seq_len`. If the text has fewer,
+    # all are targets.
     eval_tokens: int = 8_192
-    # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step,
-    # or leaves its evaluation or a step of several micro-steps. It saves a checkpoint and exits. None: no limit.
+    # Seconds after the launch of torchrun at which the run stops with a checkpoint. It completes its current step, or leaves
+    # its evaluation or a step of several micro-steps. None: no limit.
     time_limit_s: float | None = None
-    # The checkpoint to resume: "auto" (the latest checkpoint of this run, if there is one), "never", or the path of a
-    # checkpoint. If the path is a checkpoint of another run, this run starts as a branch of that run. If the path is a
-    # checkpoint of this run, every launch goes back to that checkpoint.
+    # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. With one of another run, this run starts
+    # as a branch. With one of this run, every launch goes back to it.
     resume: str = "auto"
-    # A new run starts from the weights of this checkpoint, or of this folder of a Hugging Face model. The steps, the optimizer
-    # and the data start from the beginning. Use this setting to continue training with longer sequences or on other text. None:
-    # random weights.
+    # A checkpoint or a folder of a Hugging Face model with the weights of a new run. Steps, optimizer and data start from the
+    # beginning. None: random weights.
     init_from: str | None = None
-    # The number of steps between two lines on the console. metrics.jsonl contains every step. None: the console shows the first
-    # three steps of a launch, and then at most one step every five seconds. The last step and evaluations are always shown.
+    # Steps between two lines on the console; metrics.jsonl contains every step. None: the first three steps of a launch, then
+    # at most one every five seconds, and always the last step and evaluations.
     log_every: int | None = None
-    # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
+    # Tokens to generate at the end, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
-    # The text that the generated sample continues. None: the first 256 tokens of the longest held-out document, or "def " if
-    # there is no held-out text.
+    # The text that the sample continues. None: the first 256 tokens of the longest held-out document, or "def " without
+    # held-out text.
     sample_prompt: str | None = None
-    # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
-    # GPUs. If the table does not contain the device, MFU is left out.
+    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). None: from a table of known GPUs. MFU is left out
+    # for others.
     peak_tflops: float | None = None
-    # The steps to profile: true (three steps after the warm-up of each launch), or a range of steps such as 10-12. Every rank
-    # writes a trace of torch.profiler, and on a GPU also a memory snapshot, to the folder profile/ of the run. None: no step.
+    # The steps to profile: true (three steps after the warm-up of each launch), or a range such as 10-12. Every rank writes a
+    # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
     profile: str | None = None
 
     def attention_precision(self, training: bool) -> str:
@@ -341,11 +320,10 @@ class TrainerConfig:
 class LoggerConfig:
     """The settings of Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
 
-    # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" follows the environment variable
-    # WANDB_MODE if the variable is set. Otherwise, "auto" means "online" after `wandb login`, and "offline" without a login.
+    # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" is the variable WANDB_MODE, or
+    # else "online" after `wandb login` and "offline" without.
     wandb: str = "auto"
-    # The project in Weights & Biases. None: the value of the environment variable WANDB_PROJECT, or "ringattn" if the variable
-    # is not set.
+    # The project in Weights & Biases. None: the variable WANDB_PROJECT, or "ringattn".
     project: str | None = None
 
 
@@ -353,9 +331,8 @@ class LoggerConfig:
 class Config:
     """All settings of a run."""
 
-    # The name of the run, which is also the name of its directory under `outputs/`. Launching the same name again resumes the
-    # run. The name must not be None. If the command line contains no name, configs/train.yaml sets the time of the launch as
-    # the name.
+    # The name of the run and of its directory under `outputs/`. Launching the same name again resumes the run. Without a name
+    # on the command line, it is the time of the launch.
     name: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
