@@ -20,10 +20,8 @@ HEADER = """# Settings
 
 <!-- Generated from train/settings/config.py by `python -m scripts.tools.write_settings`. Do not edit this page by hand. -->
 
-This page lists every setting of `train/run.py` with its type, its default and its explanation. Set a value on the command
-line as `group.setting=value`, for example `trainer.steps=500`. The value None is written as `null`. The YAML files in
-`configs/` change some of these defaults. `python train/run.py --help` explains the groups of YAML files and the common
-settings, and `python train/run.py --cfg job --resolve` prints the values of a run.
+Every setting of `train/run.py`, with its default and its type. None is written as `null`. The YAML files in `configs/` change
+some defaults. `python train/run.py --cfg job --resolve` prints the values of a run.
 """
 
 
@@ -36,7 +34,7 @@ def entries(group: type, prefix: str) -> list[str]:
     """Return one Markdown paragraph per setting of a group. Nested groups are left out."""
     texts = explanations(group)
     return [
-        f"**`{prefix}{field.name}`** ({as_text(field.type)}, default `{as_yaml(field.default)}`): {texts[field.name]}"
+        f"**`{prefix}{field.name}={as_yaml(field.default)}`** ({as_text(field.type)}): {texts[field.name]}"
         for field in dataclasses.fields(group)
         if field.default is not dataclasses.MISSING
     ]
