@@ -24,7 +24,7 @@ LAYERS = {
     "what will happen, as plain data": ("planning",),
     "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
     "runs a schedule over a transport": ("ring",),
-    "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explanation", "trace"),
+    "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explanation"),
 }
 
 # The rooms of the package train, from the lowest to the highest. A room is a folder or a module that lies directly in train/. A
@@ -108,9 +108,7 @@ def test_base_installation_needs_only_numpy_torch_and_triton(package: str) -> No
     """All other packages belong to the extra `train`. The kernels also need no process groups."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton", "kernels", "ringattn"}
     for path in modules(package):
-        # Only the pictures of ringattn.trace need matplotlib, which is imported when a picture is requested.
-        optional = {"matplotlib"} if path.name == "trace.py" else set()
-        assert set(map(package_of, imports(path))) <= allowed | optional, path
+        assert set(map(package_of, imports(path))) <= allowed, path
         assert package != "kernels" or "torch.distributed" not in path.read_text(), path
 
 

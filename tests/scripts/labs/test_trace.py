@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringattn import Layout, Mask, ring_attention, simulate, trace
-from ringattn.trace import Problem, trace_ring, trace_tiles
+from scripts.labs.trace import Problem, trace_ring, trace_tiles
 
 ROW = Problem.of_scores([1, 3, 2, 5])
 LONG = Problem.of_scores([0.5, -2, 3, 3, 1, -1, 4, 0, 2.5, -0.5, 1.5])
@@ -115,8 +115,8 @@ def test_an_error_is_one_line(arguments: list[str], named: str, capsys: pytest.C
 
 @pytest.mark.slow
 def test_the_module_runs_without_warnings_and_imports_matplotlib_only_to_draw() -> None:
-    """`python -m ringattn.trace --help` is the first thing that a learner runs."""
-    command = [sys.executable, "-W", "error", "-m", "ringattn.trace", "--help"]
+    """`python -m scripts.labs.trace --help` is the first thing that a learner runs."""
+    command = [sys.executable, "-W", "error", "-m", "scripts.labs.trace", "--help"]
     assert "--scores 1 3 2 5" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
-    code = "import sys, ringattn.trace; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, scripts.labs.trace; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

@@ -1,7 +1,7 @@
 """Trace the softmax state of one query through the tiles of one rank, and then through the hops of a ring.
 
-python -m ringattn.trace --scores 1 3 2 5 --tile 2 --ranks 2
-python -m ringattn.trace --output trace.png
+python -m scripts.labs.trace --scores 1 3 2 5 --tile 2 --ranks 2
+python -m scripts.labs.trace --output trace.png
 
 Without --scores, the command traces the query "on" of a sentence of five tokens, "The cat sat on mat". All states in the tables
 are recorded in float64, from runs of the blockwise kernel and of `ringattn.ring.run_schedule` on a simulated ring.
@@ -220,7 +220,7 @@ def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
     if not 1 <= ranks <= len(problem.k):
         raise ValueError(f"ranks={ranks} with {len(problem.k)} tokens: every rank needs a token, so give 1 to {len(problem.k)}")
     layout = Layout.contiguous(len(problem.k), ranks)
-    observed = simulate(ranks, lambda rank, group: _Observer(problem, layout, tile, group).run())
+    observed = simulate(ranks, lambda _rank, group: _Observer(problem, layout, tile, group).run())
     # Within a hop, all events happen on one rank, and sorting keeps their order.
     events = sorted((event for events, _ in observed for event in events), key=lambda event: event.hop)
     out, lse = next(result for _, result in observed if result is not None)
@@ -297,7 +297,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str]) -> None:
     """Run the command line `argv`."""
-    parser = _Parser("python -m ringattn.trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser("python -m scripts.labs.trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scores", type=float, nargs="*", help="the scores of the keys (default: the example of five tokens)")
     parser.add_argument("--values", type=float, nargs="*", help="the value of each key, with --scores (default: 1 2 3 ...)")
     parser.add_argument("--tile", type=int, default=2, help="keys per tile (default: 2)")
