@@ -46,9 +46,11 @@ import torch
 from torch import Tensor
 
 from ringattn.comm import connect
+from ringattn.comm.pass_graphs import MAX_FORWARD_FLOPS
 from ringattn.comm.transport import Tensors, Transport, complete_hop, in_call, report_faults, take_rows
 from ringattn.custom_op import keep_for_graph
 from ringattn.kernels import dispatch
+from ringattn.kernels.caching import is_capturing
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
@@ -182,7 +184,8 @@ def _zeros(*like: Tensor) -> Tensors:
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """Make a method of `Ring` process the heads in chunks, which limits the peak memory of the method.
 
-    The method runs one ring pass per chunk. `Plan.head_chunks_for_memory` returns the number of chunks.
+    The method runs one ring pass per chunk. `Plan.head_chunks_for_memory` returns the number of chunks. A pass of a short shard
+    may be replayed from a CUDA graph.
     """
 
     @wraps(run)
@@ -191,7 +194,12 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
             q, k, v, *_ = inputs
             ring.spec.record_call(ring.transport, run.__name__, q, k, v)
             count = ring.plan.head_chunks_for_memory(q, k, v)
-            return run(ring, *inputs) if count == 1 else run_each_chunk(ring, count, *inputs)
+            if count > 1:
+                return run_each_chunk(ring, count, *inputs)
+            if ring.can_capture(q, v):
+                settings = run.__name__, ring.spec[1:], ring.all_to_all_uses_sms
+                return ring.transport.graphs.run(ring.plan, settings, partial(run, ring), inputs)
+            return run(ring, *inputs)
 
     def run_each_chunk(ring: "Ring", count: int, q: Tensor, *others: Tensor | None) -> Tensors:
         results: Tensors = ()
@@ -267,6 +275,14 @@ class Ring:
         """The options that are the same for all kernels of this ring, see `ringattn.kernels.dispatch.forward`."""
         shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
+
+    def can_capture(self, q: Tensor, v: Tensor) -> bool:
+        """Return whether a CUDA graph may replay a pass, because the shard is short and the pass is the same in every call."""
+        # The seed of the dropout changes, and so do the tables of a fixed plan.
+        if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
+            return False
+        flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks
+        return flops <= MAX_FORWARD_FLOPS
 
     @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

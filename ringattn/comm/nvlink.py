@@ -41,6 +41,7 @@ from torch import Tensor
 
 from ringattn.comm import cuda_driver
 from ringattn.comm.p2p import P2PTransport
+from ringattn.comm.pass_graphs import PassGraphs
 from ringattn.comm.transport import Templates, Tensors, Transport, WaitForBlocks
 from ringattn.comm.watchdog import Watchdog
 from ringattn.planning.cost_model import Interconnect
@@ -202,7 +203,8 @@ class NvlinkTransport(Transport):
     def _allocate(self) -> None:
         """Create the routes, the receive buffers and the flags, which all calls use."""
         self._routes: dict[tuple, Route] = {}
-        self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._routes.clear)
+        self.graphs = PassGraphs(self.watchdog, self._begin_replay)
+        self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
         # This event is recorded when all tensors of the next sends of a pass have been computed.
         self.computed = torch.cuda.Event()
@@ -220,6 +222,15 @@ class NvlinkTransport(Transport):
         self._flags[-self.size :] = 1
         self._initial_flags, self._all_set = self._flags.clone(), torch.ones_like(self._flags)
         self.synchronise()
+
+    def _forget_addresses(self) -> None:
+        self._routes.clear()
+        self.graphs.clear()
+
+    def _begin_replay(self) -> None:
+        """Record the event of `start_event`, as the captured pass does."""
+        self._started_call = self.recovery.call
+        self.started.record(torch.cuda.current_stream(self.device))
 
     def start_event(self) -> torch.cuda.Event:
         """Return the event to record at the beginning of a pass or of an all-to-all."""
@@ -253,6 +264,7 @@ class NvlinkTransport(Transport):
     def reset(self, generation: int) -> None:
         """See `Transport.reset`."""
         self.messages.reset(generation)
+        self.graphs.clear()
         self._write_flags(self._initial_flags)
         self.filled.clear()
 

@@ -91,6 +91,7 @@ class Transport(Protocol):
     recovery: Any = NoRecovery()  # or the `ringattn.comm.recovery.Recovery` of the transport
     messages: "MessageTransport"  # sends plain messages between the same ranks
     waits_on_gpu = False  # whether the GPU waits for the messages of other ranks, and not the host
+    graphs: Any = None  # the `ringattn.comm.pass_graphs.PassGraphs` of the transport, if it has any
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`. All ranks of the ring must call this method."""

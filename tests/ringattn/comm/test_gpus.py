@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Layout, Mask, ring_attention, ulysses, ulysses_attention
-from ringattn.comm import connect
+from ringattn.comm import connect, pass_graphs
 from ringattn.comm.nvlink import NvlinkTransport
 from ringattn.comm.p2p import P2PTransport, backend_name
+from ringattn.ring import free_plans
 from tests.covering import pairs
 from tests.distributed import RankPool, gpu_backend, gpu_ranks
 from tests.ringattn.comm.test_p2p import check_rings, check_subgroups
@@ -258,6 +260,46 @@ def mesh_of(ulysses_ranks: int) -> dict[str, dist.ProcessGroup]:
 def ulysses_sizes() -> list[int]:
     """The numbers of ranks per all-to-all: all ranks without a ring, and two ranks with a ring of the pairs."""
     return sorted({2, dist.get_world_size()})
+
+
+def check_replays(options: dict[str, str]) -> None:
+    """Passes are replayed after two calls. The receive buffer grows, a rank forgets its plans, and an exception ends a call."""
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    layout, mask = Layout.zigzag(256 * ranks, ranks), Mask.causal()
+    cases = [fp32_case(256 * ranks, seed=i) for i in range(3)]
+    options = options | {"backend": "triton"}
+    transport = connect.connect(group.group_name, this_gpu(), options["transport"])
+    alone = [run_alone(lambda case=case: case.on_rank(layout, mask, rank, group, **options)) for case in cases]
+
+    def captured() -> int:
+        passes = [x for of_plan in transport.graphs._by_plan.values() for x in of_plan.values()]
+        return sum(isinstance(x, pass_graphs.CapturedPass) for x in passes)
+
+    transport.graphs.clear()
+    with mock.patch.object(pass_graphs, "CALLS_BEFORE_CAPTURE", 2):
+        for repetition in range(3):
+            for i in (0, 1, 2, 1, 0):
+                results = cases[i].on_rank(layout, mask, rank, group, **options)
+                for name, x, y in zip(NAMES, results, alone[i], strict=True):
+                    assert torch.equal(x, y), f"{name} of pass {i} differs in repetition {repetition}"
+            if repetition == 0:
+                assert captured() == 2, "the forward and the backward pass are captured"
+                transport.receive_buffer.reserve(transport.receive_buffer.memory.numel() + 1)
+                assert not captured(), "the graphs contain the old addresses"
+            if repetition == 1 and rank == 0:
+                free_plans()
+        assert captured() == 2
+        with mock.patch.object(pass_graphs.CapturedPass, "replay", side_effect=MemoryError), pytest.raises(MemoryError):
+            cases[0].on_rank(layout, mask, rank, group, **options)
+        for x, y in zip(cases[1].on_rank(layout, mask, rank, group, **options), alone[1], strict=True):
+            assert torch.equal(x, y), "a pass differs after an exception"
+        assert not captured(), "all ranks start again after an exception"
+
+
+@pytest.mark.parametrize("schedule", ["kv", "state"])
+def test_replayed_passes(schedule: str, gpu_ranks: RankPool) -> None:
+    """Replays return the same bits as other passes, and some ranks may replay a pass that others do not replay."""
+    gpu_ranks.run(check_replays, {"transport": "nvlink", "schedule": schedule})
 
 
 def check_ulysses(transport: str, mask_names: tuple[str, ...]) -> None:

@@ -1,0 +1,97 @@
+"""Replay the passes of short shards from CUDA graphs.
+
+With a few thousand tokens per rank, the host needs longer to launch the kernels, copies and flags of a ring pass than the GPU
+needs to run them. After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is therefore captured, and
+later passes replay it. A replay exchanges the same messages and flags as a pass that is not captured, so it does not matter
+whether all ranks capture a pass at the same time.
+
+Only the NVLink transport replays passes. A captured message of NCCL prevents the end of its process group.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ringattn.comm.transport import Tensors
+from ringattn.comm.watchdog import Watchdog
+
+# A plan that is used less often is not worth a capture, which takes about 0.1 s. With packed documents, every training step has
+# a new plan, which each layer uses once per pass.
+CALLS_BEFORE_CAPTURE = 128
+# The most FLOPs per rank that the forward pass of a short shard has. These FLOPs take about 1 ms on an H100, and the host needs
+# about as long.
+MAX_FORWARD_FLOPS = 5e11
+_NEVER = -(1 << 62)  # in place of the number of passes: the pass cannot be captured
+log = logging.getLogger(__name__)
+
+
+class PassGraphs:
+    """The captured passes of a transport. They live as long as their plans, or until `clear`.
+
+    Args:
+        watchdog: the watchdog of the transport.
+        begin_replay: a function that is called before every replay.
+    """
+
+    def __init__(self, watchdog: Watchdog, begin_replay: Callable[[], None]) -> None:
+        self.watchdog, self.begin_replay = watchdog, begin_replay
+        # For each plan, the number of passes so far or the captured pass, by settings and shapes.
+        self._by_plan: WeakKeyDictionary[Hashable, dict[tuple, int | CapturedPass]] = WeakKeyDictionary()
+
+    def clear(self) -> None:
+        """Free all graphs. The addresses or the flags that they use have changed on all ranks."""
+        self._by_plan.clear()
+
+    def run(
+        self, plan: Hashable, settings: tuple, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]
+    ) -> Tensors:
+        """Return function(*inputs), a ring pass, or the same results from a replay.
+
+        `plan` and `settings` must determine the pass, together with the shapes and the dtypes of the inputs.
+        """
+        of_plan = self._by_plan.setdefault(plan, {})
+        shapes = tuple(x if x is None else (x.shape, x.dtype) for x in inputs)
+        key = settings, shapes, torch.are_deterministic_algorithms_enabled()
+        found = of_plan.get(key, 0)
+        if isinstance(found, int):
+            of_plan[key] = found + 1
+            if found < CALLS_BEFORE_CAPTURE:
+                return function(*inputs)
+            try:
+                found = CapturedPass(function, inputs)
+            except RuntimeError as error:  # for example because there is too little memory
+                log.warning("a ring pass cannot be captured in a CUDA graph, which would be faster: %s", error)
+                of_plan[key] = _NEVER
+                return function(*inputs)
+            of_plan[key] = found
+        self.begin_replay()
+        # The hops of the graph are not watched, so the watchdog regards the pass as one hop.
+        hop = self.watchdog.start("replay of a ring pass", 0, 1, ())
+        results = found.replay(inputs)
+        self.watchdog.finished(hop)
+        return results
+
+
+class CapturedPass:
+    """A CUDA graph of function(*inputs). The graph has its own memory for the inputs and the results."""
+
+    def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        # Later calls could not write into inference tensors.
+        with torch.inference_mode(False), torch.no_grad():
+            copies = [x if x is None else torch.empty_like(x) for x in inputs]
+            # Other threads may use CUDA during the capture.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.results = function(*copies)
+        self.inputs = [x for x in copies if x is not None]
+
+    def replay(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
+        """Return the results for `inputs`."""
+        torch._foreach_copy_(self.inputs, [x for x in inputs if x is not None])
+        self.graph.replay()
+        results = tuple(torch.empty_like(x) for x in self.results)
+        torch._foreach_copy_(results, self.results)
+        return results
