@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comm import connect
-from ringattn.comm.pass_graphs import MAX_FORWARD_FLOPS
+from ringattn.comm.pass_graphs import MAX_FORWARD_FLOPS, MAX_INPUT_BYTES
 from ringattn.comm.transport import Tensors, Transport, complete_hop, in_call, report_faults, take_rows
 from ringattn.custom_op import keep_for_graph
 from ringattn.kernels import dispatch
@@ -196,7 +196,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
             count = ring.plan.head_chunks_for_memory(q, k, v)
             if count > 1:
                 return run_each_chunk(ring, count, *inputs)
-            if ring.can_capture(q, v):
+            if ring.can_capture(q, k, v):
                 settings = run.__name__, ring.spec[1:], ring.all_to_all_uses_sms
                 return ring.transport.graphs.run(ring.plan, settings, partial(run, ring), inputs)
             return run(ring, *inputs)
@@ -276,13 +276,13 @@ class Ring:
         shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
-    def can_capture(self, q: Tensor, v: Tensor) -> bool:
+    def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether a CUDA graph may replay a pass, because the shard is short and the pass is the same in every call."""
         # The seed of the dropout changes, and so do the tables of a fixed plan.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
         flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks
-        return flops <= MAX_FORWARD_FLOPS
+        return flops <= MAX_FORWARD_FLOPS and q.nbytes + k.nbytes + v.nbytes <= MAX_INPUT_BYTES
 
     @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,10 @@ from ringattn.comm.watchdog import Watchdog
 # A plan that is used less often is not worth a capture, which takes about 0.1 s. With packed documents, every training step has
 # a new plan, which each layer uses once per pass.
 CALLS_BEFORE_CAPTURE = 128
-# The most FLOPs per rank that the forward pass of a short shard has. These FLOPs take about 1 ms on an H100, and the host needs
-# about as long.
+# A shard is short if its forward pass has at most so many FLOPs, which take about 1 ms on an H100. The host needs as long.
 MAX_FORWARD_FLOPS = 5e11
+# A replay copies its inputs and results, and keeps memory for them. q, k and v together have at most so many bytes.
+MAX_INPUT_BYTES = 64 << 20
 _NEVER = -(1 << 62)  # in place of the number of passes: the pass cannot be captured
 log = logging.getLogger(__name__)
 

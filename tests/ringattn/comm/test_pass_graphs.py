@@ -1,13 +1,36 @@
 """Test when passes are captured. `test_gpus.py` compares replays with passes that are not captured."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ringattn import Layout, Mask
 from ringattn.comm import pass_graphs
 from ringattn.comm.pass_graphs import PassGraphs
 from ringattn.comm.watchdog import NoWatchdog
+from ringattn.planning.rank_plan import get_plan
+from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec
+
+
+def can_capture(tokens: int, window: int | None = None, graphs: object = True, **options: object) -> bool:
+    """Whether passes with so many tokens per rank are captured, on eight ranks with 16 heads of 128 dims in bf16."""
+    mask, layout = Mask.causal(window=window), Layout.zigzag(8 * tokens, 8)
+    spec = AttentionSpec.create(mask, layout, scale=1.0, **options)
+    plan = get_plan(mask, layout, 0, torch.device("cpu"))
+    q = torch.empty(1, tokens, 16, 128, dtype=torch.bfloat16, device="meta")
+    return Ring(plan, SimpleNamespace(graphs=graphs), spec).can_capture(q, q, q)
+
+
+def test_only_short_shards_are_captured() -> None:
+    assert can_capture(3072)
+    assert not can_capture(4096), "too many FLOPs"
+    assert can_capture(4096, window=256)
+    assert not can_capture(8192, window=256), "too many bytes"
+    assert not can_capture(1024, dropout_p=0.1)
+    assert not can_capture(1024, graphs=None)
 
 
 class Plan:
