@@ -1,11 +1,14 @@
 """Tests of the documentation: its code works, and its links lead to files of this repository."""
 
+import ast
 import copy
+import itertools
 import math
 import re
 import shlex
 import subprocess
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -236,3 +239,34 @@ def test_commands_exist(page: Path) -> None:
         else:
             paths = [word for word in words if word.startswith(("train/", "scripts/", "tests/", "ringattn/"))]
             assert all((ROOT / path.split("::")[0]).exists() for path in paths), words
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The strings of a Python file. A line break stands for a value that is inserted into a string."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[\d.,]*[dfs]", "\n", node.value)
+
+
+def quoted_messages() -> list[tuple[str, str]]:
+    """The messages in the first columns of the tables of the how-to pages that have at least three words."""
+    pages = [page for page in PAGES if page.parent.name == "how-to"]
+    cells = [(page.name, cell) for page in pages for cell in re.findall(r"^ *\| (.*?) \|", page.read_text(), re.MULTILINE)]
+    quoted = [(name, text) for name, cell in cells for text in re.findall(r"`([^`]+)`", cell) if len(text.split()) > 2]
+    # A few cells contain settings, and Hydra prints one of the messages.
+    return [(name, text) for name, text in quoted if not text.startswith(("data=", "mismatched input"))]
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    """At least half of the pairs of neighbouring words of a message are in a string of the code. The others contain values."""
+    folders = ("kernels", "ringattn", "train", "scripts")
+    code = "\n\n".join(text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
+    messages = quoted_messages()
+    assert len(messages) > 20
+    for page, message in messages:
+        pairs = [
+            " ".join(pair) for pair in itertools.pairwise(message.split()) if all(re.search("[a-z]", word) for word in pair)
+        ]
+        assert sum(pair in code for pair in pairs) >= len(pairs) / 2, f"{page} quotes {message!r}"
