@@ -242,7 +242,7 @@ class Intervals:
 
     def largest_table(self, key: tuple) -> tuple[int, int, int]:
         """Return the shape of the largest table with this key of `TableRequests.tables`, over all masks of the same shape."""
-        method, rows, step, *arguments = key
+        method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6

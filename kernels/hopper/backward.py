@@ -303,7 +303,7 @@ class WideBackward(_Backward):
         return grads
 
     def _launch_key_gradient(self, tensors, grads, by_key: Intervals, config: WideConfig) -> None:
-        q, k, v, dout = tensors
+        q, k, _v, _dout = tensors
         batch, num_queries = q.shape[:2]
         num_keys, num_key_heads = k.shape[1:3]
         # For short sequences, a group of many heads balances the load better.
@@ -323,7 +323,7 @@ class WideBackward(_Backward):
         )  # fmt: skip
 
     def _launch_query_gradient(self, tensors, dq: Tensor, intervals: Intervals, config: WideConfig) -> None:
-        q, k, v, dout = tensors
+        q, k, v, _dout = tensors
         batch, num_queries, num_heads, _ = q.shape
         bytes_per_key_head = 2 * k.shape[1] * (k.shape[3] + v.shape[3])
         heads_per_group = config.group * max(1, KEY_BYTES_IN_L2 // bytes_per_key_head)

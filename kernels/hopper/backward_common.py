@@ -59,7 +59,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     from first_unmasked to last_unmasked. The range is empty if there are fewer than 64 keys.
     """
     query_lo, query_hi = bounds
-    num_masks, num_tiles, num_keys = sizes
+    num_masks, _num_tiles, num_keys = sizes
     # One mask may serve all batch entries.
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
     # Bounds never decrease from key to key, so the last key has the largest lo, and the first key the smallest hi.

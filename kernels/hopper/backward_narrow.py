@@ -162,7 +162,7 @@ def _load_halves(tensor, coordinates, tiles, slot, full):
 def _produce(arguments, CONFIG: gl.constexpr):
     QUERIES: gl.constexpr = CONFIG.queries
     q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers = arguments
-    queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
+    queries, douts, row_scalars, keys, values, _ds_tiles, _staging = buffers
     q_full, dout_full, empty = barriers
     index = gl.to_tensor(0)
     batch, key_head, first, end, begin, num_steps, direction = _load_work_tile(work_tiles, index, CONFIG)
@@ -331,8 +331,8 @@ def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr
     or ().
     """
     if CONFIG.keeps_operands:
-        queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
-        q_full, dout_full, empty = barriers
+        _queries, _douts, _row_scalars, keys, values, _ds_tiles, _staging = buffers
+        q_full, dout_full, _empty = barriers
         mbarrier.wait(q_full.index(stage), phase)
         key = load_left(keys.index(slot + CONSUMER), CONFIG.queries, CONFIG.columns)
         mbarrier.wait(dout_full.index(stage), phase)
@@ -351,7 +351,7 @@ def _compute_work_tile(
 
     Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase). The dQ of the last step is not computed yet.
     """
-    batch, key_head, first, end, begin, num_steps, direction = work_tile
+    batch, key_head, _first, _end, begin, num_steps, direction = work_tile
     grad_k = zero_parts(CONFIG.columns)
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
@@ -394,9 +394,9 @@ def _compute_work_tile(
 def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Run a consumer partition, which computes dk and dv of 64 keys of every work tile."""
     bounds, work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
-    num_masks, num_tiles, num_keys = sizes
-    queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
-    q_full, dout_full, empty = barriers
+    _num_masks, num_tiles, num_keys = sizes
+    _queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
+    _q_full, _dout_full, empty = barriers
     log2_scale = scale * LOG2_E
     index = gl.to_tensor(0)
     work_tile = _load_work_tile(work_tiles, index, CONFIG)

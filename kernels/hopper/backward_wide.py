@@ -131,7 +131,7 @@ def _issue_scores(
 
     `left` contains the parts of the left operand in shared memory, from `first_part` on.
     """
-    tiles, full, empty = ring
+    tiles, full, _empty = ring
     scores = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -145,7 +145,7 @@ def _issue_scores(
 @gluon.jit
 def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
     """Issue sums += left * tile for the tile of a step in a ring. `left` is in registers."""
-    tiles, full, empty = ring
+    tiles, full, _empty = ring
     pending = ()
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -213,8 +213,8 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
     """Run the producer of the kernel for dk and dv, which is a single warp."""
     descriptors, work_tiles, num_tiles, buffers, barriers, rings = arguments
     q, k, v, dout, log2_lse, row_delta = descriptors
-    keys, values, lse_tiles, delta_tiles, p_tiles = buffers
-    k_full, k_empty, v_full, v_empty, p_full, p_empty = barriers
+    keys, values, lse_tiles, delta_tiles, _p_tiles = buffers
+    k_full, k_empty, v_full, v_empty, _p_full, _p_empty = barriers
     q_ring, dout_ring = rings
     index = gl.program_id(0)
     tile_phase = gl.to_tensor(0)
@@ -257,9 +257,9 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
     `step` counts the steps of all work tiles. Return P as the left operand of the product for dV.
     """
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
-    keys, values, lse_tiles, delta_tiles, p_tiles = buffers
-    k_full, k_empty, v_full, v_empty, p_full, p_empty = barriers
-    q_tiles, q_full, q_empty = q_ring
+    _keys, _values, lse_tiles, _delta_tiles, p_tiles = buffers
+    _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
+    q_tiles, _q_full, q_empty = q_ring
     q_slot, _ = _locate(step, 0, CONFIG.parts, CONFIG.q_slots)
     p_slot, p_phase = _locate(step, 0, 1, CONFIG.p_slots)
     lse = lse_tiles.index(q_slot).load(gl.SliceLayout(0, SCORES))
@@ -278,9 +278,9 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
 def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
     """Wait for the dP (64 keys, queries) of a step and for P. Return dS as the left operand of the product for dK."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
-    keys, values, lse_tiles, delta_tiles, p_tiles = buffers
-    k_full, k_empty, v_full, v_empty, p_full, p_empty = barriers
-    dout_tiles, dout_full, dout_empty = dout_ring
+    _keys, _values, _lse_tiles, delta_tiles, p_tiles = buffers
+    _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
+    dout_tiles, _dout_full, dout_empty = dout_ring
     dout_slot, _ = _locate(step, 0, CONFIG.value_parts, CONFIG.dout_slots)
     p_slot, p_phase = _locate(step, 0, 1, CONFIG.p_slots)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -318,7 +318,7 @@ def _issue_key_scores(buffers, rings, step, CONSUMER: gl.constexpr, CONFIG: gl.c
 def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Run a consumer of the kernel for dk and dv. Consumer 0 computes P and dv, and consumer 1 computes dS and dk."""
     bounds, work_tiles, sizes, grads, scale, buffers, barriers, rings = arguments
-    num_masks, num_tiles, num_keys = sizes
+    _num_masks, _num_tiles, num_keys = sizes
     # The ring whose tiles are multiplied by P or dS, its parts and slots, and the barriers of the keys or the values.
     FOR_DV: gl.constexpr = CONSUMER == 0
     ring = rings[1 - CONSUMER]
@@ -488,8 +488,8 @@ def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.cons
     step.
     """
     k_ring, v_ring = rings
-    k_tiles, k_full, k_empty = k_ring
-    v_tiles, v_full, v_empty = v_ring
+    _k_tiles, k_full, k_empty = k_ring
+    _v_tiles, v_full, v_empty = v_ring
     for _step in range(num_steps):
         sync_at(CONSUMER)
         arrive_at(1 - CONSUMER)
@@ -517,8 +517,8 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     queries, douts = buffers
     q_full, q_empty = barriers
     k_ring, v_ring = rings
-    k_tiles, k_full, k_empty = k_ring
-    v_tiles, v_full, v_empty = v_ring
+    k_tiles, _k_full, k_empty = k_ring
+    _v_tiles, _v_full, v_empty = v_ring
     PARTS: gl.constexpr = CONFIG.parts
     VALUE_PARTS: gl.constexpr = CONFIG.value_parts
     SCORES: gl.constexpr = accumulator_layout(STEP_KEYS)

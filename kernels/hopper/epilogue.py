@@ -129,7 +129,7 @@ def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
-    batch, head, first_row, end = row_range
+    batch, head, first_row, _end = row_range
     if CONFIG.has_state:
         tma_reduce_add(state_tiles, [batch, first_row, head, column], tile_view(part, state_tiles))
     else:
@@ -194,7 +194,7 @@ def _write_result(
     function.
     """
     batch, head, first_row, end = row_range
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
     if CONFIG.final:
         # A row that has not seen a key has l = o = 0 and the output 0. One division per row takes fewer instructions than one
@@ -255,8 +255,8 @@ def _update_state(
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Merge the result into the incoming state in place."""
-    batch, head, first_row, end = row_range
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    _batch, _head, first_row, end = row_range
+    _state_m, _state_l, state_o, state_tiles, _lse, _out, _out_tiles, _num_queries = results
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )

@@ -80,7 +80,7 @@ def finish_work_tile(
     ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Do the same as `epilogue.finish_work_tile`, without shared memory and TMA descriptors."""
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    _state_m, _state_l, state_o, _state_tiles, _lse, out, _out_tiles, _num_queries = results
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)
     if CONFIG.updates_state:

@@ -65,8 +65,8 @@ def _load_stage(
 
     HAS_K and HAS_V are 1, or 0 if a tile is not loaded.
     """
-    q, k, v = tiles
-    q_full, q_empty, full, empty = barriers
+    _q, k, v = tiles
+    _q_full, _q_empty, full, empty = barriers
     batch, key_head = heads
     stage, phase = position
     mbarrier.wait(empty.index(stage), phase)
@@ -138,7 +138,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
     Return (parts of O, last part of P V, row sums). The last part may still be in flight, and the row sums if it is the only
     part.
     """
-    queries, ring, ones = buffers
+    _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
     COLUMNS: gl.constexpr = CONFIG.part_columns
     values = _values(ring, stage, CONFIG)
@@ -193,7 +193,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     """Return (scale of K, bits of the scale of V) of the block that begins with key `start`."""
-    q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks = operands
+    _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
     # A work tile whose rows see no key has a step whose block may not exist.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
@@ -203,7 +203,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
     """Return the factor (64,) that converts q k^T, times the scale of K, to scores in log2 units."""
-    q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks = operands
+    q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
     index = (batch * num_query_blocks + rows // BLOCK) * CONFIG.num_heads + head
@@ -247,8 +247,8 @@ def _overlapped_steps(
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute all steps of a work tile, in the order with overlap. See `_sequential_steps`."""
-    queries, ring, ones = buffers
-    q_full, q_empty, full, empty = barriers
+    _queries, ring, ones = buffers
+    _q_full, q_empty, full, empty = barriers
     batch, key_head = heads
     _, _, num_unmasked, num_masked = loop
     rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, 0, factors, block_scales, CONFIG)
@@ -289,7 +289,7 @@ def _overlapped_steps(
 @gluon.jit
 def _last_output(words, o, buffers, barriers, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Add P V of the last step to O. Return (parts of O, row sums, next position)."""
-    q_full, q_empty, full, empty = barriers
+    _q_full, _q_empty, full, empty = barriers
     _, phase = position
     stage = _wait_for_stage(full, position)
     wait_for_ping_pong(CONSUMER, CONFIG)
@@ -318,8 +318,8 @@ def _sequential_steps(
         factors: (64, 4), from `_row_factors`.
         block_scales: the scales of the first block, from `_load_block_scales`.
     """
-    queries, ring, ones = buffers
-    q_full, q_empty, full, empty = barriers
+    _queries, ring, _ones = buffers
+    _q_full, q_empty, full, empty = barriers
     batch, key_head = heads
     _, _, num_unmasked, num_masked = loop
     last = gl.maximum(num_masked + num_unmasked, 1) - 1
@@ -358,7 +358,7 @@ def _compute_tile(
     """Compute this consumer's rows of a work tile, see COMPUTE of `run_partitions`."""
     _, _, _, _, _, results, buffers, barriers, log2_scale, operands = arguments
     index, batch, head, first_row, end, loop, row_bounds = tile
-    queries, ring, ones = buffers
+    queries, ring, _ones = buffers
     _, _, full, empty = barriers
     query = queries.index(CONSUMER)
     row_range = batch, head, first_row, end

@@ -70,9 +70,9 @@ def _load_queries(tiles, buffers, q_full, rows, CONFIG: gl.constexpr):
 @gluon.jit
 def _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFIG: gl.constexpr):
     """Load a tile of K into the next stage. Return the next position."""
-    _, _, k, k_tail, v = tiles
-    queries, query_tails, ring, key_tails = buffers
-    q_full, q_empty, full, empty = barriers
+    _, _, k, k_tail, _v = tiles
+    _queries, _query_tails, ring, key_tails = buffers
+    _q_full, _q_empty, full, empty = barriers
     stage, phase, tail = position
     loaded = full.index(stage)
     mbarrier.wait(empty.index(stage), phase)
@@ -88,9 +88,9 @@ def _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFI
 
 @gluon.jit
 def _load_values(tiles, buffers, barriers, batch, key_head, start, position, CONFIG: gl.constexpr):
-    _, _, k, k_tail, v = tiles
-    queries, query_tails, ring, key_tails = buffers
-    q_full, q_empty, full, empty = barriers
+    _, _, _k, _k_tail, v = tiles
+    _queries, _query_tails, ring, _key_tails = buffers
+    _q_full, _q_empty, full, empty = barriers
     stage, phase, tail = position
     mbarrier.wait(empty.index(stage), phase)
     mbarrier.expect(full.index(stage), v.block_type.nbytes)
@@ -126,7 +126,7 @@ def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
 
     `query` is (columns of Q in registers, Q in shared memory, tail of Q).
     """
-    queries, query_tails, ring, key_tails = buffers
+    _queries, _query_tails, ring, key_tails = buffers
     in_registers, in_shared, query_tail = query
     stage, phase, tail = position
     REST: gl.constexpr = CONFIG.dim - REGISTER_COLUMNS
@@ -147,7 +147,7 @@ def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
 @gluon.jit
 def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
     """Issue O += P V with the V of the next stage. Return (O, next position)."""
-    queries, query_tails, ring, key_tails = buffers
+    _queries, _query_tails, ring, _key_tails = buffers
     stage, phase, tail = position
     mbarrier.wait(full.index(stage), phase)
     o = warpgroup_mma(p, ring.index(stage), o, is_async=True)
@@ -161,7 +161,7 @@ def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr
 
     With overlap, the caller must wait for O and release the stage of V.
     """
-    q_full, q_empty, full, empty = barriers
+    _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
     first_stage, _, _ = position
     # Of several products in flight, the first issued is the first to finish. S consists of two products.

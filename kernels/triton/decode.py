@@ -460,9 +460,8 @@ def _attend_kernel(
         # The next kernel may start now. It waits for the end of this kernel before it reads results.
         gdc_launch_dependents()
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
-    if counters is not None:
-        if run == 0:
-            _store_empty_entries((m, l, o, lse), tiles, entries, batch, head, row, CONFIG)
+    if counters is not None and run == 0:
+        _store_empty_entries((m, l, o, lse), tiles, entries, batch, head, row, CONFIG)
     begin = run * length
     end = tl.minimum(begin + length, tl.sum(tiles, 0))
     # If the run has no tiles, the loop below computes none.
