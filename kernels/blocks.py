@@ -25,10 +25,10 @@ class BlockMask:
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: the number of queries or keys in a block, a multiple of 64. Multiples of 128 allow the fastest tiles.
+        size: the queries or keys in a block, a multiple of 64, or of 128 for the fastest tiles.
 
     Raises:
-        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64.
+        ValueError: `keep` has another dtype or number of dimensions, or the size is wrong.
     """
 
     keep: Tensor
@@ -69,8 +69,6 @@ class BlockMask:
         return BlockMask(self.keep[:, :, queries, keys], self.size)
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
-        """Return the mask as bool (B or 1, Hq or 1, Nq, Nk), for the reference and tests."""
-        # The last blocks may extend beyond the end of the sequence.
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
@@ -80,14 +78,10 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for every key block and key head, the list of kept pairs (query block, query head of the group).
+        """The lists of kept pairs of a query block and a head: int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1,
+        2), see `_lists`.
 
-        Args:
-            group: number of query heads per key head, Hq / Hkv.
-
-        Returns:
-            int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), see `_lists`. The index of a pair is
-            query block * group + head within the group.
+        The column of a pair is query block * group + head within the group of `group` query heads.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 
@@ -115,6 +109,5 @@ def _lists(keep: Tensor) -> Tensor:
     so that a kernel needs only one pointer.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
-    # The stable sort keeps the order of the kept columns.
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))
     return torch.stack((counts, columns), -1)

@@ -30,7 +30,6 @@ def _key_tiles(
     """Yield each tile of keys that a tile of queries attends to, with its intervals and options."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
-    # Bounds never decrease from query to query.
     start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
     # With a block mask, every tile must start with a block.
     if blocks is not None:
@@ -71,7 +70,6 @@ def backward(
     for queries in _query_tiles(q.shape[1], blocks):
         outputs = [x[:, queries] for x in (dout, lse, delta)]
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
-            # `sums` are views of the accumulators.
             sums = dq[:, queries], dk[:, keys], dv[:, keys]
             reference.backward(q[:, queries], k[:, keys], v[:, keys], *outputs, tile_intervals, scale, *sums, **options)
     fresh = grad_dtype or q.dtype

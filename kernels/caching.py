@@ -1,10 +1,8 @@
 """Caches for functions that torch.compile may also trace, and for GPU tensors that calls on several streams read.
 
-**GPU tensors.** A cache returns tensors that an earlier call may have written on another stream. PyTorch only orders the work
-of a single stream, so a call on a second stream could read a tensor before it is written. And when a cache drops a tensor,
-PyTorch gives the memory to the next tensor of the first stream, even if the second stream still reads it. `SharedTensors`
-prevents both. A tensor that is computed while a CUDA graph is captured has no values before the first replay, so no cache may
-keep it.
+PyTorch only orders the work of a single stream, so a call could read a cached tensor before another stream has written it, or
+after a cache has dropped it and its memory is in use again. `SharedTensors` prevents both. A tensor that is computed while a
+CUDA graph is captured has no values before the first replay, so no cache may keep it.
 """
 
 import threading
@@ -100,7 +98,6 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
         super().__setitem__(key, value)
 
     def update(self, values: Mapping[Hashable, Tensor]) -> None:
-        """Store several tensors at once, with only one event."""
         self.add(*values.values())
         super().update(values)
 

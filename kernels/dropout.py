@@ -20,13 +20,10 @@ _WORD_MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """The dropout of a call, whose values `ringattn.kernels.validation` checks.
+    """The dropout of a call: the probability p, 0 <= p < 1, and the seed, 0 <= seed < 2**64.
 
-    Args:
-        p: the probability that an attention probability is dropped, 0 <= p < 1.
-        seed: 0 <= seed < 2**64.
-        query_positions, key_positions: int32 (Nq,) and (Nk,), the positions in the whole sequence.
-        first_head: the index of the call's first query head, not 0 if heads are split over ranks.
+    query_positions and key_positions are int32 (Nq,) and (Nk,), in the whole sequence. first_head is the index of the call's
+    first query head, not 0 if heads are split over ranks.
     """
 
     p: float
@@ -37,7 +34,6 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """The smallest random word with which a pair is kept."""
         # For the largest p below 1, p * 2**32 would be rounded up to 2**32.
         return min(round(self.p * 2**32), _WORD_MASK)
 
@@ -50,7 +46,6 @@ class Dropout:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the high and the low word of the 64-bit product of two 32-bit words."""
     # The product may overflow int64 into the sign bit, which `>>` then copies. The mask removes the copies.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
@@ -64,7 +59,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
         seed: the key, 0 <= seed < 2**64.
         rounds: the number of rounds, usually 10.
     """
-    # PyTorch supports few operations on uint32.
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):
@@ -75,7 +69,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
 
 
 def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
-    """Return the mask of the kept probabilities as bool (batch, heads, Nq, Nk), for the reference and tests."""
     # The bits of the int32 positions are unsigned words.
     queries, keys = (x.long() & _WORD_MASK for x in (dropout.query_positions, dropout.key_positions))
     heads, batches = (torch.arange(n, device=queries.device) for n in (heads, batch))

@@ -19,7 +19,6 @@ _replaced: list[tuple[tuple[str, str], str]] = []  # the settings that the last 
 
 
 def under_autocast(device: torch.device) -> bool:
-    """Return whether `torch.autocast` is on for tensors on `device`."""
     return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
 
 

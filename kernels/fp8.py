@@ -1,30 +1,28 @@
 """The FP8 format of attention inputs, and the PyTorch code that converts q, k and v to it.
 
-FP8 attention rounds q, k and v to e4m3, which has 4 bits of exponent and 3 bits of mantissa, and whose largest number is 448. A
-*block* is 128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its
-block. C = ceil(N / 128) is the number of blocks:
+FP8 attention rounds q, k and v to e4m3, with 4 bits of exponent, 3 bits of mantissa and the largest number 448. A *block* is
+128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its block:
 
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
-    v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32
+    v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
 **Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, with which no element exceeds 448 in
-magnitude, or 1 for a block of zeros. Multiplying by a power of two causes no rounding error. e4m3 numbers from 2^-6 to 448 have
-full precision, so scales per block matter only if blocks differ in magnitude by several powers of two.
+magnitude, or 1 for a block of zeros. e4m3 numbers from 2^-6 to 448 have full precision, so scales per block matter only if
+blocks differ by several powers of two.
 
-**Rotation.** Every query and every key is first multiplied by the same orthogonal matrix, see `rotation`, which does not change
-the scores q k^T. The rotation distributes large features over all features of a head, which removes most of the rounding error
-of such inputs. Values are not rotated, because the output would have to be rotated back.
+**Rotation.** Every query and key is first multiplied by the same orthogonal matrix, see `rotation`, which does not change q
+k^T. It distributes large features over all features of a head, which removes most of their rounding error. Values are not
+rotated, because the output would have to be rotated back.
 
-**Values.** For e4m3, wgmma requires values whose keys are contiguous in memory, so each block of values is stored as a
-transposed tile (D, 128 keys). Keys beyond N are zeros. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h +
-b // 2) + 2 t + b % 2, for h in 0..1, t in 0..3 and b in 0..3:
+**Values.** For e4m3, wgmma requires values whose keys are contiguous, so each block is a transposed tile (D, 128 keys), with
+zeros beyond N. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b // 2) + 2 t + b % 2, for h in 0..1, t
+in 0..3 and b in 0..3:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...
 
 The accumulator of wgmma leaves the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t of a row of scores in thread t of a quad. As the left
-operand of an e4m3 product, the same thread holds four consecutive positions. With the permutation, the probabilities therefore
-stay in the registers of their thread.
+operand of an e4m3 product, the same thread holds four consecutive positions, so the probabilities stay in its registers.
 """
 
 from dataclasses import dataclass
@@ -40,7 +38,6 @@ from ringattn.kernels.reference import state_dtype
 BLOCK = 128  # tokens per scale
 HEAD_DIMS = (64, 128, 256)  # equal head dims D and Dv for which a GPU has special kernels
 DTYPE = torch.float8_e4m3fn
-# The largest e4m3 number is 448 = 0.875 * 2**9.
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9
 # Exponents with which a scale and its inverse are normal fp32 numbers.
 _MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT = -126, 126
@@ -56,9 +53,9 @@ class QuantizedRows:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedValues:
-    """Values: data e4m3 (B, H, ceil(N / 128), D, 128), and scales fp32 (B, ceil(N / 128), H).
+    """Values: data e4m3 (B, H, ceil(N / 128), D, 128) with contiguous tiles (D, 128), and scales fp32 (B, ceil(N / 128), H).
 
-    The tiles (D, 128) are contiguous. In a ring, blocks come before heads in memory, because rings send whole blocks.
+    In a ring, blocks come before heads in memory, because rings send whole blocks.
     """
 
     data: Tensor
@@ -73,8 +70,8 @@ def num_blocks(num_tokens: int) -> int:
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, fp32: x becomes x @ matrix.
 
-    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D), with H_2n = [[H_n, H_n], [H_n, -H_n]]. A
-    head dim that is not a power of two is split into powers of two, the largest first, for example 96 into 64 and 32.
+    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). A head dim that is not a power of two is
+    split into powers of two, the largest first, for example 96 into 64 and 32.
     """
     # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
     with torch.inference_mode(False), torch.no_grad():
@@ -94,7 +91,7 @@ def _hadamard(size: int) -> Tensor:
 
 @cached_on_device(maxsize=None)
 def key_order(device: torch.device) -> Tensor:
-    """Return the key at each of the 128 positions of a tile of values: int64 (128,) on `device`."""
+    """Return the key at each of the 128 positions of a tile of values, int64."""
     with torch.inference_mode(False):
         group = [8 * (2 * h + b // 2) + 2 * t + b % 2 for h in range(2) for t in range(4) for b in range(4)]
         keys = [32 * g + key for g in range(BLOCK // 32) for key in group]
@@ -102,17 +99,16 @@ def key_order(device: torch.device) -> Tensor:
 
 
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
-    """Convert queries or keys (B, N, H, D) of any floating-point dtype to e4m3. Infinity and NaN become NaN.
+    """Convert queries or keys (B, N, H, D) to e4m3. Infinity and NaN become NaN.
 
-    Only studies of the errors leave out the rotation, or use one scale per head instead of one `per_block`. q and k must both
-    be rotated or both not.
+    Only studies of the errors leave out the rotation, or use one scale per head instead of one `per_block`.
     """
     blocks, scales = _round(_rotate(x) if rotate else x.float(), per_block)
     return QuantizedRows(blocks.flatten(1, 2)[:, : x.shape[1]].contiguous().view(DTYPE), scales)
 
 
 def quantize_values(x: Tensor, per_block: bool = True) -> QuantizedValues:
-    """Convert values (B, N, H, D) of any floating-point dtype to e4m3 tiles. `per_block` is as for `quantize_rows`."""
+    """Convert values (B, N, H, D) of any floating-point dtype to e4m3 tiles."""
     blocks, scales = _round(x.float(), per_block)
     tiles = blocks.permute(0, 1, 3, 4, 2)[..., key_order(x.device)].contiguous()  # (B, C, H, D, 128)
     return QuantizedValues(tiles.view(DTYPE).transpose(1, 2), scales)
@@ -123,10 +119,9 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
 
 def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_tokens: int | None = None) -> Tensor:
-    """Return the values of e4m3 tensors as a contiguous tensor (B, N, H, D).
+    """Return the values of e4m3 tensors as a contiguous tensor (B, N, H, D), exact in bf16, fp32 and fp64.
 
-    Queries and keys stay rotated, because attention needs only their products. If `dtype` is bf16, fp32 or fp64, the conversion
-    is exact. `num_tokens` is the N of values, whose last block may have keys beyond it, or None for all keys.
+    Queries and keys stay rotated, because attention needs only their products. `num_tokens` is the N of values.
     """
     if isinstance(x, QuantizedRows):
         num_tokens = x.data.shape[1]
@@ -139,9 +134,7 @@ def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_token
 
 
 def rotate_back(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply x (B, N, H, D) by the inverse of the rotation, as gradients of rotated queries require. The result has x's dtype
-    by default.
-    """
+    """Multiply x (B, N, H, D) by the inverse of the rotation, as gradients of rotated queries require."""
     matrix = rotation(x.shape[-1], x.device).to(state_dtype(x.dtype))
     with exact_products(x.device):
         return (x.to(matrix.dtype) @ matrix.T).to(dtype or x.dtype)
@@ -153,7 +146,6 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 def _pad_to_blocks(x: Tensor) -> Tensor:
-    """Reshape x (B, N, H, D) to (B, C, 128, H, D), padded with zeros."""
     return pad(x, (0, 0, 0, 0, 0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 

@@ -2,8 +2,7 @@
 
 `lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
 hi, the interval is empty. On every shard whose positions are sorted, causal, sliding-window, document and full masks and their
-intersections have this form. Functions that also take a transposed mask use the terms rows and columns instead of queries and
-keys.
+intersections have this form. Rows are queries and columns are keys, or the other way round in a transposed mask.
 """
 
 import math
@@ -36,9 +35,9 @@ class Intervals:
         num_keys: the number of columns.
         host: lo and hi on the CPU, or empty for a mask of `mask_slots`.
         wait: whether the host waits until copies to the device have arrived.
-        of_keys: whether the rows are keys and the columns are queries, as in a `transposed` mask.
-        is_replaced: whether `mask_slots` will write another mask to the same memory. The sizes of tables are then limited, and
-            the kernels must be correct for every mask of the same shape.
+        of_keys: whether the rows are keys.
+        is_replaced: whether `mask_slots` will write another mask to the same memory. The kernels must then be correct for every
+            mask of the same shape.
     """
 
     lo: Tensor
@@ -100,7 +99,6 @@ class Intervals:
 
     @property
     def batch(self) -> int:
-        """The number of masks, 1 if all batch entries have the same mask."""
         return self.lo.shape[0]
 
     @property
@@ -117,8 +115,7 @@ class Intervals:
         return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys, self.is_replaced)
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
-        """Return the part of the mask for these rows and columns. Both slices must have a start and a stop."""
-        # An interval outside of the keys becomes empty.
+        """Return the part of the mask for these rows and columns."""
         num_keys = keys.stop - keys.start
         bounds = tuple((x[:, rows] - keys.start).clamp(0, num_keys) for x in self.host)
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
@@ -127,12 +124,11 @@ class Intervals:
         """Split the rows into tiles, and sort the tiles by the order in which programs should process them.
 
         Step i of the loop of a tile starts at column begin + i * step. In the first num_masked_prefix steps, scores must be
-        masked. In the next num_unmasked steps, all rows attend to all columns. In the remaining steps, scores must be masked
-        again.
+        masked. In the next num_unmasked steps, all rows attend to all columns. Then scores must be masked again.
 
-        Tiles end where a long document ends. Otherwise, a tile would loop over the whole history of a long document for only a
-        few of its rows. Between two ends of documents, one tile may have fewer rows than the others. This is the tile with the
-        shortest loop under a causal mask: the first tile of queries, or the last tile of keys.
+        Tiles end where a long document ends, because a tile of two documents would loop over the history of both. Between two
+        ends, one tile may have fewer rows: the one with the shortest loop under a causal mask, which is the first tile of
+        queries, or the last tile of keys.
 
         Args:
             rows: the maximal number of rows of a tile.
@@ -142,9 +138,8 @@ class Intervals:
 
         Returns:
             int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, the number of
-                all masked steps. The tiles with the longest loops come first. Missing tiles of a batch entry are zeros.
+                all masked steps. The longest loops come first. Missing tiles of a batch entry are zeros.
         """
-        # `prepare` calls this method with the arguments from the key.
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
             table = self._tiles_on_host(rows, step, split_documents, aligned)
@@ -192,15 +187,12 @@ class Intervals:
         """Assign the tiles of all heads to programs with `tile_scheduler.assign_work_tiles`.
 
         Args:
-            rows, step: as for `tiles`.
-            batch: the number of batch entries.
-            heads: the number of heads of a batch entry.
-            num_head_groups: the number of head groups, which are processed one after another, so that their operands stay in
-                the L2 cache.
+            rows, step, aligned: as for `tiles`. In the backward, `aligned` is always true.
+            batch, heads: the numbers of batch entries, and of heads of each.
+            num_head_groups: the head groups are processed one after another, so that their operands stay in the L2 cache.
             programs: the maximal number of programs.
             skip_empty: whether to leave out tiles in which all intervals are empty.
             group: None in the forward. In the backward, the number of query heads per key head, each of which needs all steps.
-            aligned: whether every loop begins at a multiple of `step`, as always in the backward.
 
         Returns:
             int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.
@@ -222,10 +214,10 @@ class Intervals:
         return self._tables[key]
 
     def ordered_work_tiles(self, rows, step, batch, heads, heads_per_group, programs, group) -> Tensor:
-        """Assign the tiles of all heads to programs such that dq can be summed in a fixed order.
+        """Do the same as `work_tiles` such that dq can be summed in a fixed order, with at least `heads_per_group` heads per
+        group.
 
-        The arguments are those of `work_tiles`, but `heads_per_group` is the minimal number of heads in a head group. Return
-        int32 (n, programs, 12), on the device, see `tile_order.order_work_tiles`.
+        Return int32 (n, programs, 12), see `tile_order.order_work_tiles`.
         """
         key = "ordered_work_tiles", rows, step, batch, heads, heads_per_group, programs, group
         if key not in self._tables:
@@ -248,8 +240,8 @@ class Intervals:
             return self.batch, tiles, 6
         # Both other methods have `programs` at the same place.
         batch, heads, _, programs, *_ = arguments
-        # A few more work tiles per program than necessary allow an assignment that balances the load. The last wave may be
-        # split, and the last row of a table is empty.
+        # A few more work tiles per program than necessary balance the load. The last wave may be split, and the last row of a
+        # table is empty.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -259,8 +251,6 @@ class Intervals:
 
 
 class TableRequests(NamedTuple):
-    """The tables that kernels have requested from a mask."""
-
     tables: tuple[tuple, ...]  # the names and the arguments of the methods that computed the tables
     transposed: "TableRequests | None"  # the tables of the transposed mask; None if it was not used
 
@@ -274,7 +264,6 @@ def _restore(
     tables: dict,
     transposed: Intervals | None,
 ) -> Intervals:
-    """See `Intervals.__reduce__`."""
     intervals = Intervals._create(tuple(map(torch.from_numpy, host)), num_keys, "cpu", wait, of_keys, is_replaced)
     intervals._tables.update({key: torch.from_numpy(table) for key, table in tables.items()})
     if transposed is not None:
@@ -283,7 +272,6 @@ def _restore(
 
 
 def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]:
-    """Return copies of masks with all their tables on `device`, after a single transfer."""
     tensors = [x for side in sides(masks) for x in (*side.host, *side._tables.values())]
     flat = torch.empty(packed_size(x.shape for x in tensors), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     for part, x in zip(unpack(flat, [x.shape for x in tensors]), tensors, strict=True):
@@ -297,7 +285,6 @@ def sides(masks: Sequence[Intervals]) -> list[Intervals]:
 
 
 def packed_size(shapes: Iterable[Sequence[int]]) -> int:
-    """Return the number of elements of the memory that `unpack` divides."""
     return sum(-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
 
 
@@ -308,9 +295,7 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of masks whose bounds and tables are the given tensors, in the order of `sides`, with or without bounds on
-    the CPU.
-    """
+    """Return copies of masks whose bounds and tables are the given tensors, in the order of `sides`."""
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:
@@ -329,10 +314,9 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 
 
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Transpose a mask: key j may be attended to by the queries [query_lo[j], query_hi[j]).
+    """Return the queries [query_lo[j], query_hi[j]) that may attend to each key j, int32 (B or 1, Nk).
 
-    lo and hi never decrease, so the queries with hi > j are the last queries, and those with lo <= j are the first queries. The
-    result is int32 (B or 1, Nk). A key to which no query attends has query_lo >= query_hi.
+    The queries with hi > j are the last ones, and those with lo <= j are the first ones.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
@@ -347,17 +331,12 @@ def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
 
 
 def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
-    """Return the mask as bool (B or 1, Nq, Nk), for the reference and tests."""
     keys = torch.arange(num_keys, device=lo.device)
     return (lo[..., None] <= keys) & (keys < hi[..., None])
 
 
 def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
-    """Copy a CPU tensor to `device`.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured. Its replays would copy from memory that has been freed by then.
-    """
+    """Copy a CPU tensor to `device`. Replays of a CUDA graph would copy from memory that has been freed by then."""
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:

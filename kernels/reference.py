@@ -1,21 +1,21 @@
 """Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
-B is the batch size, Nq and Nk are the numbers of queries and keys, and Hq and Hkv those of query heads and key heads. Hkv
-divides Hq, and query head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that of v:
+B is the batch size, Nq and Nk are the numbers of queries and keys, and Hq and Hkv those of query heads and key heads. Query
+head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
     intervals                                                      the mask, see `ringattn.kernels.interval_mask`
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-The state (m, l, o) of a query depends on the keys that it has seen so far. If s = scale * q k^T are their scores, m is the
-maximum of s, l is sum exp(s - m), and o is sum exp(s - m) v. A query that has not attended to any key has the empty state
-(-inf, 0, 0), the output 0 and the lse -inf. In a state of the Hopper kernels, m may differ from the maximum of the scores. l
-and o are then relative to this m and represent the same sums.
+The state of a query depends on the keys that it has seen so far. If s = scale * q k^T are their scores, m is the maximum of s,
+l is sum exp(s - m), and o is sum exp(s - m) v. A query that has not attended to any key has the empty state (-inf, 0, 0), the
+output 0 and the lse -inf. In a state of the Hopper kernels, m may differ from the maximum of the scores. l and o are then
+relative to this m.
 
-Three options apply to `forward` and `backward`. `dropout` drops probabilities: o is then a sum over the kept ones only, which
-are scaled, whereas m, l and lse do not change. `blocks` masks pairs of a block of queries and a block of keys. With `precision`
-"tf32" instead of "ieee", the Triton kernels may round the operands of fp32 products to 11 bits of mantissa.
+`dropout` drops probabilities: o is then a sum over the kept ones only, which are scaled, whereas m, l and lse do not change.
+`blocks` masks pairs of a block of queries and a block of keys. With `precision` "tf32" instead of "ieee", the Triton kernels
+may round the operands of fp32 products to 11 bits of mantissa.
 
 Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """
@@ -39,7 +39,7 @@ Delta = Tensor | tuple[Tensor, Tensor | None]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states, lse and gradient accumulators for inputs of `dtype`: fp32, or fp64 for fp64."""
+    """Return the dtype of states, lse and gradient accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -53,7 +53,7 @@ def _with_exact_products(function: Callable) -> Callable:
 
 
 def empty_state(q: Tensor, value_dim: int) -> State:
-    """Return the state (-inf, 0, 0) of queries q (B, Nq, Hq, D) that have not attended to any key."""
+    """Return the state (-inf, 0, 0) of queries q that have not attended to any key."""
     dtype = state_dtype(q.dtype)
     m = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     return m, torch.zeros_like(m), torch.zeros(*q.shape[:3], value_dim, dtype=dtype, device=q.device)
@@ -74,11 +74,10 @@ def merge(a: State, b: State) -> State:
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Merge the partial states of some tokens into a state, in place.
+    """Merge the partial states of some tokens into `base` (m, l, o), in place.
 
     Args:
-        base: (m, l, o) of N tokens. It is overwritten.
-        parts: pairs (first, state). The state covers n tokens, and is merged into the tokens [first, first + n) of `base`.
+        parts: pairs (first, state). The state covers n tokens, and is merged into the tokens [first, first + n).
         dtype: None to return `base`, or the dtype of `out` to return (out, lse) as `finalize`.
     """
     for first, part in parts:
@@ -152,7 +151,6 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
             tensors are contiguous.
     """
     scores = _scores(q, k, intervals, scale, blocks)
-    # `amax` raises an error for an empty dimension.
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
     else:
@@ -172,21 +170,19 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
     The cache may have more rows than keys. The values of rows that no query attends to must be finite.
 
     Args:
-        q: (B, Nq, Hq, D), with any strides.
+        q, scale: as for `forward`.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
         lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]), limited to [0,
             Nk). Both must never decrease from one query to the next.
-        scale: multiplies the scores before the softmax, usually D ** -0.5.
         final: whether to return the output instead of the state.
         sinks: int32 (1 or B,), on q's device, or None. Query i also attends to those of the first `sinks` keys that come before
-            hi[i]. Models with a sliding window need these attention sinks (Xiao et al. 2023) in long texts.
-        page_table: int32 (B, pages), on q's device, or None. With a page table, k and v have the shapes (pages, page size, Hkv,
-            D) and (pages, page size, Hkv, Dv). Row i of batch entry b is row i % page_size of page page_table[b, i //
-            page_size].
+            hi[i] (attention sinks, Xiao et al. 2023).
+        page_table: int32 (B, pages), on q's device, or None. With a page table, k and v are (pages, page size, Hkv, D) and
+            (pages, page size, Hkv, Dv), and row i of entry b is row i % page_size of page page_table[b, i // page_size].
         forward: the function that computes attention under intervals, with the arguments of `forward` of this module.
 
     Returns:
-        The state (m, l, o) of the queries, contiguous. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
+        The state (m, l, o), contiguous, or out (B, Nq, Hq, Dv) in q's dtype.
     """
     if page_table is not None:
         k, v = (_gather_pages(x, page_table, hi) for x in (k, v))
@@ -194,7 +190,6 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
     lo, hi = (x.cpu().clamp(0, num_keys) for x in (lo, hi))
     state = forward(q, k, v, Intervals.of(lo, hi, num_keys, q.device), scale)
     if sinks is not None:
-        # The sinks inside the interval must not be counted twice.
         end = torch.minimum(torch.minimum(lo, hi), sinks.cpu().clamp(min=0)[:, None])
         state = merge(state, forward(q, k, v, Intervals.of(torch.zeros_like(end), end, num_keys, q.device), scale))
     return finalize(state, q.dtype)[0] if final else state
@@ -226,19 +221,18 @@ def backward(
     """Compute the gradients of one block of queries and one block of keys. Probabilities are recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
-    With dropout, the p in dv and the product dout v^T are dropped and scaled, whereas delta and lse do not change.
+    With dropout, the p in dv and the product dout v^T are dropped and scaled.
 
     Args:
         q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq), computed by `row_delta`.
-        dq, dk, dv: accumulators with the shapes of q, k and v in the dtype of states, contiguous. The gradients are added to
-            these tensors. For None, a new contiguous tensor is returned.
+        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added, or None for new tensors.
         grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
 
     Returns:
-        (dq, dk, dv): the accumulators, or new tensors.
+        (dq, dk, dv): the accumulators, or new contiguous tensors.
     """
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
@@ -259,11 +253,10 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add the partial gradients of other ranks to this rank's own gradient, and round the sum once, to `dtype`.
+    """Add the partial gradients of other ranks to this rank's `base` (B, N, H, D), and round the sum once, to `dtype`.
 
-    Args:
-        base: (B, N, H, D) in the dtype of states, contiguous. Its memory may be overwritten.
-        parts: pairs (first, x). x (B, n, H, D) is contiguous, and is added to the tokens [first, first + n) of `base`.
+    `base` is in the dtype of states, and may be overwritten. `parts` are pairs (first, x), where x (B, n, H, D) is added to the
+    tokens [first, first + n) of `base`. All are contiguous.
     """
     for first, x in parts:
         base[:, first : first + x.shape[1]] += x

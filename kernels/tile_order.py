@@ -1,37 +1,32 @@
 """The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
 
-A work tile is a tile of keys of one head. It visits the query tiles that see its keys, and adds its dQ to each of them. dq is
-deterministic if the work tiles that contribute to a query do so in a fixed order. Two work tiles with no query in common need
-no order, even if they visit the same query tile, because each adds only zeros to the queries of the other.
+A work tile is a tile of keys of one head. It visits the query tiles that see its keys, and adds its dQ to each of them. The
+order matters only for two work tiles that have a query in common. The bounds of an interval mask never decrease, so it suffices
+to order neighbours. One of them is the predecessor of the other: in every query tile that both visit, it comes first. A chain
+is a longest sequence of work tiles of one head, each with a query in common with the next one, for example a long document:
 
-The bounds of an interval mask never decrease, so the work tiles that contribute to a query are neighbours, and it suffices to
-order every two neighbours that have a query in common. One of them is the predecessor of the other: in every query tile that
-both visit, it comes first. A chain is a longest possible sequence of work tiles of one head, each with a query in common with
-the next one, for example a long document. A chain has a direction:
+- **Forwards:** from the last keys to the first. Every work tile visits its query tiles from the first to the last. Under a
+causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
+- **Backwards:** from the first keys to the last. Every work tile visits its query tiles from the last to the first. Under a
+causal mask, the longest loops come first.
 
-- **Forwards:** The order is from the last keys to the first. Every work tile visits its query tiles from the first to the last.
-Under a causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
-- **Backwards:** The order is from the first keys to the last. Every work tile visits its query tiles from the last to the
-first. Under a causal mask, the longest loops come first.
+Under a causal mask without documents, the directions alternate from head group to head group. In a forwards group, short work
+tiles end first, so the long work tiles of the next group start one after another, each at a distance from its predecessor, and
+all programs end at nearly the same time.
 
-Under a causal mask without documents, the directions alternate from head group to head group. In a head group that is computed
-forwards, short work tiles end first, so the long work tiles of the next head group, which is computed backwards, start one
-after another, each at a distance from its predecessor. In addition, all programs end at nearly the same time.
-
-All programs together compute the work tiles in one order, in which every predecessor comes first, so a work tile never waits
-for a later one. If `ringattn.kernels.tile_scheduler` moves a work tile forward, it also moves those that this one waits for.
+All programs together compute the work tiles in one order, in which every predecessor comes first. If `tile_scheduler` moves a
+work tile forward, it also moves those that this one waits for.
 """
 
 import torch
 from torch import Tensor
 
 # With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less. With fewer, the
-# operands and the sums of dq stay in the L2 cache. If the directions alternate, the heads of a group have at most
-# ALTERNATING_TILES query tiles, so that neighbours start about four steps apart.
+# operands and the sums of dq stay in the L2 cache. With at most ALTERNATING_TILES query tiles per group, neighbours start about
+# four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
-# The number of columns of the table.
 NUM_COLUMNS = 12
 
 
@@ -44,17 +39,15 @@ def order_work_tiles(
     Args:
         tiles: int32 (B or 1, T, 6) from `Intervals.tiles` of a transposed mask. Every loop begins at a multiple of `step`.
         bounds: lo and hi of every key, int32 (B or 1, Nk), on the CPU.
-        batch, heads: number of batch entries, and number of key heads of a batch entry.
+        heads: number of key heads of a batch entry.
         heads_per_group: the minimal number of key heads in a head group.
-        programs: the maximal number of programs.
         group: number of query heads per key head.
         step: number of queries per query tile.
 
     Returns:
-        int32 (N, 12), without tiles that have no steps: first key, end of the keys, first query of the first step, 0,
-            num_unmasked, num_masked, head, batch entry, direction (1 forwards, -1 backwards), number in the order, number of
-            the predecessor, and the number of steps before the first query tile that the predecessor also visits, or all steps
-            without a predecessor.
+        int32 (N, 12): first key, end of the keys, first query of the first step, 0, num_unmasked, num_masked, head, batch
+            entry, direction (1 or -1), number in the order, number of the predecessor, and the steps before the first query
+            tile that the predecessor also visits (all steps without a predecessor).
     """
     tiles, exists = _sort_by_keys(tiles)
     if not exists.any():
@@ -76,7 +69,6 @@ def order_work_tiles(
     # If every program has at most one work tile, all start at the same time. A chain that runs forwards is then staggered.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
-    # Both directions of every mask: (2, masks, T, ...).
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
     rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
     # Heads of the same group take turns.
@@ -106,8 +98,8 @@ def predecessors(work_tiles: Tensor) -> Tensor:
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) by their first key, with those without steps at the end. Return (tiles in int64, mask of those
-    with steps).
+    """Sort the tiles (B, T, 6) by their first key, with those without steps at the end. Return (tiles, mask of those with
+    steps).
     """
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
@@ -130,14 +122,13 @@ def _order_chains(
     """Order the tiles of a head in one direction, 1 forwards or -1 backwards.
 
     Args:
-        tiles, exists: from `_sort_by_keys`.
         begin, stop: (B, T), the query tiles [begin, stop) that each tile visits.
         linked: from `_find_links`.
 
     Returns:
         rank: (B, T), the place of each tile in the order. Tiles that do not exist come last.
-        columns: (B, T, 3): the first query tile, the index of the predecessor in `tiles`, and the number of steps before the
-            first query tile that the predecessor also visits.
+        columns: (B, T, 3): the first query tile, the index of the predecessor in `tiles`, and the steps before the first query
+            tile that the predecessor also visits.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin
@@ -163,6 +154,6 @@ def _order_chains(
 
 
 def _reduce(values: Tensor, chain: Tensor, operation: str) -> Tensor:
-    """Reduce the values (B, T) of every chain, and return the result for each of its tiles."""
+    """Reduce the values (B, T) of every chain."""
     reduced = torch.zeros_like(values).scatter_reduce(1, chain, values, operation, include_self=False)
     return reduced.gather(1, chain)

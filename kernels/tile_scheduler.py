@@ -1,10 +1,8 @@
 """Compute the tables of tiles on the host, once per mask: the rows of every tile, its loop over columns, and its program.
 
-Rows and columns are as in `ringattn.kernels.interval_mask`. The rows of all batch entries are numbered consecutively: row i of
-entry b has the number b * N + i. All arrays are numpy arrays, which have less overhead than torch for many small operations.
-
-An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked, num_masked), as `Intervals.tiles` explains. A work
-tile is a tile of one head, whose entry also has the head and the batch entry.
+Row i of batch entry b has the number b * N + i. An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked,
+num_masked), as `Intervals.tiles` explains. A work tile is a tile of one head, whose entry also has the head and the batch
+entry. numpy has less overhead than torch for many small operations.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -26,8 +24,6 @@ CONSUMER_ROWS = 64
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
     """Split the rows into pieces at every row whose bound (B, N) exceeds the previous one by at least `jump`, and at batch
     entries.
-
-    Return the first rows and the ends of the pieces.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -36,11 +32,10 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 
 
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
-    """Split pieces of rows [start, stop) into tiles of `rows` rows. Return the (first, end) of all tiles.
+    """Split pieces of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    If a tile of a piece has fewer rows, it is the first one with `from_end`, and otherwise the last one.
+    If a tile of a piece has fewer than `rows` rows, it is the first one with `from_end`, and otherwise the last one.
     """
-    # `piece` and `index` are the piece of each tile, and its index in the piece.
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
     start, stop = start[piece], stop[piece]
@@ -67,19 +62,14 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
 
 
 def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: int, num_rows: int) -> ndarray:
-    """Sort the tiles of each batch entry by the length of their loops, longest first, and return one table of all tiles.
+    """Sort the tiles of each batch entry by the length of their loops, longest first.
 
-    Args:
-        first, end: the rows of every tile, numbered consecutively over the batch.
-        loops: from `tile_loops`.
-        batch, num_rows: the number of batch entries, and the number of rows of each entry.
-
-    Returns:
-        int32 (batch, T, 6), in which first and end are relative to the batch entry. Missing tiles are zeros.
+    `first` and `end` are numbered consecutively over the batch. Return int32 (batch, T, 6), in which they are relative to the
+    batch entry. Missing tiles are zeros.
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # np.lexsort is stable and sorts by its last key first.
+    # np.lexsort sorts by its last key first.
     order = np.lexsort((-(num_unmasked + num_masked), entry))
     tiles = np.stack((first - entry * num_rows, end - entry * num_rows, *loops), 1, dtype=np.int32, casting="same_kind")[order]
     entry, index = _enumerate(np.bincount(entry, minlength=batch))
@@ -91,16 +81,14 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
 def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
     """Return the work tiles of all heads, int32 (N, 8), in the order in which they should start.
 
-    The heads of the whole batch are split into groups of nearly equal size. The groups start one after another, so that the
-    operands of a group stay in the L2 cache. Within a group, work tiles with the longest loops start first. `tiles` (B, T, 6)
-    comes from `tile_table`, whose padding is removed.
+    The heads of the whole batch are split into groups of nearly equal size, which start one after another, so that their
+    operands stay in the L2 cache. Within a group, work tiles with the longest loops start first.
     """
     batch, num_tiles = tiles.shape[:2]
     all_heads = np.arange(batch * heads)
     work_tiles = np.empty((batch * heads, num_tiles, 8), dtype=np.int32)
     work_tiles[..., :6] = tiles[all_heads // heads]
     work_tiles[..., 6], work_tiles[..., 7] = (all_heads % heads)[:, None], (all_heads // heads)[:, None]
-    # Heads of the same group keep their order.
     rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + np.arange(num_tiles)
     work_tiles = work_tiles.reshape(-1, 8)[rank.ravel().argsort(kind="stable")]
     return work_tiles[work_tiles[:, 0] < work_tiles[:, 1]]
@@ -109,7 +97,7 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
     """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave.
 
-    Each work tile (N, 8) has at most `rows` rows, a multiple of CONSUMER_ROWS. Its second part has at most CONSUMER_ROWS.
+    The second part of at most `rows` rows has at most CONSUMER_ROWS.
     """
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
@@ -134,8 +122,7 @@ def backward_times(work_tiles: ndarray, group: int) -> ndarray:
 
 
 def most_tiles(num_rows: int, num_columns: int, rows: int, jump: int) -> int:
-    """Return an upper bound on the number of tiles of a batch entry with the arguments of the functions above."""
-    # Every piece has at most one smaller tile.
+    """Return an upper bound on the number of tiles of a batch entry."""
     return num_rows // rows + 1 + num_columns // jump
 
 
@@ -144,15 +131,13 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
-    In rotation, some programs would get a seventh more than their share, because every head group starts with its longest
-    loops. With packed documents, the longest work tiles of the last head groups would still start too late, so they are moved
-    forward.
+    In rotation, some programs would get a seventh more than their share. With packed documents, the longest work tiles of the
+    last head groups would start too late, so they are moved forward.
 
     Args:
         work_tiles: int32 (N, c).
         times: integers (N,), the estimated time of each work tile in any unit.
-        programs: the maximal number of programs.
-        predecessors: integers (N,), the index of an earlier work tile that must stay in front, or -1. With None, every order is
+        predecessors: integers (N,), the index of an earlier work tile that must stay in front, or -1; None if every order is
             allowed.
         limit: the maximal number of work tiles of a program, at least N / programs; None for no limit.
 
@@ -183,11 +168,10 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
 
     Return the programs and the latest end time.
     """
-    # A heap of plain integers is the fastest: (work so far) * programs + (index of the program).
+    # Integers (work so far) * programs + (index of the program) make the fastest heap.
     heap = list(range(programs))
     steps = (times.astype(np.int64) * programs).tolist()
     if limit is None:
-        # heapreplace returns the smallest element, and replaces it.
         least = [heapreplace(heap, heap[0] + time) for time in steps]
         return np.array(least) % programs, max(heap) // programs
     least, counts, end = [], [0] * programs, 0
@@ -203,8 +187,8 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
     """Order work tiles by their start times, and move a work tile forward if it would end too late.
 
-    The start time is that in the given order, or the one with which the work tile ends at (1 - MARGIN) times the mean time of
-    all programs, if that is earlier. A predecessor starts no later than the work tiles that follow it.
+    It then ends at (1 - MARGIN) times the mean time of all programs. A predecessor starts no later than the work tiles that
+    follow it.
     """
     times = times.astype(np.int64)
     in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)
@@ -222,7 +206,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Return, for every element of lists with counts[i] elements, the number of its list and its index in it."""
+    """Return the list of every element of lists with counts[i] elements, and its index in it."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

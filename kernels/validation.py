@@ -23,7 +23,6 @@ from ringattn.kernels.fp8 import BLOCK, DTYPE, QuantizedRows, QuantizedValues, n
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import State, state_dtype
 
-# The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
 
 # A tile of keys has at least 16 rows, and must not cross pages.

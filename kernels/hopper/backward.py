@@ -68,7 +68,6 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def queries(self) -> int:
-        """The queries per step."""
         return 64 if self.dim == 128 else 128
 
     @property
@@ -143,7 +142,6 @@ class WideConfig:
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
 
 
-# By the padded head dims (D, Dv).
 WIDE_TILES = {
     (256, 256): dict(
         part=128, value_part=128, queries=64, q_slots=5, dout_slots=4, p_slots=2, k_slots=4, v_slots=2,
@@ -191,8 +189,6 @@ def incremental(
 
 
 class _Backward:
-    """The operands, which are prepared once, before the first block of keys."""
-
     def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool) -> None:
         self._queries, self._scale, self._shares_sms = (q, dout, lse, delta), float(scale), shares_sms
         self._packed: tuple[Tensor, Tensor] | None = None  # the results of the kernel that prepares the queries
@@ -253,7 +249,6 @@ class NarrowBackward(_Backward):
         return tuple(grads)
 
     def finish(self, dq: Tensor | None = None, grad_dtype: torch.dtype | None = None) -> Tensor:
-        """Return dq, summed over all blocks, or add it to an accumulator."""
         q = self._queries[0]
         if self._packed is None:
             return torch.zeros_like(q, dtype=grad_dtype) if dq is None else dq
@@ -286,7 +281,6 @@ class WideBackward(_Backward):
     def compute(
         self, k: Tensor, v: Tensor, intervals: Intervals, given: Accumulators, grad_dtype: torch.dtype | None
     ) -> Gradients:
-        """Do the same as `NarrowBackward.compute`."""
         q, dout, lse, delta = self._queries
         add = tuple(x is not None for x in given)
         config = configure((q.shape[3], v.shape[3]), (q.shape[2], k.shape[2]), add)
@@ -364,7 +358,6 @@ def _scratch_descriptors(num_head_tiles: int, config: NarrowConfig) -> list[Tens
 
 
 def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config: WideConfig) -> list[TensorDescriptor]:
-    """Return the TMA descriptors of q, k, v and dout for parts of tiles with these numbers of rows."""
     columns = config.part, config.part, config.value_part, config.value_part
     return [hopper_common.tma_descriptor(x, *block) for x, *block in zip(tensors, rows, columns, strict=True)]
 
@@ -396,7 +389,6 @@ def _heads_per_group(num_queries: int) -> int:
 
 
 def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: NarrowConfig) -> tuple[Tensor, Tensor]:
-    """Return (scalars, dq_sums) of `_prepare_kernel`."""
     batch, num_queries, num_heads, _ = q.shape
     num_tiles = -(-num_queries // config.queries)
     num_head_tiles = batch * num_heads * num_tiles

@@ -9,10 +9,8 @@ from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 # A lo that is larger than all queries, for keys that do not exist.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
-# Registers per thread of a consumer.
 CONSUMER_REGISTERS = gl.constexpr(240)
 
-# The layout of lse and delta in shared memory.
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -41,7 +39,6 @@ def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS
     """
     SCORES: gl.constexpr = accumulator_layout(COLUMNS)
     lo, hi, num_own = row_bounds
-    # Load the bounds only in steps that need a mask.
     if is_masked:
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         column = start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))[None, :]
@@ -60,7 +57,6 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
-    # One mask may serve all batch entries.
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
     # Bounds never decrease from key to key, so the last key has the largest lo, and the first key the smallest hi.
     whole = own + ROWS <= end

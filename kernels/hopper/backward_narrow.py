@@ -77,13 +77,11 @@ from ringattn.kernels.hopper.common import (
 from ringattn.kernels.hopper.dq_order import WRITER_REGISTERS, take_number, write_in_order
 from ringattn.kernels.triton.common import load_tile
 
-# Keys of a work tile, 64 per consumer.
 KEYS = gl.constexpr(128)
 
 # Stages of Q, dO and dS. The other stage is computed as `stage ^ 1`.
 STAGES = gl.constexpr(2)
 
-# Slots of K, for the keys of two consecutive work tiles.
 KEY_SLOTS = gl.constexpr(2)
 
 # The spare chunk lies in front of the sums of dq. It receives the first dQ of every program and is never read.
@@ -92,10 +90,7 @@ SPARE_CHUNK = gl.constexpr(0)
 
 @gluon.constexpr_function
 def dq_columns(config, consumer: int) -> int:
-    """Return the number of columns of a chunk of dQ that a consumer computes.
-
-    With 96 columns, the last 32 columns of the second consumer's chunk are zeros, which are neither computed nor added.
-    """
+    """Return the columns of a chunk of dQ that a consumer computes. With 96 columns, 32 of the second chunk are zeros."""
     return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
 
 
@@ -104,8 +99,8 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
     """Return the layout of dQ (64, columns) in shared memory, which is the order of its elements in a warpgroup's registers.
 
     In every 8 columns, a thread has four numbers, and those of the next thread follow, so the stores have no bank conflicts.
-    Basis vector i is the (row, column) of the element at offset 2**i. TMA's 128-byte swizzle replaces bits 2 to 4 of an offset
-    by their exclusive or with bits 5 to 7. This layout does the same, so that TMA restores register order in global memory.
+    Basis vector i is the (row, column) of the element at offset 2**i. TMA's 128-byte swizzle, which replaces bits 2 to 4 of an
+    offset by their exclusive or with bits 5 to 7, cancels the swizzle of this layout.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -130,23 +125,18 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     first, end, loop = load_tile(entry)
     begin, _, num_unmasked, num_masked = loop
     head, batch = gl.load(entry + 6), gl.load(entry + 7)
-    # This removes a test in front of the loops. The number is never 0.
     num_steps = gl.maximum(num_unmasked + num_masked, 1)
     return batch, head, first, end, begin // CONFIG.queries, num_steps, direction
 
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the previous step. `stage` and `phase` are those of the current step.
-
-    The previous step uses the other stage, with the same phase if the current stage is 1.
-    """
+    """Wait until both consumers have finished the step before the one with `stage` and `phase`, which uses the other stage."""
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
 @gluon.jit
 def _expect_bytes(full, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr, more):
-    """Make the barrier expect BYTES, or BYTES + MORE_BYTES if `more` is true."""
     mbarrier.expect(full, BYTES, pred=~more)
     mbarrier.expect(full, BYTES + MORE_BYTES, pred=more)
 
@@ -207,7 +197,6 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return `load_key_bounds` of this consumer's keys."""
     batch, _, first, end, _, _, _ = work_tile
     return load_key_bounds(batch, first + CONSUMER * ROWS, end, bounds, sizes, CONFIG.queries)
 
@@ -249,7 +238,6 @@ def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CON
     """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, the writer of this stage adds the chunk."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
-    # TMA accesses shared memory through another proxy.
     fence_async_shared()
     if CONFIG.deterministic:
         mbarrier.arrive(staging[2].index(2 * CONSUMER + stage), count=1)
@@ -271,8 +259,7 @@ def _step(
         dq_sums: TMA descriptors of the sums of dq, one per consumer.
         key_bounds: from `load_key_bounds`.
         start: the first query of the step.
-        slot, previous_slot: the slots of the keys of this and of the previous step.
-        previous_chunk: the chunk to which the dQ of the previous step is added.
+        previous_chunk: the chunk of the dQ of the previous step.
     """
     QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
@@ -291,7 +278,6 @@ def _step(
     if CONFIG.keeps_operands:
         value = first_value, value[1]
     dp = multiply_rows(value, dout, CONFIG.columns)
-    # Wait only until S is complete, so that dP runs during the exponentials.
     scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
     lse = row_scalars.index(stage).slice(0, QUERIES).load(BY_QUERY)
     row_bounds, first_unmasked, last_unmasked = key_bounds
@@ -313,7 +299,6 @@ def _step(
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
-    # Wait until only the product for dK is in flight, during which dQ is sent.
     pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
     grad_v, grad_q = pending[:-1], pending[-1]
     if CONFIG.deterministic:
@@ -347,9 +332,9 @@ def _compute_work_tile(
     work_tile, key_bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, whose keys are in `slot`. The other arguments are those of `_step`.
+    """Compute all steps of a work tile, whose keys are in `slot`, except for the dQ of the last step.
 
-    Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase). The dQ of the last step is not computed yet.
+    Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase).
     """
     batch, key_head, _first, _end, begin, num_steps, direction = work_tile
     grad_k = zero_parts(CONFIG.columns)
@@ -392,7 +377,6 @@ def _compute_work_tile(
 
 @gluon.jit
 def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a consumer partition, which computes dk and dv of 64 keys of every work tile."""
     bounds, work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
     _num_masks, num_tiles, num_keys = sizes
     _queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
@@ -414,7 +398,6 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
-        # Load the next work tile before the gradients are written.
         work_tile = _load_work_tile(work_tiles, index, CONFIG)
         key_bounds = _load_own_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
@@ -422,7 +405,6 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         grad_v, grad_k = join_parts(grad_v, CONFIG.columns), join_parts(grad_k, CONFIG.columns) * scale
         _write_gradient(dv, grad_v, own_staging, row_range, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
         _write_gradient(dk, grad_k, own_staging, row_range, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
-    # Compute and send the dQ of the last step.
     _wait_for_previous_step(empty, stage, phase)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
@@ -436,10 +418,10 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write a tile (64, dim) of dk or dv, or add it, to contiguous grads (B, num_keys, Hkv, COLUMNS).
-
-    `row_range` is (batch entry, key head, first key of the consumer, end). The unused chunk `staging` rearranges 16-bit
+    """Write or add a tile (64, dim) to grads (B, num_keys, Hkv, COLUMNS). The unused chunk `staging` rearranges 16-bit
     gradients.
+
+    `row_range` is (batch entry, key head, first key of the consumer, end).
     """
     batch, key_head, own, end = row_range
     NUM_KEY_HEADS: gl.constexpr = CONFIG.num_heads // CONFIG.group
@@ -453,7 +435,6 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     tile = tile.to(dtype)
     if dtype != gl.float32:
         MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
-        # The view covers the whole chunk. If DIM is 64, the rows need only half of it.
         in_order = hopper_common.reinterpret(staging, dtype, [2 * ROWS * CONFIG.chunk_columns // DIM, DIM], MATRIX)
         in_order = in_order.slice(0, ROWS)
         in_order.store(tile)
@@ -463,7 +444,6 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
 
 @gluon.jit
 def _allocate_staging(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Allocate a chunk. Its first entry (64, n) holds the consumer's dQ."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     return gl.allocate_shared_memory(
         gl.float32, [CONFIG.chunk_columns // COLUMNS, ROWS, COLUMNS], staging_layout(COLUMNS)
@@ -479,12 +459,12 @@ def _main_kernel(
 
     Args:
         q, k, v, dout, scalars: TMA descriptors. `_prepare_kernel` writes the scalars.
-        first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each of the two consumers.
-        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), written or added to.
+        first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each consumer.
+        dk, dv: written or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
-        work_tiles: (n, programs, 8) from `Intervals.work_tiles`, or (n, programs, 12) from `Intervals.ordered_work_tiles`.
+        work_tiles: from `Intervals.work_tiles` or `Intervals.ordered_work_tiles`.
         progress: zeros, int32, `HEADER` and two numbers per work tile, or None if dq has no fixed order.
-        num_masks, num_tiles, num_keys: 1 or B, the query tiles of a head, and Nk.
+        num_tiles: the query tiles of a head.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries

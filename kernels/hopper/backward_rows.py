@@ -1,9 +1,7 @@
 """The Triton kernels before and after the main kernels of the Hopper backward.
 
-`_prepare_kernel` and `_prepare_wide_kernel` bring lse and delta into the order in which the main kernels load them. If delta is
-not given, they compute it from out, dout and dlse. A query that sees no key or does not exist gets lse = inf. Its probabilities
-exp2(s - inf) are then 0 for every finite score s, so the main kernels need no mask for such a query. `_finish_kernel` brings
-the sums of dq into row order.
+A query that sees no key or does not exist gets lse = inf. Its probabilities exp2(s - inf) are then 0 for every finite score s,
+so the main kernels need no mask for it.
 """
 
 import triton
@@ -14,7 +12,6 @@ from ringattn.kernels.hopper.backward_narrow import KEYS, SPARE_CHUNK
 from ringattn.kernels.hopper.common import LOG2_E, ROWS
 from ringattn.kernels.triton import common as triton_common
 
-# The number of rows that a program of `_prepare_wide_kernel` prepares.
 PREPARED_ROWS = gl.constexpr(32)
 
 
@@ -25,13 +22,10 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     Args:
         lse: (B, Nq, Hq).
         delta: (B, Nq, Hq), or None to compute delta from out, dout and dlse.
-        out, dout: (B, Nq, Hq, Dv), or None.
-        dlse: (B, Nq, Hq), or None.
+        out, dout, dlse: (B, Nq, Hq, Dv) and (B, Nq, Hq), or None.
         scalars: (B * Hq * num_tiles, 2, queries), written.
-        dq_sums: the spare chunk, which is not written, followed by the sums (B * Hq * num_tiles, queries * dim), of which the
-            first `CONFIG.used_size` of each query tile are set to zero.
+        dq_sums: the spare chunk, which is not written, and the sums (B * Hq * num_tiles, queries * dim).
         num_tiles: number of query tiles of a head.
-        num_queries: Nq.
     """
     program = tl.program_id(0)
     tile, pair = program % num_tiles, program // num_tiles

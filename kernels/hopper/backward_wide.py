@@ -82,7 +82,6 @@ def _release(empty, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _load_part(tensor, coordinates, part, full, tile):
-    """Start to load part number `part` of a tile of rows."""
     batch, row, head = coordinates
     COLUMNS: gl.constexpr = tensor.block_type.shape[3]
     tma_load(tensor, [batch, row, head, part * COLUMNS], full, tile_view(tile, tensor))
@@ -97,7 +96,6 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_into_ring(tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Load the tile of a step into a ring."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -165,7 +163,6 @@ def _wait_for_sums(pending, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _zero_sums(COLUMNS: gl.constexpr, PARTS: gl.constexpr):
-    """Return a gradient (64, PARTS * COLUMNS) of zeros as a tuple of parts."""
     sums = ()
     for _part in gl.static_range(PARTS):
         sums = sums + (gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS)),)
@@ -174,7 +171,6 @@ def _zero_sums(COLUMNS: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def _as_left(tile, COLUMNS: gl.constexpr):
-    """Return a tile (64, K) as the left operand of a product (64, COLUMNS)."""
     return gl.convert_layout(tile, gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(COLUMNS), k_width=2))
 
 
@@ -210,7 +206,6 @@ def _query_loop(loop):
 
 @gluon.jit
 def _produce_queries(arguments, CONFIG: gl.constexpr):
-    """Run the producer of the kernel for dk and dv, which is a single warp."""
     descriptors, work_tiles, num_tiles, buffers, barriers, rings = arguments
     q, k, v, dout, log2_lse, row_delta = descriptors
     keys, values, lse_tiles, delta_tiles, _p_tiles = buffers
@@ -225,13 +220,11 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
         own = batch, first, key_head
         for member in range(CONFIG.group):
             head = key_head * CONFIG.group + member
-            # The "+ 0" creates a new value, see `backward_narrow`.
             row = begin + 0
             packed = (batch * CONFIG.num_heads + head) * num_tiles * CONFIG.queries + begin
             for step in range(num_steps):
                 is_first = (member == 0) & (step == 0)
                 if is_first:
-                    # The consumer of dv has finished all products with the keys of the previous work tile.
                     mbarrier.wait(k_empty, tile_phase ^ 1)
                     _load_whole(k, own, keys, k_full, CONFIG.parts)
                 rows = batch, row, head
@@ -332,7 +325,6 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     factor = 1.0 if FOR_DV else scale
     log2_scale = scale * LOG2_E
     if CONSUMER == 1:
-        # The consumer of dv issues its products first.
         arrive_at(0)
     index = gl.program_id(0)
     tile_phase = gl.to_tensor(0)
@@ -351,7 +343,6 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         left = _compute_left(scores, buffers, barriers, rings, key_bounds, start, count, log2_scale, CONSUMER, CONFIG)
         left_in_head = num_steps - 1
         for _step in range(1, num_steps * CONFIG.group):
-            # The query heads of the group follow one another.
             start = gl.where(left_in_head == 0, begin, start + CONFIG.queries)
             left_in_head = gl.where(left_in_head == 0, num_steps, left_in_head) - 1
             sync_at(CONSUMER)
@@ -411,7 +402,6 @@ def _key_gradient_kernel(
     p_full, p_empty = allocate_barriers(CONFIG.p_slots, 1, 1)
     k_full, k_empty = allocate_barriers(1, 1, 1)
     v_full, v_empty = allocate_barriers(1, 1, 1)
-    # Make the initialised barriers visible to TMA.
     fence_async_shared()
     sizes = num_masks, num_tiles, num_keys
     bounds = query_lo, query_hi
@@ -433,7 +423,6 @@ def _key_gradient_kernel(
 
 @gluon.jit
 def _produce_keys(arguments, CONFIG: gl.constexpr):
-    """Run the producer of the kernel for dq, which is a single warp."""
     descriptors, work_tiles, buffers, barriers, rings = arguments
     q, k, v, dout = descriptors
     queries, douts = buffers
@@ -510,7 +499,6 @@ def _wait_for_tile(full, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a consumer of the kernel for dq, which computes 64 queries of every work tile."""
     bounds, log2_lse, row_delta, work_tiles, sizes, dq, scale, buffers, barriers, rings = arguments
     lo, hi = bounds
     num_masks, padded_queries, num_queries = sizes
@@ -525,7 +513,6 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     dtype: gl.constexpr = k_tiles.dtype
     log2_scale = scale * LOG2_E
     if CONSUMER == 1:
-        # Consumer 0 issues its products first.
         arrive_at(1 - CONSUMER)
     index = gl.program_id(0)
     q_phase = gl.to_tensor(0)
@@ -541,7 +528,6 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             lse = gl.load(log2_lse + packed + rows, mask=rows < end - own, other=float("inf"))
             delta = gl.load(row_delta + packed + rows, mask=rows < end - own, other=0.0)
             scalars = lse, delta
-            # One mask may serve all batch entries.
             offset = gl.minimum(batch, num_masks - 1) * num_queries + own
             row_bounds = lo + offset, hi + offset, end - own
             sums = _zero_sums(CONFIG.part, PARTS)
@@ -608,7 +594,6 @@ def _query_gradient_kernel(
     k_ring = _allocate_ring(q.dtype, STEP_KEYS, CONFIG.part, CONFIG.k_slots, 2)
     v_ring = _allocate_ring(q.dtype, STEP_KEYS, CONFIG.value_part, CONFIG.v_slots, 2)
     q_full, q_empty = allocate_barriers(1, 1, 2)
-    # Make the initialised barriers visible to TMA.
     fence_async_shared()
     sizes = num_masks, padded_queries, num_queries
     bounds = lo, hi

@@ -27,7 +27,6 @@ def num_parts(columns: int) -> int:
 
 @gluon.jit
 def split_tile(tile, COLUMNS: gl.constexpr):
-    """Return the parts of a tile in shared memory, without copying them."""
     if num_parts(COLUMNS) == 1:
         return (tile,)
     else:
@@ -90,7 +89,6 @@ def zero_parts(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def wait_for_parts(parts, COLUMNS: gl.constexpr):
-    """Wait until no product is in flight, and return the complete `parts`."""
     if num_parts(COLUMNS) == 1:
         return (warpgroup_mma_wait(0, deps=parts),)
     else:

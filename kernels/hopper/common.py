@@ -38,7 +38,6 @@ ROWS = gl.constexpr(CONSUMER_ROWS)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
-# Registers per thread of a producer, which computes nothing.
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 # The named barrier of consumer 0 for ping-pong. Triton itself uses the lower numbers.
@@ -54,7 +53,6 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 
-# Triton 3.7 renames the barrier of all threads of a partition.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
@@ -75,7 +73,6 @@ class KernelConfig:
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The register layout of a consumer's results (64, dim)."""
         return accumulator_layout(self.dim)
 
     @property
@@ -99,7 +96,6 @@ def padded_dim(head_dim: int, value_dim: int) -> int:
 
 
 def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the padded (D, Dv) for head dims above NARROW_DIM."""
     return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
 
 
@@ -134,7 +130,6 @@ def num_programs(device: torch.device, shares_sms: bool) -> int:
 
 @lru_cache(maxsize=64)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the swizzled layout of a tile in shared memory for TMA and wgmma."""
     return gl.NVMMASharedLayout.get_default_for(list(block), TMA_DTYPES[dtype])
 
 
@@ -179,7 +174,6 @@ def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
 
 
 def block_descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Return the descriptor with which TMA copies blocks of this shape of x, from `as_addressable`."""
     return with_base(_descriptor_template(x.shape, x.stride(), x.dtype, block), x)
 
 
@@ -203,7 +197,6 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 @gluon.jit
 def tile_view(buffer, desc):
-    """View a tile (rows, dim) of shared memory as the four-dimensional block that `desc` copies."""
     return reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
 
 
@@ -255,7 +248,6 @@ def execute(ASSEMBLY: gl.constexpr):
 
 @gluon.jit
 def sync_at(CONSUMER: gl.constexpr):
-    """Wait at the ping-pong barrier of a consumer."""
     # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
     SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     execute(SYNC)
@@ -263,6 +255,5 @@ def sync_at(CONSUMER: gl.constexpr):
 
 @gluon.jit
 def arrive_at(CONSUMER: gl.constexpr):
-    """Arrive at the ping-pong barrier of a consumer without waiting."""
     ARRIVE: gl.constexpr = f"bar.arrive {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     execute(ARRIVE)

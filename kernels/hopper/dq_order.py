@@ -1,9 +1,8 @@
 """Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
 
-The sum of floating-point numbers depends on their order, and programs reach TMA's reduce-add in any order. The host therefore
-fixes the order in which work tiles add to a query tile, see `ringattn.kernels.tile_order`. Two more partitions of a program,
-the writers, keep its consumers from waiting for other programs. Each writer is a single warp. The writers take turns, so each
-sends the dQ of both consumers in every other step:
+Programs reach TMA's reduce-add in any order, so the host fixes the order in which work tiles add to a query tile, see
+`ringattn.kernels.tile_order`. Two more partitions of a program, the writers, each a single warp, keep its consumers from
+waiting for other programs. They take turns, and each sends the dQ of both consumers in every other step:
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -15,17 +14,14 @@ sends the dQ of both consumers in every other step:
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-The wait for the predecessor, the additions and the publication together take about as long as a step. With one writer per
-consumer, the consumers would often wait for their writers.
+The writer's part takes about as long as a step. With one writer per consumer, the consumers would often wait.
 
-The predecessor is the work tile that comes before this one in the order. Each work tile has two numbers in global memory, its
-progress in even and in odd steps, which only ever grow. A writer increases one of them after every step, and the writers of the
-next work tile poll them.
+Each work tile has two numbers in global memory, its progress in even and in odd steps, which only ever grow. A writer increases
+one of them after every step, and the writers of the next work tile in the order poll them.
 
-No program waits for a work tile that comes later in the table of work tiles, and a program computes its work tiles in the order
-of the table. Hence there is no deadlock if all programs run at the same time, which a cooperative launch guarantees, or if
-programs start in the order of the table. If every work tile has its own program, there are more programs than SMs, and
-`take_number` makes them start in this order.
+There is no deadlock, because a program waits only for earlier work tiles of the table, and a cooperative launch runs all
+programs at the same time. If every work tile has its own program, there are more programs than SMs, and `take_number` makes
+them start in the order of the table.
 """
 
 from triton.experimental import gluon
@@ -48,10 +44,7 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one, which replaces its index in the grid.
-
-    The GPU may start programs in any order. With these numbers, a program never waits for one that starts later.
-    """
+    """Return how many programs have started before this one, which replaces its index in the grid."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
     # Triton sends the number to all threads through shared memory, which a fast thread would overwrite with the arguments of
     # the partitions.
@@ -85,10 +78,9 @@ def _publish(pointer, progress):
 
 @gluon.jit
 def _load_order(work_tiles, index, CONFIG: gl.constexpr):
-    """Load what a writer needs to know about the work tile with number `index` of this program.
+    """Load (end of the keys, first query head of the batch, first query tile, steps of a query head, order) of a work tile.
 
-    Return (end of the keys, first query head of the batch, first query tile, steps of a query head, order). `order` is
-    (direction, number of the work tile, number of the predecessor, number of steps without a predecessor).
+    `order` is (direction, number of the work tile, number of the predecessor, number of steps without a predecessor).
     """
     entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
     end, begin, num_steps = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4) + gl.load(entry + 5)
@@ -99,7 +91,6 @@ def _load_order(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a writer: add the dQ of every other step of this program to dq."""
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
@@ -116,7 +107,6 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     while end > 0:
         direction, own, predecessor, num_free = order
         for member in range(CONFIG.group):
-            # A chunk is half of a query tile. The spare chunk comes first.
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
             # All awaited steps of the predecessor are even, or all are odd.
@@ -138,10 +128,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add the dQ of both consumers, and let each consumer store its next dQ.
-
-    `chunk` is that of the first consumer, and the next one is that of the second. `phase` is that of the barriers `staged`.
-    """
+    """Start to add the dQ of both consumers, to `chunk` and the next one, and let each consumer store its next dQ."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

@@ -28,7 +28,6 @@ SIGN_BIT = gl.constexpr(-(2**31))
 
 @gluon.jit
 def _state_view(buffer, CONFIG: gl.constexpr):
-    """View the K buffer or the V buffer of a stage as one part of a consumer's o in fp32."""
     COLUMNS: gl.constexpr = CONFIG.dim // CONFIG.o_parts
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
     return hopper_common.reinterpret(buffer, gl.float32, [ROWS, COLUMNS], LAYOUT)
@@ -38,8 +37,8 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
     """Transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
 
-    The buffers of the state stages are numbered K, V, K, V, and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of
-    consumer NUMBER // o_parts, if there is one. If the output is returned, TMA loads this part of the incoming o.
+    Buffer NUMBER of K, V, K, V, and so on is for part NUMBER % o_parts of the o of consumer NUMBER // o_parts, if there is one.
+    If the output is returned, TMA loads this part of the incoming o.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -75,7 +74,6 @@ def row_index(row_range, results, CONFIG: gl.constexpr):
     """
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    # The tensors may have more than 2**31 elements.
     return (batch.to(gl.int64) * results[7] + rows) * CONFIG.num_heads + head, rows < end
 
 
@@ -107,8 +105,7 @@ def split_columns(tile):
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the left and the right part of a consumer's o in the K and the V buffer of its state stage.
 
-    If one buffer can hold a whole o, the left view is that of the whole o, and the right view must not be used. Consumers with
-    even numbers then use the K buffer, and the others the V buffer.
+    If one buffer can hold a whole o, the left view is that of the whole o, in the K buffer for consumers with even numbers.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -138,7 +135,6 @@ def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to store o, or to add it to the incoming o, through the state stage."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     # TMA accesses shared memory through another proxy, so the stores need a fence.
     if CONFIG.o_parts == 1:
@@ -155,7 +151,6 @@ def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG:
 
 @gluon.jit
 def _by_output_row(numbers, CONFIG: gl.constexpr):
-    """Convert numbers (64,), one per row, so that they can be broadcast over o."""
     return gl.convert_layout(numbers, gl.SliceLayout(1, CONFIG.output_layout))[:, None]
 
 
@@ -220,13 +215,11 @@ def update_scalars(
 ):  # fmt: skip
     """Merge the scalars of the result into those of the incoming state in place. The caller must then merge o.
 
-    The retry pass recomputes all rows of a program, but must add only the overflowed rows to the state. Therefore the first
-    pass does not change the state of an overflowed row, except that it sets the sign bit of l, and the retry pass updates only
-    the rows with this bit.
+    The retry pass recomputes all rows, but must add only the overflowed ones. The first pass therefore only sets the sign bit
+    of their l, and the retry pass updates the rows with this bit.
 
-    Returns:
-        (written, alpha, beta, stays). `written` is a mask of the rows whose o must be replaced by o * alpha + state_o * beta.
-            `stays` is a mask of the rows among them for which o + state_o gives the same result.
+    Return (written, alpha, beta, stays): a mask of the rows whose o must become o * alpha + state_o * beta, both factors, and a
+    mask of the rows among them for which o + state_o gives the same result.
     """
     incoming_m, incoming_l = incoming
     written = inside
@@ -254,7 +247,6 @@ def _update_state(
     ref_max, l, o, overflowed, buffers, incoming, results, row_range, index, inside,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Merge the result into the incoming state in place."""
     _batch, _head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, _out, _out_tiles, _num_queries = results
     written, alpha, beta, stays = update_scalars(
@@ -283,8 +275,7 @@ def finish_work_tile(
         incoming: from `load_state_scalars`.
         results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq), where state_tiles and out_tiles are TMA
             descriptors.
-        row_range: see `row_index`.
-        UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
+        UPDATE_REF_MAX: whether no row can overflow.
 
     A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. Its results are invalid until the retry pass.
     """

@@ -17,7 +17,6 @@ from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT
 
 @gluon.jit
 def _by_row(numbers, tile):
-    """Convert numbers (64,), one per row, so that they can be broadcast over `tile`."""
     return gl.convert_layout(numbers, gl.SliceLayout(1, tile.type.layout))[:, None]
 
 
@@ -87,7 +86,6 @@ def finish_work_tile(
         written, alpha, beta, stays = update_scalars(
             ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
         )
-        # An atomic addition cannot multiply the incoming o by a factor.
         if gl.max((written & ~stays).to(gl.int32), axis=0) == 0:
             _add_o(o, index, written, state_o, CONFIG)
         else:

@@ -68,7 +68,6 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     @property
     def queries(self) -> int:
-        """The rows of a work tile."""
         return self.consumers * ROWS.value
 
     @property
@@ -78,7 +77,6 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's scores (64, keys)."""
         return accumulator_layout(self.keys)
 
     @property
@@ -121,7 +119,6 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def state_stages(self) -> int:
-        """The stages for the o of all consumers."""
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
@@ -142,7 +139,6 @@ class WideConfig(ForwardConfig):
 
     @property
     def tail(self) -> int:
-        """The columns of K that do not fit into a stage."""
         return self.key_dim - self.dim
 
     @property
@@ -152,7 +148,6 @@ class WideConfig(ForwardConfig):
 
     @property
     def q_layout(self) -> gl.DotOperandLayout:
-        """The layout of the columns of Q in registers."""
         return gl.DotOperandLayout(operand_index=0, parent=self.scores_layout, k_width=2)
 
 
@@ -210,7 +205,6 @@ WIDE_TILES = {
 }
 WIDE_SETTINGS = dict(consumers=2, registers=240, ping_pong=True)
 
-# The fastest on an H100, by head dim.
 FP8_TILES = {
     64: dict(stages=12, part_columns=64, overlap=True, ping_pong=True),
     128: dict(stages=6, part_columns=128, overlap=True, ping_pong=False),

@@ -28,7 +28,6 @@ from ringattn.kernels.hopper.epilogue import load_ref_max, release_state_stage
 
 @gluon.jit
 def advance_stage(stage, phase, CONFIG: gl.constexpr):
-    """Return the next stage and the phase of its barriers."""
     last = stage == CONFIG.stages - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
@@ -40,7 +39,6 @@ def advance_tail(tail, CONFIG: gl.constexpr):
 
 @gluon.jit
 def allocate_overflow(CONFIG: gl.constexpr):
-    """Return the flags and the barrier of overflow reports."""
     flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     reported = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(reported, count=CONFIG.consumers)
@@ -62,7 +60,6 @@ def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
-    """Report to all partitions whether any row of this consumer has overflowed."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     flags.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(overflowed.to(gl.int32), axis=0))
@@ -71,14 +68,12 @@ def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until the previous consumer has issued its products."""
     if CONFIG.ping_pong:
         sync_at(CONSUMER)
 
 
 @gluon.jit
 def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the next consumer issue its products."""
     if CONFIG.ping_pong:
         arrive_at((CONSUMER + 1) % CONFIG.consumers)
 
@@ -95,7 +90,6 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
     first_row = first + CONSUMER * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    # One mask may serve all batch entries.
     offset = gl.minimum(batch, num_masks - 1) * num_queries
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
@@ -111,7 +105,6 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
 
 @gluon.jit
 def load_queries(q, rows, slot, queries, q_full, CONFIG: gl.constexpr):
-    """Load the Q of all consumers."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
     batch, head, first = rows
     for c in gl.static_range(CONSUMERS):
@@ -121,7 +114,6 @@ def load_queries(q, rows, slot, queries, q_full, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_work_tiles(LOAD: gl.constexpr, arguments, slot, position, CONFIG: gl.constexpr):
-    """Load all work tiles of this program. Return the next slot and position."""
     _, work_tiles, _, barriers = arguments
     index = gl.program_id(0)
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -144,7 +136,6 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    """Run the producer partition, a single warp: load all work tiles, and load them again if there is a retry pass."""
     # A wait for phase 1 of a new barrier returns at once, so the producer finds all stages empty.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
@@ -156,7 +147,6 @@ def _compute_work_tiles(
     COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, slot, position,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Return (slot, position, mask of overflowed rows)."""
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
@@ -184,9 +174,7 @@ def _compute_work_tiles(
 
 @gluon.jit
 def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a consumer partition, which computes 64 rows of every work tile, again in the retry pass if any row overflows."""
     if CONSUMER == CONFIG.consumers - 1:
-        # Let consumer 0 issue its products first.
         pass_ping_pong(CONSUMER, CONFIG)
     slot, position, overflowed = _compute_work_tiles(
         COMPUTE, SKIP, arguments, gl.to_tensor(0), _first_position(0, CONFIG), CONSUMER, CONFIG.update_ref_max, CONFIG
@@ -203,10 +191,7 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
 
 @gluon.jit
 def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows, in a kernel with one ring of stages. Return the next position.
-
-    The barriers require all consumers, so this consumer takes all turns and releases all stages without computing anything.
-    """
+    """Release all stages of a work tile in which this consumer has no rows, and take all turns, as the barriers require."""
     _, q_empty, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     mbarrier.arrive(q_empty, count=1)
@@ -231,11 +216,10 @@ def run_partitions(
     Args:
         LOAD: LOAD(loading, (batch entry, head, first row), loop, slot, position, CONFIG) -> next position.
         COMPUTE: COMPUTE(computing, tile, slot, position, state_stage, CONSUMER, UPDATE_REF_MAX, CONFIG) -> (next tile, next
-            position, state_stage, mask of overflowed rows). A tile is the result of `load_consumer_tile`.
-        SKIP: SKIP(barriers, num_steps, position, state_stage, CONSUMER, CONFIG) -> next position.
+            position, state_stage, mask of overflowed rows). A tile is from `load_consumer_tile`.
+        SKIP: SKIP(barriers, num_steps, position, state_stage, CONSUMER, CONFIG) -> next position, if a consumer has no rows.
         loading: (tensors, work_tiles, buffers, barriers). The first two barriers are q_full and q_empty.
-        computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands). `operands`
-            are arguments of one kernel only.
+        computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
     # The numbers of warps and of registers do not include the first partition, Gluon's default partition. It has four warps and

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper GPUs (sm_90) with FP8 inputs, for head dims 64, 128 and 256.
 
-Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers
-with up to 240 registers per thread. A step processes one block of 128 keys, which has one scale for K and one scale for V.
+Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers.
+A step processes one block of 128 keys, which has one scale for K and one scale for V.
 
       PRODUCER                               SHARED MEMORY            CONSUMERS
 
@@ -11,23 +11,21 @@ with up to 240 registers per thread. A step processes one block of 128 keys, whi
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds K (128, D) of a step and V (D, 128) of the previous step, because a consumer issues S(j) and P(j-1) V(j-1)
-together. The first stage of a work tile has no V, and the last one has no K. Both share their barriers, because every arrival
-costs two barriers of a consumer's threads. As in `forward_wide`, there are two orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step, because every arrival at a barrier costs two barriers of
+a consumer's threads. The first stage of a work tile has no V, and the last one has no K. As in `forward_wide`, there are two
+orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation in fp32. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, positive values would
-lose several percent. The tensor cores therefore add only the products of one step, and the threads add the result to O. O of D
-= 256 needs 128 registers per thread, so P V is split into products of `part_columns` columns. At most two of them are in
-flight, and the last one together with S.
+Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, positive values would lose
+several percent, so they add only the products of one step, and the threads add the result to O in fp32. At D = 256, O needs 128
+registers per thread, so P V is split into products of `part_columns` columns, of which at most two are in flight.
 
-Probabilities. `softmax_fp8` rounds them to e4m3 in the registers of their threads. The tensor cores also compute the row sums,
-as a product of P and a tile of ones, so that the sums contain the rounded probabilities.
+Probabilities. `softmax_fp8` rounds them to e4m3. The row sums, a product of P and a tile of ones, contain the rounded ones.
 
-Scales. The score of a query and a key is q k^T times both scales. The scale of a block of V is a power of two, whose exponent
-is added to the scores of the block. P V then needs no other factor, and the row sums of the block are divided by the scale.
+Scales. The scale of a block of V is a power of two, whose exponent is added to the scores of the block. P V then needs no other
+factor, and the row sums of the block are divided by the scale.
 """
 
 from triton.experimental import gluon
@@ -100,7 +98,6 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_stage(full, position):
-    """Wait until the next stage has been loaded, and return it."""
     stage, phase = position
     mbarrier.wait(full.index(stage), phase)
     return stage
@@ -108,7 +105,6 @@ def _wait_for_stage(full, position):
 
 @gluon.jit
 def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
-    """Issue S = Q K^T with the K of a stage."""
     scores = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     return warpgroup_mma(query, ring.index(2 * stage).permute((1, 0)), scores, use_acc=False, is_async=True)
 
@@ -158,10 +154,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the last part of P V, and add it to O. Return (parts of O, row sums).
-
-    Up to IN_FLIGHT products that were issued later may still be in flight afterwards.
-    """
+    """Wait for the last part of P V, up to IN_FLIGHT later products, and add it to O. Return (parts of O, row sums)."""
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
         pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
@@ -216,7 +209,6 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
     lo, hi, _, _ = row_bounds
     _, _, num_unmasked, num_masked = loop
     k_scale, v_scale_bits = block_scales
-    # The mantissa of the scale of V is 0.
     v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
     # A work tile whose rows see no key has one step, in which all scores are masked.
     if (step < num_masked) | (num_masked + num_unmasked == 0):
@@ -246,7 +238,6 @@ def _overlapped_steps(
     scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, in the order with overlap. See `_sequential_steps`."""
     _queries, ring, ones = buffers
     _q_full, q_empty, full, empty = barriers
     batch, key_head = heads
@@ -270,7 +261,6 @@ def _overlapped_steps(
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
         product = _multiply(p, _values(ring, stage, CONFIG), product)
         pass_ping_pong(CONSUMER, CONFIG)
-        # Of several products in flight, the first issued is the first to finish.
         scores = warpgroup_mma_wait(2, deps=(scores,))
         rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
         product, sums = warpgroup_mma_wait(0, deps=(product, sums))
@@ -355,7 +345,6 @@ def _compute_tile(
     arguments, tile, slot, position, state_stage,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute this consumer's rows of a work tile, see COMPUTE of `run_partitions`."""
     _, _, _, _, _, results, buffers, barriers, log2_scale, operands = arguments
     index, batch, head, first_row, end, loop, row_bounds = tile
     queries, ring, _ones = buffers
@@ -420,12 +409,10 @@ def _forward_kernel(
     words.store(gl.full([WORDS], 0x38383838, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
     full, empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
-    # Make the initialised barriers visible to TMA, and the tile of ones to the tensor cores.
     fence_async_shared()
     buffers = queries, ring, ones
     barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, k, v), work_tiles, buffers, barriers
-    # The TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
     operands = q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands

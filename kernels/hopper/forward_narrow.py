@@ -75,7 +75,6 @@ from ringattn.kernels.hopper.forward_common import (
 
 @gluon.jit
 def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
-    """Load a work tile, and transfer its state stages. Return the next position."""
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     tensors, _, buffers, barriers = arguments
     q, k, v, state_tiles = tensors
@@ -130,7 +129,6 @@ def _step(
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
-    # Wait only until S is complete.
     scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
     release_keys(k_empty, stage, CONFIG)
     weights, ref_max, l, alpha = softmax.probabilities(
@@ -153,7 +151,6 @@ def _first_step(
     query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the first step of a work tile, and return the carry for `_step`."""
     _, keys, _ = buffers
     _, q_empty, k_full, k_empty, _, _ = barriers
     mbarrier.wait(k_full.index(stage), phase)
@@ -220,7 +217,6 @@ def _compute_tile(
     arguments, tile, slot, position, state_stage,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute this consumer's rows of a work tile, see COMPUTE of `run_partitions`."""
     _, _, _, _, _, results, buffers, barriers, log2_scale, _ = arguments
     index, batch, head, first_row, end, loop, row_bounds = tile
     queries, keys, values = buffers

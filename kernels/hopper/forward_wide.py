@@ -1,6 +1,6 @@
 """The forward kernel for Hopper GPUs (sm_90) and head dims above 128.
 
-Read `forward_narrow` first. This kernel has two consumers with up to 240 registers per thread, and differs as follows:
+Read `forward_narrow` first. This kernel has two consumers, and differs as follows:
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -10,24 +10,21 @@ Read `forward_narrow` first. This kernel has two consumers with up to 240 regist
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-Stages. A stage holds one tile of K or V, in the order of use, with 256 or 128 columns. With 192 columns of K and 128 columns of
-V, the last 64 columns of K arrive in a second ring, the tails, with the barriers of the stage of their K.
+A stage holds one tile of K or V, in the order of use, with 256 or 128 columns. With 192 columns of K and 128 of V, the last 64
+columns of K arrive in a second ring, the tails, with the barriers of the stage of their K.
 
-Order of a step. The accumulators of O and S, the probabilities and the columns of Q in registers leave few registers. The
-config therefore chooses between two orders:
+Few registers are left, so the config chooses between two orders of a step:
 
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
 With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on, and the softmax of a consumer runs during its own second
-product. Without overlap, the stages hold K(0), V(0), K(1), V(1) and so on, and the softmax of one consumer runs during the
-products of the other. A consumer passes the ping-pong only when its O is complete: products in flight at the same time would
-also end at the same time.
+product. Without overlap, they hold K(0), V(0), K(1), V(1) and so on, and the softmax runs during the products of the other
+consumer. A consumer then passes the ping-pong only when its O is complete: products in flight at the same time would also end
+at the same time.
 
-Q in registers. With 64 keys per step, Q in shared memory would cost as many bytes per step as K.
-
-Results. The threads write o to global memory without shared memory, so the producer can load the next Q during the end of a
-work tile, see `epilogue_wide`.
+With 64 keys per step, Q in shared memory would cost as many bytes per step as K, so half of it is in registers. The threads
+write o without shared memory, so the producer can load the next Q during the end of a work tile, see `epilogue_wide`.
 """
 
 from triton.experimental import gluon
@@ -49,7 +46,6 @@ from ringattn.kernels.hopper.forward_common import (
     wait_for_ping_pong,
 )
 
-# The number of columns of Q that a consumer keeps in registers.
 REGISTER_COLUMNS = gl.constexpr(128)
 
 
@@ -69,7 +65,6 @@ def _load_queries(tiles, buffers, q_full, rows, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFIG: gl.constexpr):
-    """Load a tile of K into the next stage. Return the next position."""
     _, _, k, k_tail, _v = tiles
     _queries, _query_tails, ring, key_tails = buffers
     _q_full, _q_empty, full, empty = barriers
@@ -122,9 +117,10 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue the two products S = Q K^T with the K of the next stage. Return (S, next position).
+    """Issue the two products S = Q K^T with the next stage, where `query` is (columns of Q in registers, Q in shared memory,
+    tail of Q).
 
-    `query` is (columns of Q in registers, Q in shared memory, tail of Q).
+    Return (S, next position).
     """
     _queries, _query_tails, ring, key_tails = buffers
     in_registers, in_shared, query_tail = query
@@ -222,7 +218,6 @@ def _first_step(
     query, buffers, barriers, row_bounds, loop, position, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the first step of a work tile, and return the carry for `_step`."""
     _, _, full, empty = barriers
     in_registers, _, _ = query
     stage = position[0]
@@ -242,7 +237,6 @@ def _compute_tile(
     arguments, tile, slot, position, state_stage,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute this consumer's rows of a work tile, see COMPUTE of `run_partitions`."""
     _, _, _, _, _, results, buffers, barriers, log2_scale, _ = arguments
     index, batch, head, first_row, end, loop, row_bounds = tile
     queries, query_tails, _, _ = buffers
@@ -287,18 +281,15 @@ def _forward_kernel(
         query_tails = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.tail], TAIL)
         key_tails = gl.allocate_shared_memory(q.dtype, [CONFIG.tails, CONFIG.keys, CONFIG.tail], TAIL)
     else:
-        # These names must be defined, but they are not used.
         query_tails = queries
         key_tails = ring
     q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
     full, empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
     overflow = allocate_overflow(CONFIG)
-    # Make the initialised barriers visible to TMA.
     fence_async_shared()
     buffers = queries, query_tails, ring, key_tails
     barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, q_tail, k, k_tail, v), work_tiles, buffers, barriers
-    # The TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, None
     run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, overflow, CONFIG)

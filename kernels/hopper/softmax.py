@@ -1,19 +1,16 @@
 """The softmax of the Hopper forward. It converts a tile of scores to probabilities in the registers of a consumer.
 
-The kernel computes p = exp2(score - ref_max), with the score and the reference max in log2 units. FlashAttention subtracts the
-running maximum of the row, so that exp2 never overflows. Any other number gives the same softmax, so this kernel subtracts an
-optimistic reference max:
+FlashAttention subtracts the running maximum of the row, so that exp2 never overflows. Any other number gives the same softmax,
+so this kernel computes p = exp2(score - ref_max) with an optimistic reference max, in log2 units:
 
-- The reference max of a row starts as the m of the incoming state, or as the maximum of the first tile in which the row sees a
-key.
-- In later steps, the reference max does not change, so these steps neither compute maxima nor rescale l and o. p may then be
-larger than 1. fp32 and bf16 represent 2**40 as precisely as 1.
+- It starts as the m of the incoming state, or as the maximum of the first tile in which the row sees a key, and does not change
+later. No other step computes maxima or rescales l and o. fp32 and bf16 represent a p of 2**40 as precisely as 1.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then repeats all of its work tiles in a retry pass.
-- In the retry pass, and in fp16 already in the first pass, `update_ref_max` raises the reference max to the running maximum. To
-rescale rarely, it waits until the running maximum exceeds the reference max by more than RESCALE_THRESHOLD.
+- In the retry pass, and in fp16 already in the first pass, `update_ref_max` raises the reference max to the running maximum,
+but only if this exceeds it by more than RESCALE_THRESHOLD.
 
 A wgmma accumulator spreads every row over the four threads of a quad. Sums and maxima are kept per thread, as tensors (64, 4),
-until the kernel needs one number per row. This saves an exchange between threads in every step.
+which saves an exchange between threads in every step.
 """
 
 from triton.experimental import gluon
@@ -35,8 +32,6 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)
 def by_thread(tile, COLUMNS: gl.constexpr):
     """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2). The third dimension counts the threads that share a
     row.
-
-    A reduction over the second and the fourth dimension, to (64, 4), needs no exchange between threads.
     """
     return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
 
@@ -54,7 +49,6 @@ def _bits_below(bound, tile):
     (64,).
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
-    # A thread has two neighbouring columns of every eight columns.
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
     distance = gl.maximum(gl.convert_layout(bound, gl.SliceLayout(1, NUMBERS)).expand_dims(1) - first, 0)
     count = gl.minimum(2 * (distance // 8) + gl.minimum(distance % 8, 2), 32)
@@ -75,8 +69,7 @@ def _index_in_thread(tile):
 def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
 
-    One word of bits per row and thread takes two instructions per score. Comparing every column with both bounds would take
-    four.
+    One word of bits per row and thread takes two instructions per score, and comparisons would take four.
     """
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores_layout
@@ -91,7 +84,6 @@ def _rescale_assembly(count):
     # A thread has two rows. Of every four registers of its accumulator, the first two belong to one row.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
-    # 0f3F800000 is 1.0.
     return (
         "{ .reg .pred changed;"
         f"setp.neu.f32 changed, {alphas[0]}, 0f3F800000; setp.neu.or.f32 changed, {alphas[2]}, 0f3F800000, changed;"
@@ -109,7 +101,6 @@ def rescale(o, alpha):
     """Multiply each row of o (64, columns) by its factor in alpha (64, 4). Usually all factors of a warp are 1, and it skips
     the products.
     """
-    # The number of registers of o per thread.
     COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
@@ -121,7 +112,6 @@ def rescale(o, alpha):
 
 @gluon.jit
 def rescale_parts(o, alpha, PARTS: gl.constexpr):
-    """Do `rescale` for a tuple of parts of o."""
     rescaled = ()
     for part in gl.static_range(PARTS):
         rescaled = rescaled + (rescale(o[part], alpha),)
@@ -149,9 +139,8 @@ def raise_assembly():
 
 @gluon.jit
 def _raise_ref_max(ref_max, thread_max):
-    """Raise ref_max (64, 4) to the maximum of the row if this maximum exceeds it by more than RESCALE_THRESHOLD.
-
-    `thread_max` (64, 4) holds the maxima per thread. If none in a warp exceeds its threshold, the warp skips the exchange.
+    """Raise ref_max (64, 4) to the maximum of the row, of `thread_max` (64, 4), if this exceeds it by more than
+    RESCALE_THRESHOLD.
     """
     ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
@@ -190,7 +179,7 @@ def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl
     """Compute the first step of a work tile. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
-    A work tile whose rows see no key also has one step, whose keys may lie beyond the tensor. All of its scores are masked.
+    If no row sees a key, the keys of this step may lie beyond the tensor, but all scores are masked.
     """
     lo, hi, _, ref_max = row_bounds
     _, _, num_unmasked, num_masked = loop
@@ -230,7 +219,6 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
 
 @gluon.jit
 def combine_threads(numbers, CONFIG: gl.constexpr):
-    """Return the maximum (64,) over the four threads of each row."""
     return gl.convert_layout(gl.max(numbers, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
 
 
@@ -238,9 +226,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged, and prevent the assembler from moving later instructions in front of the computation of l.
 
-    The instruction that waits for a wgmma has no operands, so ptxas moves the wait for P V in front of the softmax, which then
-    no longer overlaps with P V. It never moves a wait across a possible exit of the thread. This exit is taken only if l is one
-    particular NaN, which no sum of probabilities is.
+    The wait for a wgmma has no operands, so ptxas moves the wait for P V in front of the softmax, which then no longer
+    overlaps. It never moves a wait across a possible exit of the thread. This exit requires one particular NaN, which no sum
+    is.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

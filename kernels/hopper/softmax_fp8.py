@@ -1,36 +1,32 @@
 """The softmax of the Hopper forward with FP8 inputs: the reference max, and the rounding of probabilities to e4m3.
 
 e4m3 represents numbers from 2^-9 to 448, so an optimistic reference max as in `softmax` would overflow soon. This softmax
-checks the maximum of every row in every step, and raises the reference max if a probability would exceed 448. The kernel
-computes p = exp2(score - ref_max + TOP), so that most probabilities are in the range in which e4m3 has four significant bits.
-After the reference max was raised, p is at most 2^TOP, which leaves room for larger probabilities in later steps. Scores are in
-log2 units, and contain the exponent of the scale of V.
+checks the maximum of every row in every step, and raises the reference max if a probability would exceed 448. p = exp2(score -
+ref_max + TOP) is mostly in the range in which e4m3 has four significant bits. TOP leaves room for larger probabilities in later
+steps. Scores are in log2 units, and contain the exponent of the scale of V.
 
-Rounding. The kernel rounds the score instead of an exponential, because the unit for exponentials (MUFU) would limit the speed.
-If x is the score relative to the reference max, including TOP, the byte of the e4m3 number next to 2^x is about 8 x + 56,
-because e4m3 has 3 bits of mantissa and the exponent bias 7:
+Rounding. The unit for exponentials (MUFU) would limit the speed, so the kernel rounds the score x, relative to the reference
+max and including TOP, instead of an exponential. e4m3 has 3 bits of mantissa and the exponent bias 7, so the byte of the e4m3
+number next to 2^x is about
 
     byte(x) = round(8 x + 56 - 0.46)
 
-Between two powers of two, this replaces the exponential by a straight line, so some scores are rounded to the neighbouring
-byte. The error of a probability is at most 8%, and 3.0% in the root mean square. Rounding to nearest has 6.25% and 2.5%. The
-constant 0.46 makes the mean of the errors 0.
-
-Below 2^-6, e4m3 has subnormal numbers, in which the byte is p times 2^9. In this range, a second line falls from 8 at x = -6 to
-0 at x = -9. Without it, the small probabilities of a row with one large score would vanish:
+This replaces the exponential by a straight line between two powers of two. The error of a probability is at most 8%, and 3.0%
+in the root mean square (6.25% and 2.5% with rounding to nearest). The constant 0.46 makes the mean of the errors 0. Below 2^-6,
+the byte of a subnormal number is p times 2^9. A second line falls from 8 at x = -6 to 0 at x = -9. Without it, the small
+probabilities of a row with one large score would vanish:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Levels. A level is a 16-bit integer, two per word. The bits of the subnormal fp16 number n times 2^-24 are the integer n, so an
-fp32 number times 2^-24, converted to fp16, is a rounded integer. One instruction converts two numbers and replaces negative
-ones by 0. Integers are exact up to 2048, and larger levels have 11 significant bits. Maximum, difference from a constant and
-division by 3 are single instructions for two levels.
+Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n, so an fp32 number times 2^-24, converted to fp16,
+is a rounded 16-bit integer. One instruction converts two numbers and replaces negative ones by 0. Integers are exact up to
+2048, and larger levels have 11 significant bits. The maximum, the shift and the division by 3 take one instruction for two
+levels.
 
-The first steps of a work tile may raise the reference max from UNSET_REF_MAX, which levels cannot represent, so they compute
-the maxima in fp32 (`raise_ref_max`). Later, the maxima of the levels suffice (`limit_levels`): the reference max is raised, and
-all levels of the row become smaller by the same integer. If this integer is above 2048 - MAX_LEVEL, which is a change by 238 in
-a single step, the probabilities of this step have larger errors, like the products q k^T of such scores.
+The first steps of a work tile may raise the reference max from UNSET_REF_MAX, which levels cannot represent, so `raise_ref_max`
+computes the maxima in fp32. Later, `limit_levels` raises it by lowering all levels of the row. Only if it changes by more than
+238 in a single step, the probabilities have larger errors, like the products q k^T of such scores.
 """
 
 from triton.experimental import gluon
@@ -39,7 +35,6 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import ROWS
 
-# log2 of the largest probability after the reference max was raised.
 TOP = gl.constexpr(7.0)
 
 # `raise_ref_max` raises the reference max of a row if the maximum exceeds it by more than this number of log2 units.
@@ -53,11 +48,10 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# `limit_levels` makes this the largest level of a row. Its byte is 1.75 * 2^6, whose errors have the mean 0. The largest
-# probability of a row matters most, and scores that are rounded to 2^7 would be 4% too small on average.
+# `limit_levels` makes this the largest level of a row, whose probability matters most. The errors of its byte, 1.75 * 2^6, have
+# the mean 0. Those of 2^7 would be 4% too small on average.
 TOP_LEVEL = gl.constexpr(126)
 
-# A level in fp16 is the level times this number.
 UNIT = gl.constexpr(2.0**-24)
 
 
@@ -65,11 +59,7 @@ UNIT = gl.constexpr(2.0**-24)
 def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     """Raise the reference max (64, 4) if necessary. Return (ref_max, alpha), as `softmax.update_ref_max`.
 
-    Args:
-        scores: (64, keys), the products q k^T, or -inf where they are masked.
-        ref_max: the same number in all four threads of a row.
-        factors: (64, 4), positive. They convert the products to log2 units.
-        v_exponent: the exponent of the scale of V.
+    `factors` (64, 4), positive, convert the scores to log2 units. `v_exponent` is the exponent of the scale of V.
     """
     ASSEMBLY: gl.constexpr = softmax.raise_assembly()
     row_max = gl.max(gl.max(softmax.by_thread(scores, CONFIG.keys), axis=3), axis=1) * factors + v_exponent
@@ -103,7 +93,6 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     KEYS: gl.constexpr = CONFIG.keys
     # In a group of 32 keys, the dimensions are h, b // 2, t and b % 2. The order of a tile of values is h, t, b // 2 and b % 2.
     tile = scores.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([ROWS, KEYS])
-    # In this layout, a thread has four consecutive keys.
     tile = gl.convert_layout(tile, LEFT).reshape([ROWS, KEYS // 16, 4, 2, 2])
     even, odd = gl.split(tile)
     first, third = gl.split(even)
@@ -131,16 +120,14 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return the instructions that raise the reference max of the two rows of a thread.
 
-    The operands come in pairs: $0 and $1 are the new reference max, $2 and $3 are alpha, and $4 and $5 are twice the same
-    negative fp16 number, which must be added to the levels. $6 and $7 are the thread's largest levels, and $8 and $9 the
-    reference max.
+    The operands come in pairs: $0 and $1 are the new reference max, $2 and $3 alpha, $4 and $5 twice the same negative fp16
+    number to add to the levels, $6 and $7 the thread's largest levels, and $8 and $9 the reference max.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
         "mov.f32 $0, $8; mov.f32 $1, $9; mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000; mov.b32 $4, 0; mov.b32 $5, 0;"
         f"max.s16x2 other, $6, $7; cvt.s32.s16 low, other; shr.s32 high, other, 16; max.s32 low, low, high;"
         f"setp.gt.s32 above, low, {MAX_LEVEL.value}; vote.sync.any.pred above, above, -1; @!above bra DONE;"
-        # TOP_LEVEL times UNIT in fp16.
         f"mov.b16 top, {TOP_LEVEL.value};"
     )
     for row in range(2):
@@ -173,10 +160,7 @@ def _shift_constraints(count):
 
 @gluon.jit
 def limit_levels(levels, ref_max):
-    """Raise the reference max (64, 4) of the rows that have levels above MAX_LEVEL. Return (levels, ref_max, alpha).
-
-    The returned levels belong to the new reference max. The caller must multiply l and o by alpha.
-    """
+    """Raise the reference max (64, 4) of the rows that have levels above MAX_LEVEL. Return (levels, ref_max, alpha)."""
     LIMIT: gl.constexpr = _limit_assembly()
     COUNT: gl.constexpr = levels.shape[1] * 4
     SHIFT: gl.constexpr = _shift_assembly(COUNT)
@@ -212,8 +196,8 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    Call this function only after P V. If registers for the words were written during the product that reads the previous ones,
-    the assembler would serialise all products.
+    Call this function only after P V, which reads the previous words from registers. Otherwise, the assembler would serialise
+    all products.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"
@@ -235,5 +219,4 @@ def as_left_operand(words, CONFIG: gl.constexpr):
 
 @gluon.jit
 def plain_ref_max(ref_max):
-    """Return the reference max without TOP."""
     return gl.where(ref_max == softmax.UNSET_REF_MAX, ref_max, ref_max - TOP)

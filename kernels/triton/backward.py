@@ -85,7 +85,6 @@ def _key_gradient_kernel(
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
-    # The loop covers all query heads of the group.
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
     stats += batch * num_queries * CONFIG.num_heads * 2
@@ -94,7 +93,6 @@ def _key_gradient_kernel(
     query_hi += entry * num_keys
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
-    # Both tiles stay in registers or in shared memory during the whole loop.
     key = load_rows(k, first, k_strides[1], end, KEYS, CONFIG.dim, True)
     value = load_rows(v, first, v_strides[1], end, KEYS, CONFIG.value_dim, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
@@ -193,7 +191,6 @@ def _query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Compute delta of ROWS of num_rows rows of the contiguous out and dout (num_rows, DIM), with dlse (num_rows,) or None."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     outputs = common.load_outputs(out, dout, rows, inside, DIM, common.pad_dim(DIM))
@@ -228,7 +225,6 @@ def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
     padded = triton.next_power_of_2(num_heads)
-    # About 2048 numbers of lse and of delta per program.
     rows = max(1, 2048 // padded)
     _interleave_kernel[(triton.cdiv(num_rows, rows) * batch,)](
         lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows
@@ -258,7 +254,6 @@ def backward(
     """Compute `reference.backward`. `dispatch.backward` checks the arguments. The restrictions of `forward.forward` apply."""
     given = dq, dk, dv
     dq, dk, dv = common.allocate_gradients(q, k, v, given, grad_dtype)
-    # A grid without programs is an error.
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)

@@ -1,16 +1,14 @@
 """Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
-A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. In the forward and for
-dQ, the rows are queries and the columns are keys. For dK and dV, it is the other way round. The tuple `loop` describes the
-loop:
+A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. Rows are queries, and
+columns keys; for dK and dV the other way round. The tuple `loop` describes the loop:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-The unmasked and the masked tiles have loops of their own, so that the code of the first contains no mask. If a helper takes
-MASKED, its argument i is the number of a tile within one of these two loops.
+Unmasked and masked tiles have loops of their own. The i of a helper with MASKED counts the tiles of one of them.
 """
 
 import math
@@ -44,8 +42,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The fastest for fp16 and bf16 on sm_90, by padded head dim. Up to 128, no kernel spills, except for reloads of loop constants
-# in the key gradient at 128. Accesses out of bounds have been reported for 4 warps and head dims below 64.
+# The fastest for fp16 and bf16 on sm_90, by padded head dim. Up to 128, kernels do not spill, except for loop constants of the
+# key gradient. Accesses out of bounds have been reported for 4 warps and head dims below 64.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
@@ -56,7 +54,6 @@ _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
 def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
-    """Return the tile of the kernel "forward", "key_gradient" or "query_gradient" for the larger padded head dim."""
     if dtype == torch.float32:
         return _TILE_FP32
     return _TILES_16_BIT[kernel][max(head_dim, 32)]
@@ -79,12 +76,8 @@ def pad_dim(dim: int) -> int:
 class Config:
     """The constants of the kernels of the forward and of the backward.
 
-    Args:
-        group: number of query heads per key head.
-        dim, value_dim: D and Dv, without padding.
-        queries, keys: the sides of a tile.
-        block: the block size of the block mask, or 0.
-        precision: "ieee" or "tf32", for products of fp32 inputs.
+    `dim` and `value_dim` are D and Dv without padding, `queries` and `keys` the sides of a tile, `block` the block size of the
+    block mask or 0, and `precision` is "ieee" or "tf32", for products of fp32 inputs.
     """
 
     num_heads: int
@@ -119,8 +112,7 @@ def allocate_results(
 ) -> tuple[Tensor | None, ...]:
     """Return (m, l, o, out, lse) for a forward call, with None for tensors that it neither reads nor writes.
 
-    m, l and o are those of `state`, or new if a state is returned. out and lse are new with `final`. `dtype` is that of out, by
-    default q's.
+    m, l and o are those of `state`, or new if a state is returned. `dtype` is that of out, by default q's.
     """
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
@@ -140,7 +132,6 @@ def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, gra
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple:
-    # With None, the kernels are compiled without dropout.
     if dropout is None or dropout.p == 0:
         return None, None, 0, 0, 0, 1.0
     positions = dropout.query_positions.contiguous(), dropout.key_positions.contiguous()
@@ -152,10 +143,9 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 
     Args:
         kernel, name: the kernel, and its name in `choose_tile`.
-        inputs: q, k and v; in the backward also dout and stats. All except stats must come from `as_addressable`.
-        intervals: the intervals of the queries. For "key_gradient", whose rows are keys, this function transposes them.
+        inputs: q, k and v, in the backward also dout and stats. All except stats must come from `as_addressable`.
+        intervals: the intervals of the queries, which are transposed for "key_gradient".
         results: the tensors that the kernel reads or writes as results, each contiguous or None.
-        scale, dropout, blocks, precision: as for `reference.forward`.
         constants: the constexpr arguments other than CONFIG.
     """
     q, k, v, *_ = inputs
@@ -183,9 +173,8 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    Programs start in the order of their ids. One head follows another, so that concurrent programs find its operands in the L2
-    cache. The tiles of a head are sorted with the longest first. The last heads are interleaved: their longest tiles start
-    first, and their short tiles fill the SMs at the end.
+    One head follows another, longest tiles first, so that concurrent programs find the operands in the L2 cache. The last heads
+    are interleaved: their longest tiles start first, and their short tiles fill the SMs at the end.
     """
     # `width` is the number of heads whose tiles alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
@@ -277,8 +266,8 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
     """Return the first column of step i, and the index of its head within a group of GROUP heads.
 
-    Without a block mask, the tiles of one head follow those of another. With one (BLOCK > 0), the loop follows the list, whose
-    columns are pairs of a block and a head, and `column` comes from `load_block_column`.
+    Without a block mask, the tiles of one head follow those of another. With one, `column` from `load_block_column` is a pair
+    of a block and a head.
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
@@ -302,7 +291,6 @@ def run_loop(
             the group.
         operands: a tuple of all other values that `add_tile` needs.
         dropout: None, or the tuple that `draw_keep_mask` takes.
-        sums: the tuple of sums before the first tile.
         loop, blocks: from `load_tile`, and None; or from `block_loop` and `kept_blocks`.
         STEP, GROUP: the number of columns of a tile, and of heads that the loop covers.
     """
@@ -356,12 +344,8 @@ def row_delta(outputs, dlse, rows, inside):
 def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
     """Return the part (rows, STEP) of `dropout.keep_mask` for a tile of rows and the columns from `start` on.
 
-    Args:
-        dropout: (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed, threshold,
-            factor).
-        head: the index of the query head in this call.
-        TRANSPOSED: whether the rows are keys and the columns are queries.
-        MASKED: whether the tile may extend beyond the last column.
+    `dropout` is (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed, threshold,
+    factor). TRANSPOSED tells whether the rows are keys, and MASKED whether the tile may extend beyond the last column.
     """
     row_positions, column_positions, batch, first_head, seed, threshold, _ = dropout
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]

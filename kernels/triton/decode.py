@@ -7,21 +7,16 @@ entries form one sequence, which is divided into runs of equal length. Every pro
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-A run that covers keys of several entries computes one partial state, called a part, for each of them, so the work is balanced
-for every combination of lengths. The program that stores the last part of an entry and key head, found by a counter, merges all
-of them. If this would take too long, a second launch merges the parts instead.
+A run computes one partial state, called a part, for each entry whose keys it covers. The program that stores the last part of
+an entry and key head, found by a counter, merges all of them, or a second launch does if this would take too long.
 
-The rows of a tile of queries are all queries of all query heads that share a key head. If they fit into one tile, each key is
-read only once.
+The rows of a tile are all queries of all query heads that share a key head, so each key is read only once if they fit.
 
-At the start of an entry, a program waits for the queries before it loads the first tile. So that the memory is busy in the
-meantime, it prefetches this tile into the L2 cache. With two launches, a program prefetches its first tile even before the end
-of the kernels before it on the stream, if these let it start early.
+While a program waits for the queries of an entry, it prefetches the first tile into the L2 cache. With two launches, it
+prefetches even before the end of the kernels before it on the stream, if these let it start early.
 
-The cache may be divided into pages. A tile lies within one page, so a program reads one number of the page table per tile.
-
-The kernels read the intervals on the GPU, and the launches depend only on shapes. A call can therefore be captured in a CUDA
-graph, and the intervals may change between replays.
+A tile lies within one page of a paged cache. The kernels read the intervals on the GPU, and the launches depend only on shapes,
+so a call can be captured in a CUDA graph.
 """
 
 import math
@@ -73,18 +68,14 @@ class Tile(NamedTuple):
 
 # The fastest for fp16 and bf16 on sm_90, by padded head dim. Three stages keep two tiles of k and of v in flight.
 TILES_16_BIT = {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 4, 3)}
-# Exact fp32 products need many registers.
 TILE_FP32 = Tile(16, 32, 4, 2)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The constants for which the two kernels are compiled.
+    """The constants of the two kernels.
 
     Args:
-        queries: Nq.
-        key_heads, group: Hkv, and the number of query heads per key head.
-        dim, value_dim: D and Dv, without padding.
         rows, keys: the query rows and keys of a tile.
         min_tiles: the minimum number of tiles per run.
         padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows of a tile
@@ -122,16 +113,15 @@ class Config:
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Return which tiles of keys the queries of a batch entry, or of a tensor of entries, attend to.
 
-    The queries attend to the keys [0, num_sinks) in the tiles [0, sink_tiles), and to the keys of their intervals in the tiles
-    from `first_tile` on. One tile may be in both ranges.
+    These are the keys [0, num_sinks) in the tiles [0, sink_tiles), and keys before `end` in the tiles from `first_tile` on. One
+    tile may be in both ranges.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
         VOLATILE: whether the L1 cache must not keep the bounds, because another kernel may be writing them.
 
     Returns:
-        (num_sinks, sink_tiles, first_tile, end, num_tiles). No query attends to a key from `end` on, and num_tiles is the
-            number of tiles in both ranges.
+        (num_sinks, sink_tiles, first_tile, end, number of tiles in both ranges).
     """
     lo, hi, sinks, bound_stride, sink_stride, num_keys = bounds
     lo += entry * bound_stride
@@ -142,7 +132,6 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
     num_tiles = tl.where(first < end, tl.cdiv(end, CONFIG.keys) - first_tile, 0)
     num_sinks, sink_tiles = tl.zeros_like(first), tl.zeros_like(first)
     if sinks is not None:
-        # Sinks inside the interval belong to the interval.
         num_sinks = tl.load(sinks + entry * sink_stride, volatile=VOLATILE)
         num_sinks = tl.minimum(num_sinks, tl.load(lo + (CONFIG.queries - 1), volatile=VOLATILE))
         num_sinks = tl.maximum(tl.minimum(num_sinks, end), 0)
@@ -155,7 +144,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    Return the indices of the entries and their numbers of tiles, both (padded_batch,), and the number of tiles per run.
+    Return the indices and the numbers of tiles of the entries, (padded_batch,), and the number of tiles per run.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
@@ -165,7 +154,6 @@ def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: t
 
 @triton.jit
 def _query_index(entry, head, row, CONFIG: tl.constexpr):
-    """Return the index of a query row in (B, Nq, Hq)."""
     token, head_in_group = row // CONFIG.group, row % CONFIG.group
     return ((entry * CONFIG.queries + token) * CONFIG.key_heads + head) * CONFIG.group + head_in_group
 
@@ -195,11 +183,7 @@ def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Return the address x of a head in page 0, moved such that rows counted from the start of the sequence are in the given
-    page.
-
-    The page begins with the tile `first_tile`. `add_tile` can therefore count the rows as in a cache without pages.
-    """
+    """Return the address x of a head in page 0, moved so that `add_tile` can count rows from the start of the sequence."""
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
 
@@ -252,7 +236,6 @@ def _attend_to_tiles(
     k, v, page_table, table_stride = cache
     k_batch, k_row, k_head, v_batch, v_row, v_head = strides
     num_sinks, sink_tiles, _, end_key, _ = ranges
-    # A cache may have more than 2**31 elements.
     head_index = head.to(tl.int64) * CONFIG.stride_unit
     tile_k, tile_v = k + head_index * k_head, v + head_index * v_head
     head_k, head_v, page = tile_k, tile_v, 0
@@ -291,10 +274,9 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Prefetch the first tile of a run while earlier kernels, which may write the bounds and the cache, still run.
+    """Prefetch the first tile of a run while earlier kernels may still write the bounds and the cache.
 
-    If the bounds change, a wrong tile is prefetched, which costs little time. The loads are volatile, because the L1 cache must
-    not keep bounds that may change.
+    If the bounds change, a wrong tile is prefetched, which costs little time. The loads must bypass the L1 cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -312,7 +294,6 @@ def _entry_of_tile(tiles, t):
 
 @triton.jit
 def _find_parts(tiles_before, num_tiles, length):
-    """Return the first run of an entry, and the number of its parts."""
     first_run = tiles_before // length
     return first_run, tl.where(num_tiles > 0, (tiles_before + num_tiles - 1) // length - first_run + 1, 0)
 
@@ -350,7 +331,6 @@ def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constex
         divisor = tl.where(l == 0.0, 1.0, l)
         o /= divisor[:, None]
         if lse is not None:
-            # All slices of columns write the same numbers.
             tl.store(lse + query_index, (m + tl.log2(divisor)) * LN_2, mask=inside)
     else:
         tl.store(result_m + query_index, m * LN_2, mask=inside)
@@ -376,10 +356,9 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a part that this program has stored, and return whether it is the last of num_parts parts.
+    """Count a part that this program has stored, and return whether it is the last one.
 
-    The counter has the semantics of a release and an acquire, so the last program can read all parts. It sets the counter to 0
-    again.
+    The counter has the semantics of a release and an acquire, so the last program can read all parts. It resets the counter.
     """
     # After this barrier, the release of one thread covers the stores of all.
     tl.debug_barrier()
@@ -433,21 +412,18 @@ def _attend_kernel(
 
     Args:
         q: (B, Nq, Hq, D), contiguous.
-        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are the
-            strides of their first three dimensions in units of CONFIG.stride_unit.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are
+            their first three strides in units of CONFIG.stride_unit.
         page_table: int32 (B, table_stride), the page of each CONFIG.page_tiles tiles of an entry, or None.
-        lo, hi: int32 (1 or B, Nq), the interval of each query. bound_stride is 0 or Nq.
+        lo, hi: int32 (1 or B, Nq). bound_stride is 0 or Nq.
         sinks: int32 (1 or B,), see `reference.decode`, or None. sink_stride is 0 or 1.
-        parts: fp32: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a part, a key head and a query row,
-            in this order. m is in log2 units.
-        counters: zeros, int32 (B * Hkv * tiles of rows,), which are zeros again afterwards. With None, `_merge_kernel` merges
-            the parts, and m, l, o and lse must be None.
-        m, l: fp32 (B, Nq, Hq) for the merged state, or None to store o / l in `o` and to finalise the state.
-        o: (B, Nq, Hq, Dv), in fp32 for the state.
-        lse: fp32 (B, Nq, Hq), or None.
-        num_keys: Nk, the number of rows per batch entry. The intervals are limited to [0, Nk).
-        num_runs: the number of runs.
-        scale: the factor by which the scores are multiplied.
+        parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,). A row is a part, a key head and a
+            query row, in this order.
+        counters: int32 (B * Hkv * tiles of rows,), zeros before and after. With None, `_merge_kernel` merges the parts, and m,
+            l, o and lse must be None.
+        m, l: fp32 (B, Nq, Hq) for the merged state, or None to store o / l in `o`.
+        o, lse: (B, Nq, Hq, Dv), fp32 for the state, and fp32 (B, Nq, Hq) or None.
+        num_keys: Nk, to which the intervals are limited.
     """
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
@@ -464,7 +440,6 @@ def _attend_kernel(
         _store_empty_entries((m, l, o, lse), tiles, entries, batch, head, row, CONFIG)
     begin = run * length
     end = tl.minimum(begin + length, tl.sum(tiles, 0))
-    # If the run has no tiles, the loop below computes none.
     first_entry, last_entry = _entry_of_tile(tiles, begin), _entry_of_tile(tiles, end - 1)
     for i in range(0, last_entry - first_entry + 1):
         entry = first_entry + i
@@ -521,7 +496,6 @@ class _Plan:
 
 
 def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
-    """Return the tile size for a dtype and the larger of the two padded head dims."""
     return TILE_FP32 if dtype == torch.float32 else TILES_16_BIT[max(head_dim, 64)]
 
 
@@ -548,10 +522,8 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Plan:
-    """Plan a call.
-
-    `pages` is the number of pages per batch entry, or 0. `bounds` and `sinks` are the numbers of rows of `lo` and of `sinks`,
-    which are 1 or B, or 0 without sinks.
+    """Plan a call. `pages` is the number of pages per batch entry, or 0. `bounds` and `sinks` are the rows of `lo` and of
+    `sinks`.
     """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
@@ -633,9 +605,8 @@ def _num_sms(device: torch.device) -> int:
 class Decoder:
     """Decoding calls with one cache, one shape of the queries and one scale.
 
-    For a short cache, a call takes longer on the host than on the GPU, so everything that does not depend on the queries and
-    their bounds is computed once. Of q, lo and sinks, only the shape, the dtype and the device matter. The last dimension of k
-    and v must be contiguous.
+    For a short cache, a call takes longer on the host than on the GPU, so everything else is computed once. The last dimension
+    of k and v must be contiguous.
     """
 
     def __init__(
@@ -708,14 +679,11 @@ def decode(
 ) -> State | tuple[Tensor, Tensor] | Tensor:
     """Compute `reference.decode` in one or two launches. The host does not wait for the GPU.
 
-    After one call outside of a capture, a call with the same shapes can be captured in a CUDA graph, whose replays read the
-    current `lo`, `hi` and `sinks`.
-
-    Head dims are at most 256. Keys are read once for every 64 query rows (32 if a head dim is above 128), where a row is a
-    query of one of the heads that share a key head. k and v are copied if their last dimension is not contiguous. Rows from the
-    largest `hi` of an entry on are not read. The page size must be a multiple of 16. It is fastest as a multiple of 64, or of
-    128 for head dims of up to 64. With `final` and `return_lse`, the result is (out, lse), where lse (B, Nq, Hq) is -inf for a
-    query without keys.
+    After one call, calls with the same shapes can be captured in a CUDA graph, whose replays read the current `lo`, `hi` and
+    `sinks`. Head dims are at most 256. Keys are read once for every 64 query rows (32 if a head dim is above 128), where a row
+    is a query of one of the heads that share a key head. k and v are copied if their last dimension is not contiguous. Rows
+    from the largest `hi` of an entry on are not read. The page size must be a multiple of 16. Multiples of 64, or of 128 for
+    head dims of up to 64, are the fastest. With `final` and `return_lse`, the result is (out, lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

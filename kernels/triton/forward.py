@@ -1,10 +1,4 @@
-"""Portable Triton forward, which implements `ringattn.kernels.reference.forward` tile by tile (Dao 2023, algorithm 1).
-
-A program owns one tile of queries of one head and loops over the tiles of keys that the intervals of its queries reach. Tiles
-to which no query attends are never loaded. Scores are masked only in the tiles at the two ends of an interval. The running
-state (m, l, o) stays in registers. Scores and m are in log2 units, because the GPU has an instruction for exp2 but none for
-exp.
-"""
+"""The Triton forward: FlashAttention-2 (Dao 2023, algorithm 1)."""
 
 import torch
 import triton
@@ -53,25 +47,23 @@ def _forward_kernel(
     """Compute attention of one tile of queries of one head.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv), with any strides except for the last dimension.
+        q, k, v: with any strides except for the last dimension.
         lo, hi: (num_masks, Nq), the interval of each query.
         table: (num_masks, num_tiles, 6), see `Intervals.tiles`.
         m, l, o: the state that is read with HAS_STATE and written without FINAL, or None.
         out, lse: written with FINAL, or None.
         num_masks: 1 if all batch entries have the same mask, else B.
-        query_positions, key_positions, first_head, seed, threshold, factor: see `common.dropout_arguments`.
+        query_positions to factor: see `common.dropout_arguments`.
         block_lists, block_strides: the lists of kept blocks and their strides per batch entry and head, or None.
     """
     QUERIES: tl.constexpr = CONFIG.queries
     PADDED: tl.constexpr = common.pad_dim(CONFIG.value_dim)
     tile, index = common.program_tile(num_tiles)
     head, batch = index % CONFIG.num_heads, (index // CONFIG.num_heads).to(tl.int64)
-    # Batch entries and heads may lie more than 2**31 elements apart.
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
     k += batch * k_strides[0] + head_index // CONFIG.group * k_strides[2]
     v += batch * v_strides[0] + head_index // CONFIG.group * v_strides[2]
-    # One mask may serve all batch entries.
     entry = tl.minimum(batch, num_masks - 1)
     lo += entry * num_queries
     hi += entry * num_queries

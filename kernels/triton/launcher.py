@@ -20,12 +20,10 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch to find the compiled kernel, which takes as long as a short kernel. This function
-    finds it under a short key. It does not call Triton's launch hooks, and does not detect a tensor on another device.
+    Triton inspects all arguments of a launch, which takes as long as a short kernel. This function finds the compiled kernel
+    under a short key. It calls no launch hooks, and does not detect a tensor on another device.
 
     Args:
-        kernel: the kernel, whose parameters are the operands, the numbers and the constants.
-        programs: number of programs in the grid.
         operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of
             the descriptors.
         numbers: integers below 2**31 and floats, always of the same types, which the kernel must not specialize.
@@ -38,7 +36,6 @@ def launch(
             tensor, address = x, x.data_ptr()
             # Triton compiles a special kernel for pointers that are multiples of 16.
             key += x.dtype, address % 16
-            # For a tensor, Triton would query the CUDA driver.
             arguments.append(address)
         else:
             # The compiled kernel depends on the dtype of a TMA descriptor, and on operands that are None.

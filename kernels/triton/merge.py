@@ -16,7 +16,6 @@ MAX_PARTS = 3  # parts that one launch adds; a parameter of the kernel exists fo
 @triton.jit
 def _add_part(x, part, tokens, i, inside, WIDTH: tl.constexpr):
     """Add one part, which covers the tokens [first, end), to the elements i of the sum."""
-    # Triton generates no code for a part that is None.
     if part is not None:
         first, end = tokens
         index = i - first.to(tl.int64) * WIDTH

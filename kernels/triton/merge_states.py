@@ -23,7 +23,6 @@ def _merge_part(state, part, tokens, batch, row, columns, inside, HEADS: tl.cons
     """Merge one part, which covers the tokens [first, end), into the state of the rows `row`."""
     m, l, o = state
     part_m, part_l, part_o = part
-    # Triton generates no code for a part that is None.
     if part_m is not None:
         first, end = tokens
         covered = inside & (row >= first * HEADS) & (row < end * HEADS)

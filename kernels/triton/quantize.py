@@ -143,7 +143,6 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
 
 @triton.jit
 def _split_index(index, heads, num_tokens):
-    """Return (batch entry, block, head) of a program of one tensor."""
     blocks = tl.cdiv(num_tokens, BLOCK)
     return index // (heads * blocks), index // heads % blocks, index % heads
 
@@ -155,7 +154,6 @@ def _quantize_kernel(
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Convert q, k and v."""
     index = tl.program_id(0)
     num_q = batch * tl.cdiv(num_queries, BLOCK) * Q_HEADS
     num_k = batch * tl.cdiv(num_keys, BLOCK) * K_HEADS
@@ -176,7 +174,6 @@ def _quantize_kernel(
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the Hadamard matrices (D / PART, PART, PART) of ones for the parts of a row, with the signs of the rotation."""
-    # The first column of a Hadamard matrix contains only ones.
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])
@@ -184,7 +181,6 @@ def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _options(dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return Triton's launch options."""
     limited = dim in MAX_REGISTERS and dtype != torch.float32
     return dict(num_warps=NUM_WARPS[dim]) | (dict(maxnreg=MAX_REGISTERS[dim]) if limited else {})
 

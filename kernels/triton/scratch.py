@@ -25,10 +25,9 @@ class Scratch(NamedTuple):
 class ScratchPool:
     """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
 
-    A call takes the memory of its stream, launches all kernels that use it, and gives it back. The kernels of a stream run one
-    after another, so its next call may overwrite the memory. While one thread has the memory of a stream, another thread
-    receives new memory. A CUDA graph may be replayed on any stream, so a captured call always receives new memory, which
-    belongs to the graph.
+    A call takes the memory of its stream, launches all kernels that use it, and gives it back. While one thread has the memory
+    of a stream, another thread receives new memory. A captured call always receives new memory, which belongs to the graph,
+    because a graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -36,9 +35,8 @@ class ScratchPool:
         self._chunks = CounterChunks()
 
     def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
-        """Return memory with at least `size` numbers and `num_counters` counters, and the key that `give_back` expects.
-
-        `stream` is the address of the current stream, or None if the device of `like` is not a GPU.
+        """Return memory for `size` numbers and `num_counters` counters, and the key for `give_back`. `stream` is the address of
+        the current stream, or None on a CPU.
         """
         if stream is None:
             counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
@@ -55,12 +53,11 @@ class ScratchPool:
         return key, scratch
 
     def reserve_counters(self, like: Tensor) -> None:
-        """Allocate counters for calls on the GPU of `like` that are captured later."""
         if not torch.cuda.is_current_stream_capturing():
             self._chunks.reserve(like)
 
     def give_back(self, key: Key | None, scratch: Scratch) -> None:
-        """Keep the memory for the next call on the same stream. All kernels that use the memory must have been launched."""
+        """Keep the memory for the next call on the same stream."""
         if key is not None and scratch.numbers.nbytes <= MAX_KEPT_BYTES:
             self._kept[key] = scratch
 
@@ -68,9 +65,9 @@ class ScratchPool:
 class CounterChunks:
     """Counters of captured calls. They are zeros before the first replay, and every replay leaves them as zeros.
 
-    If the counters belonged to the graph, every replay would have to set them to 0, which takes as long as a short kernel. Each
-    captured call therefore receives its own part of a chunk of zeros that was allocated outside of the capture. Nobody knows
-    when the graph is deleted, so they are never freed. Most calls need less than 1 KiB.
+    Counters of the graph itself would have to be set to 0 in every replay, which takes as long as a short kernel. Each captured
+    call therefore receives its own part of a chunk of zeros from outside of the capture. Nobody knows when the graph is
+    deleted, so it is never freed.
     """
 
     def __init__(self) -> None:
@@ -79,7 +76,6 @@ class CounterChunks:
         self._unused: dict[int, Tensor] = {}  # the unused counters of the newest chunk, by the index of the GPU
 
     def reserve(self, like: Tensor) -> None:
-        """Allocate a chunk if less than half of the newest one is unused."""
         with self._lock:
             unused = self._unused.get(like.get_device())
             if unused is None or 2 * len(unused) < CHUNK_COUNTERS:
