@@ -26,9 +26,6 @@ class BlockMask:
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
         size: the queries or keys in a block, a multiple of 64, or of 128 for the fastest tiles.
-
-    Raises:
-        ValueError: `keep` has another dtype or number of dimensions, or the size is wrong.
     """
 
     keep: Tensor
@@ -56,11 +53,7 @@ class BlockMask:
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
-        """Return the part of the mask for these queries and keys.
-
-        Raises:
-            ValueError: a slice does not start at the beginning of a block.
-        """
+        """Return the part of the mask for these queries and keys, which must begin with a block."""
         if queries.start % self.size or keys.start % self.size:
             raise ValueError(
                 f"slices from {queries.start} and {keys.start}: both must be multiples of the block size {self.size}"
@@ -78,10 +71,8 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """The lists of kept pairs of a query block and a head: int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1,
-        2), see `_lists`.
-
-        The column of a pair is query block * group + head within the group of `group` query heads.
+        """The lists of kept columns, each query block * group + head: int32 (B or 1, Hkv or 1, key blocks, query blocks * group
+        + 1, 2).
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 
@@ -105,8 +96,7 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """Convert each row of a mask (..., C) to a list of its kept columns, int32 (..., C + 1, 2).
 
-    Entry c contains the number of kept columns among the first c columns, and the index of the c-th kept column, side by side
-    so that a kernel needs only one pointer.
+    Entry c contains the number of kept columns among the first c columns, and the index of the c-th kept column.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

@@ -1,7 +1,6 @@
 """Attention tile by tile in plain PyTorch, the backend for CPUs. Its memory depends on the tile size and never on Nq * Nk.
 
-This module runs the same loops as the Triton kernels, and calls `ringattn.kernels.reference` inside a tile. If there is a block
-mask, its blocks are the tiles.
+If there is a block mask, its blocks are the tiles.
 """
 
 from collections.abc import Iterator

@@ -40,11 +40,9 @@ def cached(maxsize: int) -> Callable[[F], F]:
 
 
 def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns a tensor or a tuple of tensors and
-    None.
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function of a device that returns tensors.
 
-    The last argument of the function is their device. The call raises RuntimeError if a CUDA graph is being captured and no
-    earlier call has computed the result.
+    The call raises RuntimeError if a CUDA graph is being captured and no earlier call has computed the result.
     """
 
     def decorate(function: F) -> F:
@@ -66,7 +64,6 @@ def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured on the current stream of `device`."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -82,8 +79,8 @@ def check_not_capturing(device: torch.device) -> None:
 class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
     """A dictionary of tensors on one device, which calls on several streams may read.
 
-    A value must be stored by the stream that has written its tensors. Another stream waits for the tensors when it first reads
-    a value, and their memory is not reused before it has finished its work.
+    The stream that stores a value must have written it. Another stream waits when it first reads the value, and its memory is
+    not reused before that stream has finished its work.
     """
 
     def __init__(self) -> None:
@@ -110,11 +107,7 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Add tensors that are not values of the dictionary. The current stream must have written them.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured.
-        """
+        """Add tensors that are not values of the dictionary, and that the current stream has written."""
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
             return
@@ -131,7 +124,7 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
             self._streams = {stream.cuda_stream}
 
     def use(self) -> None:
-        """Allow the current stream to read all tensors. On the stream that has written them, this method does nothing."""
+        """Allow the current stream to read all tensors."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
         # A captured stream cannot wait for work outside of its graph. `torch.cuda.graph` has waited for all of it, and

@@ -2,10 +2,10 @@
 
 A pair (query, key) of a head is kept if a random unsigned 32-bit word is at least p * 2**32. The word is the second output of
 Philox-4x32-7 (Salmon et al. 2011), with the seed as the key and the counter (query position, key position, query head, batch
-entry). This order minimises the number of products that depend on both positions. The word depends on nothing else, so tile
-sizes, layouts and the number of ranks do not change the dropout mask.
+entry). This order minimises the products that depend on both positions. Tile sizes, layouts and the number of ranks do not
+change the mask.
 
-Kept probabilities are multiplied by 1 / (1 - p). The maximum, the sum and the lse of a row do not change.
+Kept probabilities are multiplied by 1 / (1 - p).
 """
 
 from dataclasses import dataclass, replace
@@ -52,13 +52,7 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
-    """Compute four random words for each counter with Philox-4x32.
-
-    Args:
-        counter: four broadcastable int64 tensors with values in [0, 2**32), like the result.
-        seed: the key, 0 <= seed < 2**64.
-        rounds: the number of rounds, usually 10.
-    """
+    """Compute four random words for each counter (four broadcastable int64 tensors of 32-bit words) with Philox-4x32."""
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):

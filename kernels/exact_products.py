@@ -1,8 +1,4 @@
-"""Compute matrix products exactly, whatever PyTorch's settings for the products of a model are.
-
-`torch.autocast` rounds the operands of products to 16 bits. `torch.set_float32_matmul_precision("high")` and the settings
-`fp32_precision` of `torch.backends` let PyTorch round fp32 operands to TF32 or bf16.
-"""
+"""Compute matrix products exactly, whatever `torch.autocast` and PyTorch's settings for TF32 and bf16 say."""
 
 import threading
 from collections.abc import Iterator
@@ -26,8 +22,7 @@ def under_autocast(device: torch.device) -> bool:
 def exact_products(device: torch.device) -> Iterator[None]:
     """Return a context in which products of fp32 tensors on `device` are exact.
 
-    The settings apply to all threads: until the last thread leaves the context, the products of other threads are exact, too,
-    and no other thread should read or change them.
+    The settings apply to all threads until the last one leaves the context. No other thread should read or change them.
     """
     global _num_users
     with _lock:

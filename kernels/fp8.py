@@ -7,16 +7,14 @@ FP8 attention rounds q, k and v to e4m3, with 4 bits of exponent, 3 bits of mant
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
 **Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, with which no element exceeds 448 in
-magnitude, or 1 for a block of zeros. e4m3 numbers from 2^-6 to 448 have full precision, so scales per block matter only if
-blocks differ by several powers of two.
+magnitude, or 1 for a block of zeros.
 
-**Rotation.** Every query and key is first multiplied by the same orthogonal matrix, see `rotation`, which does not change q
-k^T. It distributes large features over all features of a head, which removes most of their rounding error. Values are not
-rotated, because the output would have to be rotated back.
+**Rotation.** Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. It distributes
+large features over all features of a head, which removes most of their rounding error. For values, the output would have to be
+rotated back.
 
 **Values.** For e4m3, wgmma requires values whose keys are contiguous, so each block is a transposed tile (D, 128 keys), with
-zeros beyond N. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b // 2) + 2 t + b % 2, for h in 0..1, t
-in 0..3 and b in 0..3:
+zeros beyond N. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b // 2) + 2 t + b % 2:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...

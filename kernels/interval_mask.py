@@ -63,12 +63,7 @@ class Intervals:
         wait: bool = True,
         is_replaced: bool = False,
     ) -> "Intervals":
-        """Create the mask with these bounds, integers (1 or B, Nq) on the CPU, for kernels on `device`.
-
-        Raises:
-            ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave [0,
-                num_keys].
-        """
+        """Create the mask with these bounds, integers (1 or B, Nq) on the CPU, for kernels on `device`."""
         if lo.dim() != 2 or lo.shape != hi.shape:
             raise ValueError(f"lo has shape {tuple(lo.shape)}, hi {tuple(hi.shape)}: both must be (1 or batch, queries)")
         for name, x in (("lo", lo), ("hi", hi)):
@@ -93,7 +88,7 @@ class Intervals:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """(lo, hi), for kernels without a table. Methods that return tables also let the stream read lo and hi."""
+        """(lo, hi), for kernels without a table."""
         self._tables.use()
         return self.lo, self.hi
 
@@ -127,8 +122,7 @@ class Intervals:
         masked. In the next num_unmasked steps, all rows attend to all columns. Then scores must be masked again.
 
         Tiles end where a long document ends, because a tile of two documents would loop over the history of both. Between two
-        ends, one tile may have fewer rows: the one with the shortest loop under a causal mask, which is the first tile of
-        queries, or the last tile of keys.
+        ends, one tile may have fewer rows: the one with the shortest loop under a causal mask.
 
         Args:
             rows: the maximal number of rows of a tile.
@@ -233,7 +227,7 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple) -> tuple[int, int, int]:
-        """Return the shape of the largest table with this key of `TableRequests.tables`, over all masks of the same shape."""
+        """Return the shape of the largest table with this key over all masks of the same shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":

@@ -175,11 +175,11 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
         lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]), limited to [0,
             Nk). Both must never decrease from one query to the next.
         final: whether to return the output instead of the state.
-        sinks: int32 (1 or B,), on q's device, or None. Query i also attends to those of the first `sinks` keys that come before
-            hi[i] (attention sinks, Xiao et al. 2023).
-        page_table: int32 (B, pages), on q's device, or None. With a page table, k and v are (pages, page size, Hkv, D) and
-            (pages, page size, Hkv, Dv), and row i of entry b is row i % page_size of page page_table[b, i // page_size].
-        forward: the function that computes attention under intervals, with the arguments of `forward` of this module.
+        sinks: int32 (1 or B,) or None. Query i also attends to those of the first `sinks` keys that come before hi[i]
+            (attention sinks, Xiao et al. 2023).
+        page_table: int32 (B, pages) or None. With a page table, k and v are (pages, page size, Hkv, D) and (pages, page size,
+            Hkv, Dv), and row i of entry b is row i % page_size of page page_table[b, i // page_size].
+        forward: the function that computes attention under intervals.
 
     Returns:
         The state (m, l, o), contiguous, or out (B, Nq, Hq, Dv) in q's dtype.

@@ -1,9 +1,9 @@
 """The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
 
-A work tile is a tile of keys of one head. It visits the query tiles that see its keys, and adds its dQ to each of them. The
-order matters only for two work tiles that have a query in common. The bounds of an interval mask never decrease, so it suffices
-to order neighbours. One of them is the predecessor of the other: in every query tile that both visit, it comes first. A chain
-is a longest sequence of work tiles of one head, each with a query in common with the next one, for example a long document:
+A work tile is a tile of keys of one head, which visits the query tiles that see its keys. The order matters only for two work
+tiles that have a query in common. The bounds of an interval mask never decrease, so it suffices to order neighbours. One of
+them is the predecessor of the other: in every query tile that both visit, it comes first. A chain is a longest sequence of work
+tiles of one head, each with a query in common with the next one:
 
 - **Forwards:** from the last keys to the first. Every work tile visits its query tiles from the first to the last. Under a
 causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
@@ -14,8 +14,7 @@ Under a causal mask without documents, the directions alternate from head group 
 tiles end first, so the long work tiles of the next group start one after another, each at a distance from its predecessor, and
 all programs end at nearly the same time.
 
-All programs together compute the work tiles in one order, in which every predecessor comes first. If `tile_scheduler` moves a
-work tile forward, it also moves those that this one waits for.
+All programs together compute the work tiles in one order, in which every predecessor comes first.
 """
 
 import torch
@@ -39,8 +38,7 @@ def order_work_tiles(
     Args:
         tiles: int32 (B or 1, T, 6) from `Intervals.tiles` of a transposed mask. Every loop begins at a multiple of `step`.
         bounds: lo and hi of every key, int32 (B or 1, Nk), on the CPU.
-        heads: number of key heads of a batch entry.
-        heads_per_group: the minimal number of key heads in a head group.
+        heads, heads_per_group: the key heads of a batch entry, and the minimal number of them in a head group.
         group: number of query heads per key head.
         step: number of queries per query tile.
 

@@ -131,15 +131,15 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
-    In rotation, some programs would get a seventh more than their share. With packed documents, the longest work tiles of the
-    last head groups would start too late, so they are moved forward.
+    In rotation, some programs would get a seventh more than their share. With packed documents, long work tiles of the last
+    head groups would start too late, so they are moved forward.
 
     Args:
         work_tiles: int32 (N, c).
-        times: integers (N,), the estimated time of each work tile in any unit.
+        times: integers (N,), the estimated times.
         predecessors: integers (N,), the index of an earlier work tile that must stay in front, or -1; None if every order is
             allowed.
-        limit: the maximal number of work tiles of a program, at least N / programs; None for no limit.
+        limit: the maximal number of work tiles of a program, or None.
 
     Returns:
         int32 (n, programs, c). The entries [:, p] are the work tiles of program p, followed by at least one row of zeros.
@@ -164,9 +164,8 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    """Assign each work tile to the program with the least work so far and fewer than `limit` work tiles.
-
-    Return the programs and the latest end time.
+    """Assign each work tile to the program with the least work and fewer than `limit` work tiles. Return the programs and the
+    last end.
     """
     # Integers (work so far) * programs + (index of the program) make the fastest heap.
     heap = list(range(programs))

@@ -1,10 +1,7 @@
 """Check the arguments of attention calls. A rule that several callers need is defined only here, with its error message.
 
-The public calls in `ringattn` check a user's arguments with `check_dense`, `as_integer`, `as_number`, `check_flag`,
-`check_name`, `check_tensors`, `check_scale`, `check_dropout` and `check_precision`. `ringattn.kernels.dispatch` checks every
-kernel call with `check_inputs`, `check_cache`, `check_state` and `check_gradients`, which catch mistakes in the code in
-between. The kernel modules check nothing. `decode_attention` prepares its calls once per cache, and checks only `check_bounds`
-in every call.
+The public calls in `ringattn` check a user's arguments. `ringattn.kernels.dispatch` checks every kernel call, which catches
+mistakes in the code in between. The kernel modules check nothing.
 
 A function whose name begins with `check` returns None or raises a ValueError. The message states the given value, the
 requirement and what to do.
@@ -44,8 +41,6 @@ def shown(value: object) -> str:
 def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
     """Return `value` as an int with low <= value <= high (None for no limit). Integers of numpy and torch become Python
     integers.
-
-    `remedy` follows the requirement in the message of the ValueError.
     """
     number = value
     # torch.compile may pass a symbolic integer.
@@ -101,18 +96,12 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call.
-
-    Raises:
-        ValueError: an argument is not a dense tensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or
-            devices differ, or the dtype is not one of FLOAT_DTYPES.
-    """
+    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call."""
     check_dense(q, k, v)
     check_fit(q, k, v)
 
 
 def check_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check shapes, dtypes and devices of dense tensors, see `check_tensors`."""
     check_shapes(q, k, v)
     dtype, device = q.dtype, q.device
     if not dtype == k.dtype == v.dtype or not device == k.device == v.device:
@@ -168,13 +157,7 @@ def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check the arguments that forward and backward have in common.
-
-    Args:
-        intervals: they must be for Nq queries, Nk keys and 1 or B batch entries, and on q's device.
-        dropout: its positions must be (Nq,) and (Nk,), on q's device.
-        blocks: the mask must be (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)), on q's device.
-    """
+    """Check the arguments that forward and backward have in common, as in `reference.forward`."""
     check_shapes(q, k, v)
     (batch, num_queries, num_heads), num_keys, device = q.shape[:3], k.shape[1], q.device
     if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
@@ -212,9 +195,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
 
 
 def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], batch: int) -> None:
-    """Check keys and values (B, N, Hkv, D) for a cache with `batch` entries and the heads, dtype and device of the `stored`
-    ones.
-    """
+    """Check keys and values for a cache with `batch` entries and the heads, dtype and device of the `stored` ones."""
     for x, y in zip(new, stored, strict=True):
         if (x.shape[0], *x.shape[2:], x.dtype, x.device) != (batch, *y.shape[2:], y.dtype, y.device):
             raise ValueError(
@@ -224,9 +205,9 @@ def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], 
 
 
 def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
-    """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row of the cache for each token of `k` (B, N, Hkv, D).
+    """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row below `capacity` for each token of `k` (B, N, Hkv, D).
 
-    On a CPU, the values must be at least 0 and less than `capacity`. On a GPU, checking them would make the host wait.
+    On a GPU, the values are not checked, because the host would have to wait.
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows is a {type(rows).__name__}: it must be a tensor of int64, or None")
@@ -244,10 +225,9 @@ def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
 def check_cache(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
 ) -> None:
-    """Check the arguments of a decoding call, as for `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
+    """Check the arguments of a decoding call, as for `reference.decode`.
 
-    Their values are not checked, because the host would wait for the GPU. The kernels limit the intervals to the rows of the
-    cache.
+    The values of tensors are not checked, because the host would wait for the GPU.
     """
     if page_table is None:
         check_shapes(q, k, v)
@@ -288,7 +268,7 @@ def check_state(state: State, q: Tensor, v: Tensor) -> None:
 
 
 def check_gradients(q, k, v, dout, lse, delta, given, grad_dtype):
-    """Check those arguments of `dispatch.backward` that the forward does not have. `given` is (dq, dk, dv)."""
+    """Check the arguments of `dispatch.backward` that the forward does not have."""
     rows, dtype, exact, device = q.shape[:3], q.dtype, state_dtype(q.dtype), q.device
     outputs, scalars = {"dout": dout}, {"lse": lse}
     if isinstance(delta, tuple):

@@ -31,11 +31,9 @@ def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS
     Args:
         scores: (64, COLUMNS), before the multiplication by `log2_scale`.
         lse: one number per query, in log2 units.
-        row_bounds: (lo, hi, num_own): pointers to the bounds of the first row, and the number of rows from there to the end of
-            the work tile.
+        row_bounds: (lo, hi, num_own): pointers to the bounds of the first row, and the number of rows that exist.
         start: the first column.
-        is_masked: whether the step needs a mask.
-        TRANSPOSED: whether the rows are keys and the columns are queries.
+        TRANSPOSED: whether the rows are keys.
     """
     SCORES: gl.constexpr = accumulator_layout(COLUMNS)
     lo, hi, num_own = row_bounds
@@ -69,8 +67,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
     """Store the rows [own, end) of a tile (64, n), whose first row is `own`, or add them to memory.
 
-    The columns of the tile are the columns from FIRST on of a contiguous tensor (rows, NUM_HEADS, DIM), of which `base` points
-    to the first row of one head.
+    `base` points to the first row of a head of a contiguous tensor (rows, NUM_HEADS, DIM), and FIRST is the first column.
     """
     LAYOUT: gl.constexpr = tile.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))

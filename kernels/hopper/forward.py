@@ -63,6 +63,7 @@ class ForwardConfig(hopper_common.KernelConfig):
     tails: ClassVar[int] = 0  # slots of the ring of tails
     state_stages: ClassVar[int] = 0  # stages that hold the o of a state at the end of a work tile
     stores_by_tma: ClassVar[bool] = False  # whether TMA stores the results
+    loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile during its last product
     stages_per_step: ClassVar[int] = 1  # stages that a consumer releases per step
     extra_steps: ClassVar[int] = 0  # steps in which a consumer takes turns, in addition to those of the KV loop
 
@@ -135,6 +136,7 @@ class WideConfig(ForwardConfig):
     key_dim: int
     overlap: bool
 
+    loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile during its last product
     stages_per_step: ClassVar[int] = 2
 
     @property
@@ -165,6 +167,7 @@ class Fp8Config(ForwardConfig):
     overlap: bool
 
     extra_steps: ClassVar[int] = 1
+    loads_early: ClassVar[bool] = False
 
     @property
     def num_parts(self) -> int:

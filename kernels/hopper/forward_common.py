@@ -155,15 +155,20 @@ def _compute_work_tiles(
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)
         if tile[3] < tile[4]:
-            tile, position, state_stage, rows = COMPUTE(
+            next_tile, position, state_stage, rows = COMPUTE(
                 arguments, tile, slot, position, state_stage, CONSUMER, UPDATE_REF_MAX, CONFIG
             )
+            if CONFIG.loads_early:
+                tile = next_tile
             overflowed |= rows
         else:
             _, _, num_unmasked, num_masked = tile[5]
             position = SKIP(barriers, num_masked + num_unmasked, position, state_stage, CONSUMER, CONFIG)
-            tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
+            if CONFIG.loads_early:
+                tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
             state_stage = gl.to_tensor(-1)
+        if not CONFIG.loads_early:
+            tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
         slot ^= 1
     if CONFIG.stores_by_tma:
         # Before the end of the program frees its shared memory, or a retry pass overwrites it, TMA must have read all results.

@@ -40,7 +40,6 @@ from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
     advance_stage,
-    load_consumer_tile,
     load_queries,
     pass_ping_pong,
     run_partitions,
@@ -301,8 +300,6 @@ def _sequential_steps(
     Args:
         scores: the scores (64, keys) of the first step.
         query: the Q of this consumer in shared memory.
-        row_bounds, loop: from `load_consumer_tile`.
-        operands: see `_load_block_scales`.
         heads: (batch entry, key head).
         ref_max: (64, 4), the initial reference max. Every thread of a row has the same number, as in the results.
         factors: (64, 4), from `_row_factors`.
@@ -346,7 +343,7 @@ def _compute_tile(
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, results, buffers, barriers, log2_scale, operands = arguments
-    index, batch, head, first_row, end, loop, row_bounds = tile
+    _, batch, head, first_row, end, loop, row_bounds = tile
     queries, ring, _ones = buffers
     _, _, full, empty = barriers
     query = queries.index(CONSUMER)
@@ -381,8 +378,7 @@ def _compute_tile(
     o = gl.convert_layout(_join_parts(o, 0, CONFIG.num_parts), CONFIG.output_layout)
     incoming = load_state_scalars(results, row_range, CONFIG)
     overflowed = finish_work_tile(ref_max, l, o, incoming, results, row_range, True, CONFIG)
-    next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
-    return next_tile, position, state_stage, overflowed
+    return tile, position, state_stage, overflowed
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_queries", "num_query_blocks", "num_key_blocks"])

@@ -186,8 +186,8 @@ def program_tile(num_tiles):
 
 @triton.jit
 def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load the rows [first, first + ROWS) of a (num_rows, DIM) matrix, padded with zeros to pad_dim(DIM). Without MASKED, all
-    must exist.
+    """Load the rows from `first` on of a (num_rows, DIM) matrix, padded with zeros to pad_dim(DIM). Without MASKED, all must
+    exist.
     """
     PADDED: tl.constexpr = pad_dim(DIM)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
@@ -210,10 +210,7 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of a block of rows, see `ringattn.kernels.blocks`.
-
-    A column of the list is a pair of a block and one of GROUP heads.
-    """
+    """Return the pointer to the list of kept blocks of a block of rows. A column is a block and one of GROUP heads."""
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
     return block_lists + row

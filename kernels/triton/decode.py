@@ -76,7 +76,6 @@ class Config:
     """The constants of the two kernels.
 
     Args:
-        rows, keys: the query rows and keys of a tile.
         min_tiles: the minimum number of tiles per run.
         padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows of a tile
             whose parts a program of the first launch merges, padded to powers of two.
@@ -84,7 +83,7 @@ class Config:
         stride_unit: the unit of the strides of k and v.
         page_tiles: the tiles of keys per page, or 0.
         pdl: whether the kernels use programmatic dependent launch.
-        prefetch: whether programs prefetch tiles, which requires an NVIDIA GPU and a cache without pages.
+        prefetch: whether programs prefetch tiles, on NVIDIA GPUs without pages.
         prefetch_early: whether programs prefetch a tile before they wait for earlier kernels, and the second launch starts the
             next kernel early.
     """
@@ -160,10 +159,7 @@ def _query_index(entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
-    """Load query rows of a batch entry and a key head. Return the rows (rows, padded D), and their lo and hi (rows,).
-
-    Rows beyond the last query are zeros and attend to no key.
-    """
+    """Load query rows of a key head, zeros beyond the last query, and their lo and hi (rows,)."""
     columns = tl.arange(0, pad_dim(CONFIG.dim))
     inside = row < CONFIG.queries * CONFIG.group
     pointers = q + _query_index(entry, head, row, CONFIG).to(tl.int64)[:, None] * CONFIG.dim + columns[None, :]
@@ -190,10 +186,7 @@ def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements into the L2 cache, but none from `end` on. x is the address of row 0.
-
-    If no rows remain, row 0 is prefetched, because a test would take longer.
-    """
+    """Prefetch ROWS rows of DIM elements from row `first` on, but none from `end` on, or row 0 if none remain."""
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
     i = tl.arange(0, ROWS * SEGMENTS)
@@ -224,11 +217,7 @@ def _attend_to_tiles(
 ):
     """Return the state (m, l, o) of query rows for the tiles [begin, end) of an entry, counted as in `_tile_at`.
 
-    Args:
-        query: from `_load_queries`.
-        cache: (k, v, page_table, table_stride), as for `_attend_kernel`.
-        strides: (k_batch, k_row, k_head, v_batch, v_row, v_head).
-        ranges: from `_load_ranges`.
+    `cache` is (k, v, page_table, table_stride), and `strides` is (k_batch, k_row, k_head, v_batch, v_row, v_head).
     """
     TILE_ROWS: tl.constexpr = CONFIG.rows
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
@@ -300,10 +289,7 @@ def _find_parts(tiles_before, num_tiles, length):
 
 @triton.jit
 def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
-    """Load the parts of rows of a key head, and return their merged state m, l (rows,) and o (rows, columns), m in log2 units.
-
-    first_part and num_parts are the parts of the entry of the rows.
-    """
+    """Load and merge parts of rows of a key head. Return m, l (rows,) and o (rows, columns), m in log2 units."""
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     index = tl.arange(0, CONFIG.parts)[:, None]
     used = (index < num_parts) & (row < ROWS)[None, :]
@@ -500,7 +486,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """Return the number of runs, each with `programs` programs, one for each key head and tile of query rows.
+    """Return the number of runs, each with `programs` programs.
 
     One program per SM reads fastest. If this would leave more than a quarter of the SMs idle, two programs share an SM.
     """

@@ -74,10 +74,7 @@ class PreparedLaunch:
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
     def __call__(self, stream: int | None, *operands: Tensor | None) -> None:
-        """Launch the kernel on the current device and the stream with this address (None on the CPU).
-
-        In every call, the same operands are None, and the others have the same dtypes.
-        """
+        """Launch the kernel on the stream with this address. In every call, the same operands are None."""
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
         for address in addresses:

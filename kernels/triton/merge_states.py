@@ -1,8 +1,4 @@
-"""Merge partial softmax states (m, l, o) of the same queries, in one pass over memory.
-
-The last merge of a pass can also finalise the state, so that the merged state is never written. The alpha-rescale is the one of
-`ringattn.kernels.reference.merge`.
-"""
+"""Merge the partial softmax states (m, l, o) of several ranks in one pass over memory."""
 
 from collections.abc import Sequence
 

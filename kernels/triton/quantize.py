@@ -48,10 +48,7 @@ def _round(x):
 
 @triton.jit
 def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
-    """Return the columns [INDEX * PART, (INDEX + 1) * PART) of a tile times the matrix of this part, in fp32.
-
-    `x` is (pointers to the first column, mask of the rows).
-    """
+    """Return part INDEX of a tile times its matrix, in fp32. `x` is (pointers to the first column, mask of the rows)."""
     pointers, mask = x
     columns = tl.arange(0, PART)
     matrix = tl.load(matrices + (INDEX * PART + columns[:, None]) * PART + columns[None, :])
@@ -96,13 +93,7 @@ def _quantize_rows(
 ):  # fmt: skip
     """Rotate and round one block of queries or keys.
 
-    Args:
-        x, out: (B, N, H, DIM); out is contiguous.
-        scales: (B, C, H).
-        strides: the strides of x, without the last one, which is 1.
-        position: (batch entry, block, head).
-        matrices: see `_matrices`.
-        FACTOR: 1 / sqrt(DIM).
+    `position` is (batch entry, block, head), `strides` are those of x without the last one, and FACTOR is 1 / sqrt(DIM).
     """
     batch, block, head = position
     tokens = block * BLOCK + tl.arange(0, BLOCK)
