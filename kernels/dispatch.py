@@ -116,30 +116,16 @@ def forward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute attention of one block of queries to one block of keys with the selected backend.
+    """Compute `reference.forward` with the selected backend.
 
     Args:
-        q: (B, Nq, Hq, D). The backend depends on its dtype, its device and its head dim. Any strides are allowed.
-        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
-        intervals: for every query, the range [lo, hi) of keys that it may attend to.
-        scale: multiplies the scores before the softmax, usually D ** -0.5.
-        state: (m, l, o) of these queries over the keys of earlier calls, contiguous, in the dtype of states: m and l
-            (B, Nq, Hq), o (B, Nq, Hq, Dv). The call may overwrite these tensors with the result. With None, there are no
-            earlier keys.
-        final: whether these are the last keys, so that (out, lse) is returned instead of the state.
+        q, k, v, intervals, scale, state, final, dropout, blocks: as in `reference.forward`.
         backend: one of BACKENDS. If there are only a few queries, "auto" selects the split-KV kernel of `decode`.
-        dropout: which softmax probabilities to drop. With None, nothing is dropped.
-        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. With None, there is no
-            block mask.
-        precision: "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which allows neither dropout nor a
-            block mask. Otherwise, the precision of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
+            allows neither dropout nor a block mask.
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
             program per SM, and work tiles are assigned to programs before the launch. With `shares_sms`, every work tile has a
             program of its own, which starts as soon as an SM is free. Other backends ignore this argument.
-
-    Returns:
-        The state (m, l, o) over the earlier keys and the keys of this call. With `final`, (out, lse) instead: out (B, Nq, Hq,
-        Dv) in q's dtype and lse (B, Nq, Hq) in the dtype of states. All tensors are contiguous.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
@@ -244,22 +230,18 @@ def forward_fp8(
     reads_fp8: bool = True,
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute attention of one block of FP8 queries to one block of FP8 keys and values.
+    """Compute `forward` of FP8 queries, keys and values, in the format of `ringattn.kernels.fp8`.
 
     Args:
-        q, k, v: the inputs in the format of `ringattn.kernels.fp8`, with the shapes q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v
-            (B, Hkv, ceil(Nk / 128), Dv, 128); Hkv divides Hq. The queries and keys must be rotated with the same matrix.
+        q, k, v: the queries and keys must be rotated with the same matrix.
         intervals, scale, state, final, backend, shares_sms: as for `forward`. With "hopper", the kernel that reads FP8 inputs
             must be available.
-        dtype: the dtype of `out`, and of the inputs before they were rounded. States are fp32, or fp64 if `dtype` is fp64.
-        reads_fp8: whether a kernel that reads FP8 inputs may be used. If it is not used, the inputs are converted to the dtype
-            of `_exact_dtype`.
-
-    Returns:
-        The state, or (out, lse), as for `forward`.
+        dtype: the dtype of `out`, and of the inputs before they were rounded.
+        reads_fp8: whether a kernel that reads FP8 inputs may be used. Otherwise the inputs are converted to the dtype of
+            `_exact_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
+        ValueError: as for `forward`.
     """
     validation.check_quantized(q, k, v, intervals)
     num_keys, dims = k.data.shape[1], (q.data.shape[3], v.data.shape[3])
@@ -293,19 +275,14 @@ def decode(
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
 ) -> State | Tensor:
-    """Compute attention of a few new queries to a cache, as `ringattn.kernels.reference.decode` specifies.
+    """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
-    On a GPU, a split-KV kernel computes the call in one or two launches. This kernel reads `lo`, `hi` and `sinks` on the GPU,
-    so the call can be captured in a CUDA graph. With fp64 inputs or head dims above 256, the call runs in PyTorch, and the host
-    waits for the GPU.
-
-    Args:
-        q, k, v, lo, hi, scale, final, sinks, page_table: as for `ringattn.kernels.reference.decode`, with contiguous `lo`,
-            `hi`, `sinks` and `page_table`.
-        backend: one of BACKENDS. The Hopper kernels cannot decode, so "hopper" selects the Triton kernel.
+    On a GPU, a split-KV kernel computes the call in one or two launches, which can be captured in a CUDA graph. With fp64
+    inputs or head dims above 256, the call runs in PyTorch, and the host waits for the GPU. The Hopper kernels cannot decode,
+    so the backend "hopper" selects the Triton kernel.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
+        ValueError: as for `forward`.
     """
     validation.check_cache(q, k, v, lo, hi, sinks, page_table)
     chosen = _choose_decode(q, v, backend)
@@ -325,15 +302,10 @@ def prepare_decode(
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], State | Tensor]:
-    """Prepare calls of `decode` that use the same memory for k, v and the page table.
+    """Prepare calls of `decode` that use the same memory for k, v, whose last dimension must be contiguous, and the page table.
 
-    Args:
-        q, k, v, lo, scale, final, backend, sinks, page_table: as for `decode`. The last dimension of k and v must be
-            contiguous.
-
-    Returns:
-        A function of (q, lo, hi, sinks). These tensors must have the same shapes and dtypes as those passed here, and the same
-        devices. The function checks nothing, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks), with the shapes, dtypes and devices of the tensors passed here. It checks nothing,
+    which saves several microseconds per token.
     """
     chosen = _choose_decode(q, v, backend)
     if chosen == "triton":
@@ -349,16 +321,7 @@ def _choose_decode(q: Tensor, v: Tensor, backend: str) -> str:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute delta = rowsum(dout * out) - dlse. If the Triton kernels can run, a single kernel computes delta.
-
-    Args:
-        out, dout: (B, N, Hq, Dv) of one dtype.
-        dlse: (B, N, Hq) in the dtype of states, or None.
-        backend: one of BACKENDS.
-
-    Returns:
-        delta (B, N, Hq) in the dtype of states.
-    """
+    """Compute `reference.row_delta`, in a single kernel if the Triton kernels can run."""
     # The kernel for delta supports every head dim, so `choose_backend` is called with its default for the head dims.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     return (_backward_module("triton") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
@@ -384,28 +347,19 @@ def backward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> Gradients:
-    """Compute the gradients of one block of queries and one block of keys with the selected backend.
+    """Compute `reference.backward` with the selected backend.
 
     For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. All
     other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a
     fixed order, which takes longer.
 
     Args:
-        q, k, v, intervals, scale, backend, dropout, blocks, shares_sms: as for `forward`.
-        precision: as for `forward`, except that "fp8" has the same meaning as "ieee". After a forward with "fp8", use
-            `backward_fp8`.
-        dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including the keys of other blocks.
-        delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse), from which delta is then computed.
-        dq, dk, dv: accumulators with the shapes of q, k and v, contiguous, in the dtype of states. The gradients are added to
-            these tensors. For None, a new tensor is returned.
-        grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
-
-    Returns:
-        (dq, dk, dv). Each of them is either the accumulator or a new contiguous tensor.
+        q to dv, grad_dtype: as in `reference.backward`. `delta` may also be (out, dlse), from which delta is then computed.
+        backend, dropout, blocks, shares_sms: as for `forward`.
+        precision: as for `forward`, except that "fp8" means "ieee". After a forward with "fp8", use `backward_fp8`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
+        ValueError: as for `forward`.
     """
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
@@ -424,10 +378,7 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add the partial gradients of several ranks, as `ringattn.kernels.reference.sum_partials` specifies.
-
-    On a GPU, if the gradients are in fp32 and have a single batch entry, one kernel adds them in one pass over memory.
-    """
+    """Compute `reference.sum_partials`, on a GPU in one pass over memory for fp32 gradients of a single batch entry."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _triton_merge().sum_partials(base, parts, dtype)
     return reference.sum_partials(base, parts, dtype)
@@ -436,10 +387,7 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Merge partial states into `base`, as `ringattn.kernels.reference.merge_states` specifies.
-
-    On a GPU, if the states are in fp32 and contiguous, one kernel merges them in one pass over memory.
-    """
+    """Compute `reference.merge_states`, on a GPU in one pass over memory for contiguous fp32 states."""
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
         return _triton_merge_states().merge_states(base, parts, dtype)
@@ -447,10 +395,7 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the packed states of several ranks, as `ringattn.kernels.reference.merge_packed` specifies.
-
-    On a GPU, if the states are in fp32, one kernel merges them and divides by l.
-    """
+    """Compute `reference.merge_packed`, on a GPU in one kernel for fp32 states."""
     on_gpu = states.is_cuda and states.dtype == torch.float32
     return (_triton_merge_states() if on_gpu else reference).merge_packed(states, shape, dtype)
 
@@ -458,14 +403,12 @@ def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
 class IncrementalBackward:
     """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 
-    dq is accumulated in the dtype of states and rounded only once. The Hopper kernels prepare the queries only once for all
-    blocks.
+    dq is accumulated in the dtype of states and rounded only once.
 
     Args:
-        q: (B, Nq, Hq, D).
-        v: values (B, Nk, Hkv, Dv) of any block. Only their head dim matters, and whether there are any keys.
-        dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. lse is over the keys of all blocks.
-        plain: whether all blocks are without dropout. The Hopper kernels support only such blocks.
+        v: values of any block. Only their head dim matters, and whether there are any keys.
+        q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. lse is over the keys of all blocks.
+        plain: whether all blocks are without dropout, as the Hopper kernels require.
     """
 
     def __init__(self, q, v, dout, lse, delta, scale, backend="auto", *, plain=True, precision="ieee", shares_sms=False):
@@ -479,16 +422,9 @@ class IncrementalBackward:
         self._options = {"backend": backend, "precision": precision}
 
     def add(self, k, v, intervals, dk=None, dv=None, dropout=None):
-        """Add the contribution of one block of keys to dq, and return (dk, dv) of this block.
+        """Add the contribution of one block of keys to dq. Return (dk, dv) of this block in the dtype of states.
 
-        Args:
-            k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-            intervals: for every query, the range of keys of this block that it may attend to.
-            dk, dv: accumulators with the shapes of k and v in the dtype of states, or None.
-            dropout: which softmax probabilities of these queries and keys to drop. With None, nothing is dropped.
-
-        Returns:
-            (dk, dv) in the dtype of states: the accumulators, or new tensors.
+        The arguments are those of `backward`, for this block.
         """
         q, dout, lse, delta = self._queries
         # dq and the gradients of a block must not be rounded before all ranks have added to them.

@@ -184,7 +184,6 @@ class Intervals:
             rows, step, aligned: as for `tiles`. In the backward, `aligned` is always true.
             batch, heads: the numbers of batch entries, and of heads of each.
             num_head_groups: the head groups are processed one after another, so that their operands stay in the L2 cache.
-            programs: the maximal number of programs.
             skip_empty: whether to leave out tiles in which all intervals are empty.
             group: None in the forward. In the backward, the number of query heads per key head, each of which needs all steps.
 

@@ -62,11 +62,7 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
 
 
 def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: int, num_rows: int) -> ndarray:
-    """Sort the tiles of each batch entry by the length of their loops, longest first.
-
-    `first` and `end` are numbered consecutively over the batch. Return int32 (batch, T, 6), in which they are relative to the
-    batch entry. Missing tiles are zeros.
-    """
+    """Return int32 (batch, T, 6), the tiles of each batch entry, longest loops first, and then zeros."""
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
     # np.lexsort sorts by its last key first.
@@ -81,8 +77,8 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
 def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
     """Return the work tiles of all heads, int32 (N, 8), in the order in which they should start.
 
-    The heads of the whole batch are split into groups of nearly equal size, which start one after another, so that their
-    operands stay in the L2 cache. Within a group, work tiles with the longest loops start first.
+    Groups of heads start one after another, so that their operands stay in the L2 cache. Within a group, the longest loops
+    start first.
     """
     batch, num_tiles = tiles.shape[:2]
     all_heads = np.arange(batch * heads)
@@ -129,20 +125,13 @@ def most_tiles(num_rows: int, num_columns: int, rows: int, jump: int) -> int:
 def assign_work_tiles(
     work_tiles: ndarray, times: ndarray, programs: int, predecessors: ndarray | None = None, limit: int | None = None
 ) -> ndarray:
-    """Assign each work tile, in the given order, to the program that has the least work so far.
+    """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
     In rotation, some programs would get a seventh more than their share. With packed documents, long work tiles of the last
-    head groups would start too late, so they are moved forward.
+    head groups would start too late, so they are moved forward. A work tile has at most one earlier work tile in `predecessors`
+    that must stay in front, or -1. `limit` is the maximal number of work tiles of a program.
 
-    Args:
-        work_tiles: int32 (N, c).
-        times: integers (N,), the estimated times.
-        predecessors: integers (N,), the index of an earlier work tile that must stay in front, or -1; None if every order is
-            allowed.
-        limit: the maximal number of work tiles of a program, or None.
-
-    Returns:
-        int32 (n, programs, c). The entries [:, p] are the work tiles of program p, followed by at least one row of zeros.
+    Return int32 (n, programs, c). The entries [:, p] are the work tiles of program p, followed by at least one row of zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)

@@ -33,13 +33,7 @@ KEY_BYTES_IN_L2 = 32 * 2**20
 
 @dataclass(frozen=True)
 class NarrowConfig(hopper_common.KernelConfig):
-    """The constants of `backward_narrow`.
-
-    Args:
-        head_dim: D, the head dim of q and k.
-        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator.
-        deterministic: whether dQ is summed in a fixed order.
-    """
+    """The constants of `backward_narrow`. `deterministic` tells whether dQ is summed in a fixed order."""
 
     head_dim: int
     add_dq: bool
@@ -93,8 +87,6 @@ class WideConfig:
     """The constants of `backward_wide`.
 
     Args:
-        head_dim, value_dim: D and Dv.
-        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator.
         dim, padded_value_dim: the head dims of the tiles.
         part, value_part: the columns of a part of Q and K, and of a part of V and dO.
         queries: the queries per step of the kernel for dk and dv.

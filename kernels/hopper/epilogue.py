@@ -103,7 +103,7 @@ def split_columns(tile):
 
 @gluon.jit
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return views of the left and the right part of a consumer's o in the K and the V buffer of its state stage.
+    """Return views of the left and the right part of a consumer's o in its state stage.
 
     If one buffer can hold a whole o, the left view is that of the whole o, in the K buffer for consumers with even numbers.
     """
@@ -185,9 +185,7 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse, or a new state, through the shared memory `query` of Q. Updates in place do not use this
-    function.
-    """
+    """Write out = o / l and lse, or a new state, without an update in place, through the shared memory `query` of Q."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)

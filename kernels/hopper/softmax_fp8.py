@@ -70,9 +70,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return the instructions that compute four levels of a row, two each in $0 and $1, from the scores in $2 to $5.
-
-    $6 and $7 are the factor and the offset with which a score becomes a level times UNIT.
+    """Return the instructions that compute four levels, two each in $0 and $1, from the scores in $2 to $5 and a factor and an
+    offset.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -86,7 +85,7 @@ def _level_assembly():
 def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     """Return the levels of the scores, two per word: int32 (64, keys // 16, 4, 2). No number moves to another thread.
 
-    The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`. The arguments are those of `raise_ref_max`.
+    The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`.
     """
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
@@ -206,9 +205,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View words of `pack` as the left operand (64, keys) of P V, without any instruction.
-
-    If the loop carried the e4m3 tensor instead of the words, the compiler would use a register per number.
+    """View words of `pack` as the left operand (64, keys) of P V. If the loop carried this tensor, each number would need a
+    register.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

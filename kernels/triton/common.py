@@ -74,11 +74,7 @@ def pad_dim(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """The constants of the kernels of the forward and of the backward.
-
-    `dim` and `value_dim` are D and Dv without padding, `queries` and `keys` the sides of a tile, `block` the block size of the
-    block mask or 0, and `precision` is "ieee" or "tf32", for products of fp32 inputs.
-    """
+    """The constants of the kernels. `queries` and `keys` are the sides of a tile, and `block` is 0 without a block mask."""
 
     num_heads: int
     group: int
@@ -93,7 +89,6 @@ class Config:
 def configure(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, precision: str
 ) -> tuple[Config, dict[str, int]]:
-    """Return the constants of a kernel of `choose_tile` and the launch options num_warps and num_stages."""
     num_heads, head_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
     tile = fit_tile(choose_tile(kernel, q.dtype, max(pad_dim(head_dim), pad_dim(value_dim))), blocks)
     block = 0 if blocks is None else blocks.size
@@ -142,7 +137,6 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
     """Launch a forward kernel or a backward kernel. Each program computes one tile of one head.
 
     Args:
-        kernel, name: the kernel, and its name in `choose_tile`.
         inputs: q, k and v, in the backward also dout and stats. All except stats must come from `as_addressable`.
         intervals: the intervals of the queries, which are transposed for "key_gradient".
         results: the tensors that the kernel reads or writes as results, each contiguous or None.
@@ -242,7 +236,7 @@ def loop_length(loop, MASKED: tl.constexpr):
 
 @triton.jit
 def loop_tile(loop, i, MASKED: tl.constexpr):
-    """Return the index, among all tiles of the loop, of the i-th masked or unmasked tile."""
+    """Return the index of the i-th masked or unmasked tile among all tiles."""
     _, num_masked_prefix, num_unmasked, _ = loop
     return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
@@ -286,10 +280,8 @@ def run_loop(
     Args:
         add_tile: add_tile(operands, dropout, sums, start, head, MASKED, CONFIG) adds the tile at column `start` of a head of
             the group.
-        operands: a tuple of all other values that `add_tile` needs.
         dropout: None, or the tuple that `draw_keep_mask` takes.
         loop, blocks: from `load_tile`, and None; or from `block_loop` and `kept_blocks`.
-        STEP, GROUP: the number of columns of a tile, and of heads that the loop covers.
     """
     BLOCK: tl.constexpr = CONFIG.block
     # Nested loops over heads would drain the pipeline of loads after every head and spill registers.
@@ -306,14 +298,14 @@ def run_loop(
 
 @triton.jit
 def visible(lo, hi, start, COLUMNS: tl.constexpr):
-    """Return a mask (rows, COLUMNS) of the columns from `start` on that lie in [lo, hi) of each row."""
+    """Return a mask of the columns from `start` on that lie in [lo, hi) of each row."""
     columns = start + tl.arange(0, COLUMNS)[None, :]
     return (lo[:, None] <= columns) & (columns < hi[:, None])
 
 
 @triton.jit
 def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load one number per row [first, first + ROWS), or 0 from num_rows on. Without MASKED, all must exist."""
+    """Load one number per row from `first` on, or 0 from num_rows on."""
     rows = first + tl.arange(0, ROWS)
     return tl.load(base + rows, mask=rows < num_rows, other=0) if MASKED else tl.load(base + rows)
 

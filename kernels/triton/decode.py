@@ -76,11 +76,9 @@ class Config:
     """The constants of the two kernels.
 
     Args:
-        min_tiles: the minimum number of tiles per run.
         padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows of a tile
             whose parts a program of the first launch merges, padded to powers of two.
         merged_columns: the columns of o that a program of the second launch computes.
-        stride_unit: the unit of the strides of k and v.
         page_tiles: the tiles of keys per page, or 0.
         pdl: whether the kernels use programmatic dependent launch.
         prefetch: whether programs prefetch tiles, on NVIDIA GPUs without pages.
