@@ -1,4 +1,4 @@
-"""Write docs/settings.md, which lists every setting of training with its type, its default and its explanation.
+"""Write docs/settings.md, which lists every setting of training with its default and its explanation.
 
     python -m scripts.tools.write_settings
 
@@ -20,21 +20,16 @@ HEADER = """# Settings
 
 <!-- Generated from train/settings/config.py by `python -m scripts.tools.write_settings`. Do not edit this page by hand. -->
 
-Every setting of `train/run.py`, with its default and its type. None is written as `null`. The YAML files in `configs/` change
+Every setting of `train/run.py`, with its default. None is written as `null`. The YAML files in `configs/` change
 some defaults. `python train/run.py --cfg job --resolve` prints the values of a run.
 """
-
-
-def as_text(annotation: object) -> str:
-    """Return a type as it is written in train/settings/config.py."""
-    return annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
 
 
 def entries(group: type, prefix: str) -> list[str]:
     """Return one Markdown paragraph per setting of a group. Nested groups are left out."""
     texts = explanations(group)
     return [
-        f"**`{prefix}{field.name}={as_yaml(field.default)}`** ({as_text(field.type)}): {texts[field.name]}"
+        f"**`{prefix}{field.name}={as_yaml(field.default)}`**: {texts[field.name]}"
         for field in dataclasses.fields(group)
         if field.default is not dataclasses.MISSING
     ]
