@@ -6,7 +6,6 @@ rank, `launch_ranks` forks several processes, and `launch` starts torchrun.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -51,9 +50,9 @@ def launch_ranks(
     Returns:
         Whether all processes exited with status 0, and what all ranks wrote to stdout and to stderr.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    arguments = directory, port, list(arguments), prepare
+    # This process serves the store of the ranks, as torchrun does. Another process could take a port that is only free now.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = directory, store.port, list(arguments), prepare
     processes = start_ranks(_run_as_rank, ranks, directory / "store", *arguments).processes
     try:
         # `run_ranks` would terminate the other ranks when one of them fails, and they could not report what they noticed.
@@ -72,7 +71,7 @@ def _run_as_rank(directory: Path, port: int, arguments: list[str], prepare: Call
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for number, suffix in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / f"rank{rank}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(directory)

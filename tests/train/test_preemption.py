@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,7 +83,8 @@ def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
     def send_signal() -> None:
         time.sleep(0.1)  # until the main thread is in the call
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.02)
+        while in_call.is_set() and not stop_requested(None):
+            time.sleep(0.001)
         noticed.append((stop_requested(None), in_call.is_set()))
 
     with one_rank(), handle_stop_signals():
@@ -347,7 +349,7 @@ def test_worker_of_a_command_ends_if_torchrun_is_killed(script, arguments, tmp_p
         (worker,) = descendants(process.pid)
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         try:
             while Path(f"/proc/{worker}").exists():
                 assert time.monotonic() < deadline, "the worker is left"
@@ -360,19 +362,27 @@ def test_worker_of_a_command_ends_if_torchrun_is_killed(script, arguments, tmp_p
 @pytest.mark.slow
 def test_second_ctrl_c_ends_the_process_at_once():
     """The process ends even while it waits in a call that never returns to Python."""
-    process = multiprocessing.get_context("forkserver").Process(target=ignore_requests)
+    context = multiprocessing.get_context("forkserver")
+    started, noticed = context.Event(), context.Event()
+    process = context.Process(target=ignore_requests, args=(started, noticed))
     process.start()
-    time.sleep(3)
-    for expected in (None, -signal.SIGINT):
-        os.kill(process.pid, signal.SIGINT)
-        process.join(1)
-        assert process.exitcode == expected
+    assert started.wait(60)
+    os.kill(process.pid, signal.SIGINT)
+    assert noticed.wait(60)
+    process.join(0.5)
+    assert process.exitcode is None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == -signal.SIGINT
 
 
-def ignore_requests() -> None:
+def ignore_requests(started: Event, noticed: Event) -> None:
     with one_rank(), handle_stop_signals():
-        while True:
+        started.set()
+        while not stop_requested(None):
             time.sleep(0.01)
+        noticed.set()
+        time.sleep(1000)
 
 
 @pytest.mark.slow
@@ -381,7 +391,7 @@ def test_launch_begins_when_the_process_starts():
     code = "import time; start = time.monotonic(); time.sleep(1); from ringattn.train import preemption; "
     code += "print(start - preemption.LAUNCH_TIME)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert 0 <= float(output) < 1
+    assert 0 <= float(output) < 30  # Python starts in less than a second, unless the machine is busy
 
 
 def request_on_rank_1() -> None:

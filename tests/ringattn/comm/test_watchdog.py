@@ -38,7 +38,7 @@ def fail_in_third_call(directory: Path, operation: str, fault: str, transport: s
     """Call attention again and again on every rank of a job. The victim fails at its third call."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.dup2(os.open(directory / f"stderr_of_rank_{rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
-    watchdog.HEARTBEAT_INTERVAL, watchdog.DEAD_AFTER, watchdog.GRACE = 0.1, 1.0, 1.0
+    watchdog.HEARTBEAT_INTERVAL, watchdog.DEAD_AFTER, watchdog.GRACE = 0.1, 2.0, 1.0
     on_gpu, seq_len, head_dim = transport != "gloo", 8 * ranks, 16
     device = torch.device("cpu")
     if on_gpu:

@@ -30,8 +30,8 @@ def test_processes_of_a_run_are_found_and_killed(tmp_path) -> None:
     try:
         assert run.processes() == [process.pid]
         assert kills.kill_one(run, [launcher], random.Random(0))
-        assert process.wait(10) == -signal.SIGKILL
-        assert kills.check_no_process_left(run) < 1
+        assert process.wait(60) == -signal.SIGKILL
+        assert kills.check_no_process_left(run) < 10
     finally:
         launcher.kill()
         launcher.wait()

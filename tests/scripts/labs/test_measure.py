@@ -27,7 +27,7 @@ def test_memory_that_exists_before_the_call_is_not_counted() -> None:
 
 
 def test_time_is_that_of_one_call() -> None:
-    assert 10 <= measure.milliseconds(lambda: time.sleep(0.01), CPU) < 100
+    assert 10 <= measure.milliseconds(lambda: time.sleep(0.01), CPU) < 5_000  # microseconds would be 10,000
 
 
 @pytest.mark.skipif(not measure.MEMORY_FILE.exists(), reason="the limit exists only on Linux")

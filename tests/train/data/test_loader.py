@@ -184,11 +184,11 @@ import os, sys, time, torch
 from ringattn.train.data.loader import AheadLoader
 ahead = AheadLoader()
 if "inherit" in sys.argv and os.fork() == 0:  # this child inherits the input of the loader process
-    time.sleep(30)
+    time.sleep(300)
 print(ahead._process.pid, flush=True)
 if "end" in sys.argv:
     os._exit(0)
-time.sleep(60)
+time.sleep(300)
 """
 
 
@@ -198,10 +198,12 @@ def test_the_process_ends_with_the_trainer(action: str) -> None:
     command = [sys.executable, "-c", TRAINER, action]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True) as trainer:
         pid = int(trainer.stdout.readline())
-        time.sleep(0 if action == "end" else 2)  # The loader process has asked to be killed.
+        # Before it imports torch, the loader process asks the kernel to be killed.
+        while action == "inherit" and "libtorch" not in Path(f"/proc/{pid}/maps").read_text():
+            time.sleep(0.02)
         trainer.kill()
         trainer.wait()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         running = is_running(pid)
