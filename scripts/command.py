@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,7 +60,9 @@ def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths} | variables
 
 
-def describe_run(module: str, argv: list[str], gpus: int, ranks: int | None = None, packages: list[str] | None = None) -> dict:
+def describe_run(
+    module: str, argv: list[str], gpus: int, ranks: int | None = None, packages: list[str] | None = None
+) -> dict[str, Any]:
     """Return a dict that describes a measurement on CUDA devices: the date, the machine, the versions, and the command.
 
     Args:

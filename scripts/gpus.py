@@ -24,6 +24,19 @@ def join_group() -> torch.device:
     return device
 
 
+def world_group() -> dist.ProcessGroup:
+    """Return the process group of all ranks."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def new_group(options: object = None, backend: str | None = None) -> dist.ProcessGroup:
+    """Create another process group of all ranks."""
+    group = dist.new_group(backend=backend, pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def require_gpus(ranks: int, local_rank: int = 0) -> None:
     """Exit unless this machine has one GPU for each of `ranks` ranks. Local rank 0 prints the reason."""
     count = torch.cuda.device_count()

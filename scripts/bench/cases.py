@@ -66,7 +66,8 @@ class Case:
         if "documents" not in self.kind:
             return None
         shortest, longest = (1, self.length) if self.kind == "documents" else (self.length / 256, self.length / 2)
-        generator, lengths = random.Random(0), []
+        generator = random.Random(0)
+        lengths: list[int] = []
         while (remaining := self.length - sum(lengths)) > 0:
             drawn = math.exp(generator.uniform(math.log(shortest), math.log(longest)))
             lengths.append(min(remaining, max(1, round(drawn))))
@@ -98,7 +99,7 @@ class Case:
     @cached_property
     def pairs(self) -> int:
         """The number of (query, key) pairs per head that the mask allows."""
-        return int(self.keep.sum()) * BLOCK**2 if self.kind == "blocks" else self.mask.pairs(self.length)[0]
+        return self.mask.pairs(self.length)[0] if self.keep is None else int(self.keep.sum()) * BLOCK**2
 
     def flops(self, direction: str) -> float:
         """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".

@@ -44,7 +44,8 @@ def compile_first(cases: Iterable[Case], names: list[str], workers: int) -> dict
     Returns:
         The errors of the calls that failed. The measurement reports them again.
     """
-    start, errors = time.perf_counter(), {}
+    start = time.perf_counter()
+    errors: dict[tuple[str, Case], str] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
         calls = {pool.submit(_call, name, case): (name, case) for case in distinct_cases(cases) for name in names}

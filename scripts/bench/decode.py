@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ class Implementation(NamedTuple):
     """A function that decodes with the cache of a layer. `context` creates a context manager in which the calls run."""
 
     attend: Callable[[Layer], Tensor]
-    context: Callable[[], AbstractContextManager] = nullcontext
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
     heads_first: bool = False  # whether the output is (B, Hq, Nq, D) instead of (B, Nq, Hq, D)
     is_causal: bool = True
 
@@ -132,16 +132,21 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     def sdpa(layer: Layer) -> Tensor:
         return F.scaled_dot_product_attention(queries, layer.keys, layer.values, enable_gqa=case.heads != case.key_heads)
 
-    found = {OURS: Implementation(lambda layer: decode_attention(q, layer.cache))}
+    def attend(layer: Layer) -> Tensor:
+        return decode_attention(q, layer.cache)
+
+    found = {OURS: Implementation(attend)}
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         found[name] = Implementation(sdpa, partial(sdpa_kernel, backend), heads_first=True, is_causal=case.queries == 1)
     if _is_installed(MODULES["fa3"]):
         from flash_attn_interface import flash_attn_with_kvcache
 
         lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=q.device)
-        found["fa3"] = Implementation(
-            lambda layer: flash_attn_with_kvcache(q, *layer.cache.shard[:2], cache_seqlens=lengths, causal=True)
-        )
+
+        def flash_attn_3(layer: Layer) -> Tensor:
+            return flash_attn_with_kvcache(q, *layer.cache.shard[:2], cache_seqlens=lengths, causal=True)
+
+        found["fa3"] = Implementation(flash_attn_3)
     if _is_installed(MODULES["fa4"]):
         from flash_attn.cute import flash_attn_func
 
@@ -190,7 +195,11 @@ def with_bounds(case: Case, q: Tensor) -> Implementation:
     """Return our call for CUDA graphs, which reads the lengths on the GPU."""
     hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
     bounds = torch.zeros_like(hi), hi
-    return Implementation(lambda layer: decode_attention(q, layer.cache, bounds=bounds))
+
+    def attend(layer: Layer) -> Tensor:
+        return decode_attention(q, layer.cache, bounds=bounds)
+
+    return Implementation(attend)
 
 
 def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
@@ -198,10 +207,11 @@ def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
     k, v, _ = cache.shard
     ends = [case.keys - case.queries + 1 + i if causal else case.keys for i in range(case.queries)]
     hi = torch.tensor([ends], dtype=torch.int32, device=q.device)
-    outputs = []
+    outputs: list[Tensor] = []
     for entry in (0, case.batch - 1):
-        operands = (x[entry : entry + 1, :, :1].double() for x in (q, k, v))
-        outputs.append(reference.decode(*operands, torch.zeros_like(hi), hi, case.head_dim**-0.5, final=True)[0, :, 0])
+        query, key, value = (x[entry : entry + 1, :, :1].double() for x in (q, k, v))
+        out = reference.decode(query, key, value, torch.zeros_like(hi), hi, case.head_dim**-0.5, final=True)
+        outputs.append(out[0, :, 0])
     return torch.stack(outputs)
 
 
@@ -242,7 +252,9 @@ def kernel_us(call: Implementation, layers: list[Layer]) -> float:
             call.attend(layer)
         torch.cuda.synchronize()
     spans = [
-        (x.time_range.start, x.time_range.end) for x in profiler.events() if x.device_type == torch.autograd.DeviceType.CUDA
+        (x.time_range.start, x.time_range.end)
+        for x in profiler.events() or []
+        if x.device_type == torch.autograd.DeviceType.CUDA
     ]
     return covered(spans) / len(layers)
 
@@ -274,12 +286,15 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
     return row_error(out.transpose(1, 2) if call.heads_first else out, exact_output(case, q, layer.cache, call.is_causal))
 
 
-def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict]:
+def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """Check and time all implementations of a case. Return the figures of each implementation by its name."""
     # The tensors from which the caches are filled take as much memory as one layer.
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
-    calls, captured, graphs, rows = {}, {}, {}, {}
+    calls: dict[str, Implementation] = {}
+    captured: dict[str, Implementation] = {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, call in implementations(case, q).items():
         try:
             rows[name] = {"error": check(call, layers[0], case, q)}
@@ -292,7 +307,7 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
     # A measurement takes about 10 ms at 3 TB/s, but contains at least a few calls.
     estimate = case.bytes / 3e6 + 10
     replays, eager_calls = max(2, int(1e4 / (estimate * len(layers)))), max(10, min(200, int(1e4 / max(estimate, 50))))
-    samples = {name: ([], []) for name in calls}
+    samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
     for _ in range(rounds + 1):
         for name, (graph_times, eager_times) in samples.items():
             graph_times.append(graph_us(graphs[name], len(layers), replays))
@@ -305,7 +320,7 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
     return rows
 
 
-def cells(case: Case, rows: dict[str, dict]) -> list[str]:
+def cells(case: Case, rows: dict[str, dict[str, Any]]) -> list[str]:
     """Return the line of the table for a case."""
     line = [case.name]
     for key, digits in (("graph_us", 1), ("gb_per_s", 0), ("eager_us", 1)):
@@ -322,7 +337,7 @@ def cells(case: Case, rows: dict[str, dict]) -> list[str]:
     return [*line, f"{ours['error']:.1e}" if "error" in ours else ours["failed"]]
 
 
-def report(results: dict[Case, dict], date: str) -> str:
+def report(results: dict[Case, dict[str, Any]], date: str) -> str:
     """Return the report of all cases in Markdown."""
     columns = (
         f"case | graph, us: {' / '.join(NAMES)} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | "
@@ -367,7 +382,8 @@ def main(argv: list[str]) -> int:
     missing = [name for name, module in MODULES.items() if not _is_installed(module)]
     print(f"not installed: {', '.join(missing) or 'none'}", flush=True)
     packages = ["flashinfer-python"] if "flashinfer" not in missing else []
-    header, results = command.describe_run("scripts.bench.decode", argv, gpus=1, packages=packages), {}
+    header = command.describe_run("scripts.bench.decode", argv, gpus=1, packages=packages)
+    results: dict[Case, dict[str, Any]] = {}
     for case in CASES:
         # The caches and the tensors from which they are filled exist at the same time.
         if not re.search(args.only, case.name) or 2 * case.bytes > args.gib * 2**30:
@@ -381,13 +397,14 @@ def main(argv: list[str]) -> int:
     sections = [f"# Decoding, {header['date']}\n\n    {header['command']}\n\n{header['machine']}\n"]
     if results:
         sections.append(report(results, header["date"]))
+    failed = False
     if args.model:
         speeds = generation.measure(load_model_config(args.model), args.context, args.tokens, DEVICE)
         sections.append(report_generation(args.model, args.context, speeds, header["date"]))
         print(sections[-1], flush=True)
+        failed = isinstance(speeds[OURS], str)
     (args.output / "README.md").write_text("\n".join(sections))
-    failed = args.model and isinstance(speeds[OURS], str)
-    return int(bool(failed) or any(not rows[OURS].get("error", 1.0) <= TOLERANCE for rows in results.values()))
+    return int(failed or any(not rows[OURS].get("error", 1.0) <= TOLERANCE for rows in results.values()))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
     step = TokenStep(model, caches, lambda hidden, head: hidden[0, -1:] @ head.T, "auto")
     if device.type == "cuda":
         step.capture(context)
-    token, times = 0, []
+    token = 0
+    times: list[float] = []
     for position in range(context, total):
         token = int(step(token, position).argmax())
         times.append(time.perf_counter())
@@ -131,7 +132,7 @@ def measure(config: ModelConfig, context: int, num_tokens: int, device: torch.de
         "transformers": lambda: time_transformers(config, context, num_tokens, device, compiled=False),
         "transformers, compiled": lambda: time_transformers(config, context, num_tokens, device, compiled=True),
     }
-    results = {}
+    results: dict[str, Speed | str] = {}
     for name, run in variants.items():
         try:
             results[name] = run()

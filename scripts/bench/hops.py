@@ -18,7 +18,9 @@ Before anything is timed, the outputs are compared with float64. The script time
 
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +54,11 @@ class Problem:
         self.intervals = Intervals.of(*case.mask.intervals(queries), queries, DEVICE)
         self.state = self.attend(0)  # a state into which the timed hops merge
 
-    def attend(self, hop: int, state: State | None = None, final: bool = False) -> State | tuple[Tensor, Tensor]:
+    def attend(self, hop: int, state: State | None = None, final: bool = False) -> Any:
+        """Return the state, or (out, lse) if `final` is true."""
         return dispatch.forward(self.q, *self.keys[hop], self.intervals, SCALE, state, final)
 
-    def state_hop(self, merge: Call = dispatch.merge_states) -> State:
+    def state_hop(self, merge: Callable[..., Any] = dispatch.merge_states) -> State:
         return merge(self.state, [(0, self.attend(1))])
 
     def kv_pass(self) -> tuple[Tensor, Tensor]:
@@ -64,7 +67,7 @@ class Problem:
             state = self.attend(hop, state)
         return self.attend(RANKS - 1, state, final=True)
 
-    def state_pass(self) -> tuple[Tensor, Tensor]:
+    def state_pass(self) -> tuple[Tensor, ...]:
         own, *others = (self.attend(hop) for hop in range(RANKS))
         return dispatch.merge_states(own, [(0, state) for state in others], torch.bfloat16)
 
@@ -111,7 +114,7 @@ def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]
     if failures:
         sys.exit(f"error: {failures}")
     times = {name: statistics.median(samples[name, "forward"]) for name, _ in calls}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, ms in times.items():
         peer = times[PASSES[0] if name in PASSES else "KV ring"]
         rows.append((f"{queries:,}", name, f"{ms:.3f}", f"{ms / peer:.3f}"))

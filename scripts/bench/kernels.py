@@ -55,9 +55,10 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -128,7 +129,7 @@ def case_name(case: Case) -> str:
     return f"{case.label} D{case.dims} S{case.length}"
 
 
-def warm_up(call: Call) -> None:
+def warm_up(call: Callable[[], object]) -> None:
     """Repeat a call for WARMUP_SECONDS. Only a few calls are queued at a time, so that the queue of the GPU stays short."""
     end = time.perf_counter() + WARMUP_SECONDS
     while time.perf_counter() < end:
@@ -137,9 +138,11 @@ def warm_up(call: Call) -> None:
         torch.cuda.synchronize()
 
 
-def median_ms(call: Call) -> float:
+def median_ms(call: Callable[[], object]) -> float:
     """Return the median time of a call, in milliseconds."""
-    return triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+    ms = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+    assert isinstance(ms, float)
+    return ms
 
 
 def extra_bytes(call: Call) -> int:
@@ -152,12 +155,12 @@ def extra_bytes(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in results)
 
 
-def describe_failure(error: Exception) -> dict:
+def describe_failure(error: Exception) -> dict[str, Any]:
     """Return the row for a direction in which a call raised an exception."""
     return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
-def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict:
+def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict[str, Any]:
     """Return the errors of the results of a call. If the results are correct, also return the extra memory of the call."""
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= tolerance:
@@ -167,7 +170,7 @@ def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP
 
 def check(
     case: Case, name: str, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
-) -> tuple[dict[str, dict], dict[str, Call]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, Call]]:
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
     Returns:
@@ -175,7 +178,8 @@ def check(
         returned. Otherwise it contains the reason. The second dict contains the calls whose results are correct.
     """
     *inputs, dout = tensors
-    found, calls = {}, {}
+    found: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Call] = {}
     tolerance = FP8_TOLERANCE if name in (peers.FP8, peers.FP8_ROUNDED) else GROUP_TOLERANCE
 
     def forward() -> tuple[Tensor, ...]:
@@ -193,6 +197,7 @@ def check(
         out = attend(*inputs)
         calls["backward"] = backward
         found["backward"] = check_call(backward, {name: expected[name] for name in ("dq", "dk", "dv")}, tolerance)
+        reason: dict[str, Any] = {}
     except peers.Unsupported:
         reason = {"status": "unsupported"}
     except Exception as error:  # The compilers and kernels of the peers raise exceptions of any kind.
@@ -201,7 +206,7 @@ def check(
     return found, {direction: call for direction, call in calls.items() if found[direction]["status"] == "ok"}
 
 
-def summarise(case: Case, direction: str, samples: list[float]) -> dict:
+def summarise(case: Case, direction: str, samples: list[float]) -> dict[str, Any]:
     """Return the median time of all rounds in milliseconds, and the rates that are computed from this median."""
     ms = statistics.median(samples)
     rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
@@ -222,35 +227,39 @@ def capture(call: Call) -> Callable[[], None]:
 
 def time_in_rounds(
     calls: dict[Key, Call], rounds: int, use_graphs: bool = False
-) -> tuple[dict[Key, list[float]], dict[Key, dict]]:
+) -> tuple[dict[Key, list[float]], dict[Key, dict[str, Any]]]:
     """Time all calls one after the other in several rounds. Every second round runs in reverse order.
 
     Returns:
         Two dicts. The first dict contains the milliseconds of each round for the calls that succeeded. The second dict contains
         a description of the error for the calls that failed. A call that raises an exception is not timed again.
     """
-    calls, samples, failures = dict(calls), {key: [] for key in calls}, {}
+    timed: dict[Key, Callable[[], object]] = {**calls}
+    samples: dict[Key, list[float]] = {key: [] for key in calls}
+    failures: dict[Key, dict[str, Any]] = {}
     for i in range(rounds):
         for key in list(samples)[:: -1 if i % 2 else 1]:
             try:
                 if use_graphs and i == 0:
-                    calls[key] = capture(calls[key])
-                warm_up(calls[key])
-                samples[key].append(median_ms(calls[key]))
+                    timed[key] = capture(calls[key])
+                warm_up(timed[key])
+                samples[key].append(median_ms(timed[key]))
             except Exception as error:
                 failures[key] = describe_failure(error)
                 del samples[key]
     return samples, failures
 
 
-def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict]:
+def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict[str, Any]]:
     """Check and time all implementations of a case, print their results, and return one row per implementation.
 
     The function also prints how many seconds pass before the measurement starts. Compilation takes most of this time.
     """
     tensors = case.inputs(DEVICE)
     expected = expected_results(case, *tensors)
-    rows, calls, seconds = {}, {}, {}
+    rows: dict[str, dict[str, Any]] = {}
+    calls: dict[Key, Call] = {}
+    seconds: dict[str, float] = {}
     for name, prepare in implementations.items():
         start = time.perf_counter()
         torch.cuda.empty_cache()
@@ -314,7 +323,7 @@ def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 
 @contextmanager
-def stream_for(use_graphs: bool) -> Iterator[None]:
+def stream_for(use_graphs: bool) -> Generator[None]:
     """Run the body on a stream that can be captured in CUDA graphs. The default stream cannot be captured."""
     if not use_graphs:
         yield
@@ -323,14 +332,15 @@ def stream_for(use_graphs: bool) -> Iterator[None]:
         yield
 
 
-def run(args: argparse.Namespace, header: dict, implementations: dict[str, peers.Prepare]) -> list[dict]:
+def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[str, peers.Prepare]) -> list[dict[str, Any]]:
     """Measure all requested cases, write the report and return the rows of our own kernels."""
     chosen = choose_cases(args)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:
         cases = [case for cases in chosen.values() for case in cases]
         compile_first.compile_first(cases, list(implementations), args.compile_workers)
-    suites, rows = {}, {}
+    suites: dict[str, list[Case]] = {}
+    rows: kernels_report.Rows = {}
     for suite, cases in chosen.items():
         suites[suite] = cases
         for case in cases:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from scripts import command
 from scripts.accuracy import GROUP_TOLERANCE
@@ -21,11 +22,11 @@ from scripts.tables import markdown_table
 
 DIRECTIONS = ("forward", "backward")
 MIB = 2**20
-Rows = dict[Case, list[dict]]  # the rows of each case, one row per implementation
+Rows = dict[Case, list[dict[str, Any]]]  # the rows of each case, one row per implementation
 Format = Callable[[float], str]
 
 
-def describe(found: dict) -> str:
+def describe(found: dict[str, Any]) -> str:
     """Describe one direction of a row in one line. The benchmark prints this line to show its progress."""
     if found["status"] == "failed":
         return f"failed: {found['error']}"
@@ -34,14 +35,14 @@ def describe(found: dict) -> str:
     return f"{speed} ({errors})" if errors else speed
 
 
-def save_rows(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
+def save_rows(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], rows: Rows) -> None:
     """Write rows.json, which contains the header, the cases of each suite, and one row per case and implementation."""
     by_suite = {suite: [asdict(case) for case in cases] for suite, cases in suites.items()}
     flat = [{**row, "case": asdict(case)} for case, found in rows.items() for row in found]
     (output / "rows.json").write_text(json.dumps({**header, "suites": by_suite, "rows": flat}, indent=1) + "\n")
 
 
-def load_rows(path: Path) -> tuple[dict, dict[str, list[Case]], Rows]:
+def load_rows(path: Path) -> tuple[dict[str, Any], dict[str, list[Case]], Rows]:
     """Read the rows that `save_rows` has written. Cases that an interrupted run did not measure are left out."""
     header = json.loads(path.read_text())
     rows: Rows = {}
@@ -56,11 +57,11 @@ def _names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(row["implementation"] for found in rows.values() for row in found))
 
 
-def _find(rows: Rows, case: Case, name: str) -> dict:
+def _find(rows: Rows, case: Case, name: str) -> dict[str, Any]:
     return next(row for row in rows[case] if row["implementation"] == name)
 
 
-def _cell(row: dict, key: str, form: Format) -> str:
+def _cell(row: dict[str, Any], key: str, form: Format) -> str:
     """Return one figure as `forward / backward`.
 
     If a figure was not measured, the text contains "wrong", "failed" or "-" instead. "-" means that the implementation does not
@@ -76,14 +77,15 @@ def _cell(row: dict, key: str, form: Format) -> str:
     return parts[0] if parts[0] == parts[1] and parts[0] in ("wrong", "failed", "-") else " / ".join(parts)
 
 
-def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
+def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
     """Return a figure of an implementation, divided by the figure of the same implementation for the case `base`.
 
     The text has the form ` (forward / backward)`.
     """
     if base is None:
         return ""
-    other, parts = _find(rows, base, row["implementation"]), []
+    other = _find(rows, base, row["implementation"])
+    parts: list[str] = []
     for direction in DIRECTIONS:
         value, reference = row[direction].get(key), other[direction].get(key)
         parts.append(f"{value / reference:.2f}" if value is not None and reference else "-")
@@ -96,11 +98,14 @@ class Report:
     Every table has one line per case, one column per implementation, and a column for the date.
     """
 
-    def __init__(self, header: dict, rows: Rows) -> None:
+    def __init__(self, header: dict[str, Any], rows: Rows) -> None:
         self.header, self.rows, self.names = header, rows, _names(rows)
 
     def table(
-        self, cases: Iterable[Case], cell: Callable[[Case, dict], str], extra: dict[str, Callable[[Case], str]] | None = None
+        self,
+        cases: Iterable[Case],
+        cell: Callable[[Case, dict[str, Any]], str],
+        extra: dict[str, Callable[[Case], str]] | None = None,
     ) -> str:
         """Return a table. `extra` maps the name of each additional column to a function that computes the cell of a case."""
         extra = extra or {}
@@ -126,7 +131,7 @@ class Report:
     def heads(self, cases: list[Case]) -> str:
         base = next((case for case in cases if case.key_heads == case.heads), None)
 
-        def cell(_case: Case, row: dict) -> str:
+        def cell(_case: Case, row: dict[str, Any]) -> str:
             return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
 
         note = "TFLOP/s, forward / backward (in brackets: relative to as many key heads as query heads)"
@@ -147,12 +152,12 @@ class Report:
         return self.masks(cases, "Cases of the backward")
 
     def masks(self, cases: list[Case], title: str = "Masks") -> str:
-        def cell(case: Case, row: dict) -> str:
+        def cell(case: Case, row: dict[str, Any]) -> str:
             key = "causal", case.head_dim, case.length, None
             base = next((x for x in cases if (x.kind, x.head_dim, x.length, x.key_heads) == key), None)
             return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
 
-        extra = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}
+        extra: dict[str, Callable[[Case], str]] = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}
         note = (
             "TFLOP/s of the (query, key) pairs that the mask allows, forward / backward\n"
             "(in brackets: relative to the causal rate of the same implementation)"
@@ -162,21 +167,22 @@ class Report:
     def blocks(self, cases: list[Case]) -> str:
         dense = next((case for case in cases if case.kind == "full"), None)
 
-        def cell(_case: Case, row: dict) -> str:
+        def cell(_case: Case, row: dict[str, Any]) -> str:
             return _cell(row, "ms", "{:.3f}".format) + _ratio(self.rows, row, dense, "ms")
 
         note = "Milliseconds, forward / backward (in brackets: relative to the full mask of the same implementation)"
         return f"## Block-sparse masks, random blocks of 128 x 128\n\n{note}\n\n{self.table(cases, cell)}"
 
     def memory(self, cases: list[Case]) -> str:
-        extra = {"N x N": lambda case: f"{case.score_bytes / MIB:,.0f}"}
+        extra: dict[str, Callable[[Case], str]] = {"N x N": lambda case: f"{case.score_bytes / MIB:,.0f}"}
         note = "Peak extra memory in MiB, forward / backward, and the N x N bf16 scores of the same heads"
         cells = self.table(cases, lambda _, row: _cell(row, "extra_bytes", lambda x: f"{x / MIB:,.1f}"), extra)
         return f"## Memory\n\n{note}\n\n{cells}"
 
     def errors(self) -> str:
         """Return the largest error of every implementation over all cases."""
-        names, lines = ("out", "dq", "dk", "dv"), []
+        names = ("out", "dq", "dk", "dv")
+        lines: list[list[str]] = []
         for implementation in self.names:
             largest: dict[str, float] = {}
             for case in self.rows:
@@ -191,7 +197,7 @@ class Report:
         return f"## Errors\n\n{note}\n\n{markdown_table(' | out | dq | dk | dv | date', lines)}"
 
 
-def write(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
+def write(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], rows: Rows) -> None:
     """Write README.md and the plots of the suites that were measured so far."""
     plots = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
     report = Report(header, rows)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ COLUMNS = (
     "model | tokens per sequence | GPUs | settings | estimated GiB | peak GiB | estimated / peak | predicted s/step | "
     "measured s/step | predicted / measured | date"
 )
-Row = dict[str, str | float]
+Row = dict[str, Any]
 
 
 def job_command(case: str, steps: int, output: Path) -> list[str]:

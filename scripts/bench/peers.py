@@ -6,8 +6,9 @@ mask of the case.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +58,12 @@ def fp8_rounded(case: Case, device: torch.device) -> Attend:
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, device)
-    rounded: list = []
+    rounded: list[Any] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rounded.extend(() if rounded else dispatch.quantize(q.detach(), k.detach(), v.detach()))
-        options = {"final": True, "dtype": q.dtype}
-        out, _ = dispatch.forward_fp8(*rounded, intervals, case.head_dim**-0.5, **options)
+        rounded.extend([] if rounded else [dispatch.quantize(q.detach(), k.detach(), v.detach())])
+        query, key, value = rounded[0]
+        out = dispatch.forward_fp8(query, key, value, intervals, case.head_dim**-0.5, final=True, dtype=q.dtype)[0]
         return _WithoutBackward.apply(q, out)
 
     return attend
@@ -72,25 +73,26 @@ class _WithoutBackward(torch.autograd.Function):
     """Return `out`, whose backward is unsupported."""
 
     @staticmethod
-    def forward(ctx, _q: Tensor, out: Tensor) -> Tensor:
+    def forward(*arguments: Any, **_: Any) -> Tensor:
+        _, _, out = arguments  # the context, q and the output
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, _grad: Tensor) -> None:
+    def backward(ctx: Any, *_grads: Any) -> None:
         raise Unsupported("the backward")
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic() -> Generator[None]:
     """Enable deterministic algorithms, but do not let PyTorch fill new tensors with NaN, which would take time."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    settings: Any = torch.utils.deterministic
+    fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 def context(name: str) -> AbstractContextManager[None]:
@@ -122,13 +124,12 @@ def sdpa(backend: SDPBackend) -> Prepare:
     return prepare
 
 
-def _flex_mask(case: Case, device: torch.device) -> Callable:
+def _flex_mask(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return the mask of a case as a function of (batch, head, query, key), as FlexAttention expects."""
-    if case.kind == "blocks":
+    if case.keep is not None:
         keep = case.keep.to(device)
         return lambda _b, _h, i, j: keep[i // BLOCK, j // BLOCK]
-    if case.kind == "window":
-        window = case.window
+    if (window := case.window) is not None:
         return lambda _b, _h, i, j: (i >= j) & (i - j < window)
     if case.documents:
         lengths = torch.tensor(case.documents)
@@ -162,8 +163,8 @@ def flash_attn_4(case: Case, device: torch.device) -> Attend:
 
     if case.kind == "blocks":
         raise Unsupported(case.kind)
-    options = {"causal": case.kind != "full"}
-    if case.kind == "window":
+    options: dict[str, Any] = {"causal": case.kind != "full"}
+    if case.window is not None:
         options["window_size"] = (case.window - 1, 0)
     if case.documents:
         ends = torch.tensor([0, *case.documents]).cumsum(0).to(device, torch.int32)
@@ -173,7 +174,7 @@ def flash_attn_4(case: Case, device: torch.device) -> Attend:
     return lambda q, k, v: _first(flash_attn_func(q, k, v, **options))
 
 
-def _first(result: Tensor | tuple) -> Tensor:
+def _first(result: Tensor | tuple[Any, ...]) -> Tensor:
     """Return the output of a function that returns either the output or the pair (output, lse)."""
     return result[0] if isinstance(result, tuple) else result
 

@@ -23,6 +23,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def plan(seq_len: int, documents: int, ranks: int, seed: int) -> dict[str, float
     return dict(zip(PARTS, (after - before for before, after in pairwise(times)), strict=True))
 
 
-def measure(args: argparse.Namespace) -> list[dict]:
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one row per number of tokens, documents and ranks. Times are in milliseconds."""
     rows = []
     for seq_len in args.tokens:
@@ -82,7 +83,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict], earlier: list[dict]) -> str:
+def table(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
     """Return a table of the rows. `earlier` are the rows of an earlier commit, for the same cases, or an empty list."""
     known = {(x["tokens"], x["documents"], x["ranks"]): x["total"] for x in earlier}
     cells = []
@@ -96,7 +97,7 @@ def table(rows: list[dict], earlier: list[dict]) -> str:
 def machine() -> str:
     """Return the model of the CPU, if the system names it, and the versions."""
     try:
-        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+        name = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     except (OSError, TypeError):
         name = platform.machine()
     return f"one core of {name}, torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}"

@@ -29,6 +29,7 @@ import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,10 +65,13 @@ def check(case: Case, variant: str) -> dict[str, float]:
     rank, ranks, ulysses = dist.get_rank(), dist.get_world_size(), variants.ulysses_degree(variant)
     small = Case(case.kind, CHECKED_LENGTH * ranks, case.heads, case.head_dim, key_heads=case.key_heads)
     layout, shard = variants.ring_layout(small, ranks, ulysses), variants.random_shard(small, ulysses, seed=1)
-    results = variants.make_calls(small, variant, shard).both()
-    tensors = [layout.unshard(x.detach(), dist.group.WORLD) for x in shard]
+    calls = variants.make_calls(small, variant, shard)
+    assert calls is not None
+    results = calls.both()
+    assert isinstance(results, tuple)
+    q, k, v, dout = (layout.unshard(x.detach(), dist.group.WORLD) for x in shard)
     intervals = Intervals.of(*small.mask.intervals(small.length), small.length, shard[0].device)
-    expected = float64_results(*tensors, intervals)
+    expected = float64_results(q, k, v, dout, intervals)
     errors = [group_error(x, layout.shard(expected[name], rank)) for name, x in zip(NAMES, results, strict=True)]
     worst = torch.stack(errors)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -115,7 +119,7 @@ def receive_buffer_bytes(transport: NvlinkTransport) -> int:
     return sum(buffer.memory.nbytes for buffer in buffers if buffer.memory is not None)
 
 
-def count_messages(case: Case, schedule: str, ranks: int, interconnect: Interconnect) -> dict[str, dict]:
+def count_messages(case: Case, schedule: str, ranks: int, interconnect: Interconnect) -> dict[str, dict[str, Any]]:
     """Return the schedules, the number of hops with messages, and the bytes sent by the busiest rank.
 
     Returns:
@@ -126,7 +130,9 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     q, k = (torch.empty(1, 1, count, case.head_dim, dtype=torch.bfloat16, device="meta") for count in heads)
     chunks = plan.head_chunks_for_memory(q, k, k)
     q, k = (workload.head_chunk(x, chunks) for x in (q, k))
-    names, hops, sent, found = [], 0, [0] * ranks, {}
+    names: list[str] = []
+    hops, sent = 0, [0] * ranks
+    found: dict[str, dict[str, Any]] = {}
     for part, work in zip(PARTS, (workload.forward_work(q, k, k), workload.backward_work(q, k, k)), strict=True):
         names.append(plan.choose_schedule(schedule, work, interconnect))
         block, result = getattr(work.row_bytes, names[-1])
@@ -137,7 +143,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     return found
 
 
-def add_communication(case: Case, found: dict[str, dict], ranks: int, interconnects: dict[str, Interconnect]) -> None:
+def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
     """Add figures about communication to the row of each timed ring.
 
     The figures describe the messages of the ring, and the additional time of the ring in microseconds compared with the same
@@ -159,13 +165,13 @@ def add_communication(case: Case, found: dict[str, dict], ranks: int, interconne
                 row[part]["exposed_us"] = 1e3 * (row[part]["ms"] - base[part]["ms"])
 
 
-def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str, dict]:
+def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str, dict[str, Any]]:
     """Time all variants one after the other in several rounds.
 
     Returns:
         Milliseconds, TFLOP/s per GPU and samples for each variant and each of PARTS.
     """
-    samples = {(variant, part): [] for variant in calls for part in PARTS}
+    samples: dict[tuple[str, str], list[float]] = {(variant, part): [] for variant in calls for part in PARTS}
     if case.flops("forward") / dist.get_world_size() <= pass_graphs.MAX_FORWARD_FLOPS:
         # The ring replays the passes of short shards after some calls.
         for timed in calls.values():
@@ -178,7 +184,7 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
             repeats = max(1, min(60, round(MEASUREMENT_SECONDS / seconds)))
             with calls[variant].context():
                 times.append(mean_ms(getattr(calls[variant], part), repeats))
-    found: dict[str, dict] = {variant: {} for variant in calls}
+    found: dict[str, dict[str, Any]] = {variant: {} for variant in calls}
     for (variant, part), times in samples.items():
         ms = statistics.median(times)
         tflops = case.flops(part) / dist.get_world_size() / ms * 1e-9
@@ -186,12 +192,13 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
     return found
 
 
-def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict]:
+def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
     """Check and time the named variants of a case, and return one row per variant."""
-    found, calls = {}, {}
+    found: dict[str, dict[str, Any]] = {}
+    calls: dict[str, Calls] = {}
     for variant in names:
         shard = variants.random_shard(case, variants.ulysses_degree(variant))
-        found[variant] = row = {}
+        row = found[variant] = dict[str, Any]()
         if variants.communicates(variant):
             row["errors"] = check(case, variant)
             if not max(row["errors"].values()) <= GROUP_TOLERANCE:
@@ -202,7 +209,7 @@ def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict]:
                 row["peak_bytes"] = peak_bytes(timed.both)
     for variant, parts in time_in_rounds(case, calls, rounds).items():
         found[variant] |= parts
-    group, device = dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
+    group, device = gpus.world_group().group_name, torch.device("cuda", torch.cuda.current_device())
     rings = [variant for variant in found if variants.is_ring(variant)]
     interconnects = {variant: connect(group, device, variants.transport_of(variant)).interconnect for variant in rings}
     add_communication(case, found, dist.get_world_size(), interconnects)
@@ -225,7 +232,8 @@ def main(argv: list[str]) -> int:
     device = gpus.join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = variants.choose_variants(args.variants, ranks)
-    header, rows = command.describe_run("scripts.bench.ring", argv, gpus=ranks, ranks=ranks), {}
+    header = command.describe_run("scripts.bench.ring", argv, gpus=ranks, ranks=ranks)
+    rows: ring_report.Rows = {}
     for name in args.cases:
         case = variants.CASES[name]
         rows[name] = {"case": asdict(case), **measure(case, names, args.rounds)}
@@ -234,7 +242,9 @@ def main(argv: list[str]) -> int:
             ring_report.write(args.output, header, rows)
             print(ring_report.speed_table(header, {name: rows[name]}), flush=True)
     if ranks > 1 and any(name.startswith("nvlink") for name in names):
-        header["receive_buffer_bytes"] = receive_buffer_bytes(connect(dist.group.WORLD.group_name, device, "nvlink"))
+        transport = connect(gpus.world_group().group_name, device, "nvlink")
+        assert isinstance(transport, NvlinkTransport)
+        header["receive_buffer_bytes"] = receive_buffer_bytes(transport)
     if rank == 0:
         ring_report.write(args.output, header, rows)
     dist.destroy_process_group()

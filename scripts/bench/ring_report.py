@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from scripts import command
 from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
@@ -22,7 +23,7 @@ PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_paralle
 PARTS = ("forward", "both")  # the timed parts; "both" is a forward pass followed by a backward pass
 # Maps the name of each case to a dict. This dict contains the case under the key "case", and the row of each variant under its
 # name.
-Rows = dict[str, dict[str, dict]]
+Rows = dict[str, dict[str, dict[str, Any]]]
 COMMUNICATION_NOTE = """\
 In a pair of figures, the first is for the forward, and the second is for the forward + backward. The column "hops" gives the
 number of steps in which messages are sent. The exposed time is the difference between the time of a call and the time of
@@ -40,16 +41,16 @@ def base_of(variant: str) -> str:
     return f"local{graph}"
 
 
-def _variants(found: dict[str, dict]) -> dict[str, dict]:
+def _variants(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: row for name, row in found.items() if name != "case"}
 
 
-def _ratios(row: dict, other: dict, form: str) -> str:
+def _ratios(row: dict[str, Any], other: dict[str, Any], form: str) -> str:
     """Return the time of `other` divided by the time of `row`, as `forward / both`. Return "-" if `other` was not timed."""
     return " / ".join(format(other[part]["ms"] / row[part]["ms"], form) for part in PARTS if part in other) or "-"
 
 
-def speed_table(header: dict, rows: Rows) -> str:
+def speed_table(header: dict[str, Any], rows: Rows) -> str:
     """Return a Markdown table with the speed of each case and variant."""
     columns = (
         "case | variant | forward, TFLOP/s per GPU | forward + backward, TFLOP/s per GPU | "
@@ -71,7 +72,7 @@ def speed_table(header: dict, rows: Rows) -> str:
     return markdown_table(columns, lines)
 
 
-def communication_table(header: dict, rows: Rows) -> str:
+def communication_table(header: dict[str, Any], rows: Rows) -> str:
     """Return a Markdown table of the bytes that the rings sent and the time that was not hidden.
 
     If no ring was timed, return "".
@@ -95,7 +96,7 @@ def communication_table(header: dict, rows: Rows) -> str:
     return markdown_table(columns, lines) if lines else ""
 
 
-def _both_parts(row: dict, form: Callable[[dict], str]) -> str:
+def _both_parts(row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> str:
     """Return a figure as `forward / forward + backward`. Return "-" if there is no hop, or no base for the comparison."""
     try:
         return " / ".join(form(row[part]) for part in PARTS)
@@ -125,7 +126,7 @@ def plot_lengths(rows: Rows) -> plt.Figure | None:
     return figure
 
 
-def report_text(header: dict, rows: Rows) -> str:
+def report_text(header: dict[str, Any], rows: Rows) -> str:
     """Return the text of README.md without the plot."""
     commands = textwrap.indent(header["command"], " " * 4)
     parts = [f"# Ring attention, {header['date']}\n\n{header['machine']}.\n\n{commands}\n\n{speed_table(header, rows)}"]
@@ -134,7 +135,7 @@ def report_text(header: dict, rows: Rows) -> str:
     return "\n".join(parts)
 
 
-def write(output: Path, header: dict, rows: Rows) -> None:
+def write(output: Path, header: dict[str, Any], rows: Rows) -> None:
     """Write ring.json and README.md. If there are two or more lengths, also write lengths.png."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "ring.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
@@ -145,13 +146,13 @@ def write(output: Path, header: dict, rows: Rows) -> None:
     (output / "README.md").write_text(text)
 
 
-def read(path: Path) -> tuple[dict, Rows]:
+def read(path: Path) -> tuple[dict[str, Any], Rows]:
     """Return the header and the rows of a file ring.json."""
     header = json.loads(path.read_text())
     return header, header.pop("rows")
 
 
-def join(paths: list[Path]) -> tuple[dict, Rows]:
+def join(paths: list[Path]) -> tuple[dict[str, Any], Rows]:
     """Join the runs of several files ring.json into a single run, whose header lists the commands of all runs.
 
     Raises:
@@ -161,7 +162,7 @@ def join(paths: list[Path]) -> tuple[dict, Rows]:
     machines = dict.fromkeys(header["machine"] for header in headers)
     if len(machines) > 1:
         raise ValueError(f"the runs must be of one machine, but are of {'; '.join(machines)}")
-    rows = {}
+    rows: Rows = {}
     for path, part in zip(paths, parts, strict=True):
         if repeated := [name for name in part if name in rows]:
             raise ValueError(f"{path}: {', '.join(repeated)} is also in an earlier run; pass only one run of each case")

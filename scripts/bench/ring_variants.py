@@ -10,10 +10,10 @@
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from ringattn.planning.ulysses_degree import head_chunks_for_overlap
 from ringattn.ring import Ring
 from ringattn.spec import AttentionSpec
 from scripts.bench.cases import Case, random_inputs
+from scripts.gpus import new_group, world_group
 
 HEAD_DIM = 128
 Call = Callable[[], object]
@@ -86,7 +87,7 @@ class Calls(NamedTuple):
 
     forward: Call
     both: Call  # a forward and a backward pass; returns out, dq, dk and dv
-    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def is_ring(variant: str) -> bool:
@@ -104,12 +105,12 @@ def ring_group(variant: str) -> dist.ProcessGroup:
     """Return the process group of a ring. All ranks must make this call."""
     name = variant.split("-")[0]
     if name not in NCCL_OPTIONS:
-        return dist.group.WORLD
+        return world_group()
     high_priority, max_ctas = NCCL_OPTIONS[name]
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    return dist.new_group(pg_options=options)
+    return new_group(options)
 
 
 def communicates(variant: str) -> bool:
@@ -155,6 +156,7 @@ def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
     """Return the calls of a variant, or None if the variant is context_parallel and does not support the case."""
     if variant.endswith("-graph"):
         calls = make_calls(case, variant.removesuffix("-graph"), shard)
+        assert calls is not None
         return Calls(capture(calls.forward), capture(calls.both))
     if variant == "context_parallel":
         return context_parallel_calls(case, shard) if case.kind == "causal" and case.heads == case.num_key_heads else None
@@ -168,7 +170,7 @@ def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
 
 
 def _calls_with_autograd(
-    attend: Callable[[], Tensor], shard: list[Tensor], context: Callable = contextlib.nullcontext
+    attend: Callable[[], Tensor], shard: list[Tensor], context: Callable[..., Any] = contextlib.nullcontext
 ) -> Calls:
     """Return the calls of a differentiable function of the first three tensors of `shard`."""
     *inputs, dout = shard
@@ -188,9 +190,14 @@ def _calls_with_autograd(
 
 def ring_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls:
     """Return the calls of `ring_attention` with the transport and the schedule that the variant names."""
-    options = {"layout": ring_layout(case, dist.get_world_size()), "mask": case.mask, "group": ring_group(variant)}
-    options |= {"transport": transport_of(variant), "schedule": variant.split("-")[1]}
-    return _calls_with_autograd(lambda: ring_attention(*shard[:3], **options), shard)
+    q, k, v, _ = shard
+    layout, group = ring_layout(case, dist.get_world_size()), ring_group(variant)
+    transport, schedule = transport_of(variant), variant.split("-")[1]
+
+    def attend() -> Tensor:
+        return ring_attention(q, k, v, layout=layout, mask=case.mask, group=group, transport=transport, schedule=schedule)
+
+    return _calls_with_autograd(attend, shard)
 
 
 @cache
@@ -202,8 +209,9 @@ def _mesh(ulysses: int) -> DeviceMesh:
 def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
     """Return the calls of `ulysses_attention`, with an all-to-all among `ulysses` ranks and a ring over the groups."""
     layout, mesh = ring_layout(case, dist.get_world_size(), ulysses), _mesh(ulysses)
-    options = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group(), "mask": case.mask}
-    return _calls_with_autograd(lambda: ulysses_attention(*shard[:3], layout=layout, **options), shard)
+    groups = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group()}
+    q, k, v, _ = shard
+    return _calls_with_autograd(lambda: ulysses_attention(q, k, v, layout=layout, mask=case.mask, **groups), shard)
 
 
 class LocalTransport(MessageTransport):
@@ -214,7 +222,7 @@ class LocalTransport(MessageTransport):
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
-        self._tensors: dict[tuple, Tensor] = {}
+        self._tensors: dict[tuple[Any, ...], Tensor] = {}
         self._keeps_results: dict[Schedule, bool] = {}
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
@@ -226,9 +234,14 @@ class LocalTransport(MessageTransport):
 
         if schedule not in self._keeps_results:
             self._keeps_results[schedule] = Slots(schedule, templates).keeps_results
-        return SimpleNamespace(
-            exchange=lambda t, _: partial(received, t), end=lambda: None, keeps_results=self._keeps_results[schedule]
-        )
+
+        def exchange(t: int, _: list[Tensors]) -> Callable[[], list[Tensors]]:
+            return partial(received, t)
+
+        return SimpleNamespace(exchange=exchange, end=lambda: None, keeps_results=self._keeps_results[schedule])
+
+    def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
+        """Do nothing, because no message is in flight."""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
         """Return the replacement for tensor `i` of a message. The shape is the shape of x, with the row count of the message.
@@ -249,7 +262,7 @@ class LocalTransport(MessageTransport):
 def local_calls(case: Case, shard: list[Tensor]) -> Calls:
     """Return the calls of `ring_attention` without communication."""
     layout, (q, k, v, dout) = ring_layout(case, dist.get_world_size()), [x.detach() for x in shard]
-    transport = LocalTransport(connect(dist.group.WORLD.group_name, q.device))
+    transport = LocalTransport(connect(world_group().group_name, q.device))
     ring = Ring(
         get_plan(case.mask, layout, transport.rank, q.device),
         transport,
@@ -279,7 +292,7 @@ def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
         AttentionSpec.create(case.mask, layout, scale=HEAD_DIM**-0.5),
     )
 
-    def forward() -> list[tuple[Tensor, Tensor]]:
+    def forward() -> list[tuple[Tensor, ...]]:
         return [ring.forward(q, k, v) for _ in range(chunks)]
 
     def both() -> list[tuple[Tensor, ...]]:
@@ -298,7 +311,7 @@ def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
     @contextlib.contextmanager
-    def context():
+    def context() -> Generator[None]:
         buffer = torch.zeros(case.length, device="cuda")
         ring = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), ring:

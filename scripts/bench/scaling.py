@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from scripts.plots import clean_axes, plot_points, plt, save_plot
 from scripts.tables import markdown_table
 
 TOKENS = 32_768
-Row = dict[str, str | float]
+Row = dict[str, Any]
 # The settings of each job. {ranks} is the number of ranks, and {long} is 32,768 tokens per rank.
 SHARED = {
     "ring": (f"data.seq_len={TOKENS}",),
@@ -51,7 +52,7 @@ FIXED = (
 
 def measure(job: str, ranks: int, steps: int) -> Row:
     """Run one job, and return its rates. If the job fails, return its error message under the key "failed"."""
-    row = {"job": job, "ranks": ranks}
+    row: Row = {"job": job, "ranks": ranks}
     with tempfile.TemporaryDirectory() as directory:
         settings = [text.format(ranks=ranks, long=TOKENS * ranks) for text in JOBS[job]]
         settings += [*FIXED, f"trainer.steps={steps}", f"hydra.run.dir={directory}/run"]
@@ -64,7 +65,7 @@ def measure(job: str, ranks: int, steps: int) -> Row:
         return row | rates(records, ranks)
 
 
-def rates(records: list[dict], ranks: int) -> Row:
+def rates(records: list[dict[str, Any]], ranks: int) -> Row:
     """Return the rates of the second half of the steps. The records are those of metrics.jsonl."""
     half = records[len(records) // 2 :]
     seconds = [record["seconds"] for record in half]
@@ -81,7 +82,7 @@ def rates(records: list[dict], ranks: int) -> Row:
 
 def median_rows(rows: list[Row]) -> list[Row]:
     """Return one row per job and number of ranks, with the median of each rate over the rounds."""
-    groups: dict[tuple, list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["job"], row["ranks"]), []).append(row)
     medians = []
@@ -120,8 +121,8 @@ def plot(rows: list[Row]) -> plt.Figure:
     counts = sorted({row["ranks"] for row in rows})
     for index, job in enumerate(SHARED):
         succeeded = [row for row in rows if row["job"] in (job, "ring") and "failed" not in row]
-        points = [(row["ranks"], relative_speed(row, rows)) for row in succeeded if row["job"] == job or row["ranks"] == 1]
-        plot_points(axes, [point for point in points if point[1]], index, job)
+        points = {row["ranks"]: relative_speed(row, rows) for row in succeeded if row["job"] == job or row["ranks"] == 1}
+        plot_points(axes, [(ranks, speed) for ranks, speed in points.items() if speed], index, job)
     axes.plot(counts, counts, linestyle=":", color="grey", label="all GPUs at full speed")
     axes.set(xlabel="GPUs", ylabel="tokens/s relative to one GPU", xticks=counts, ylim=(0, None))
     axes.set_title("Default model, 32,768 tokens per sequence")

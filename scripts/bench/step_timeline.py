@@ -11,6 +11,7 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from scripts import command
 from scripts.plots import plt, save_plot
@@ -41,13 +42,14 @@ def read_step(path: Path, step: int) -> tuple[float, list[tuple[float, float, st
     if span is None:
         raise SystemExit(f"error: {path} contains no step {step}: choose one of the steps of trainer.profile")
 
-    def position(event: dict) -> Interval:
+    def position(event: dict[str, Any]) -> Interval:
         start = (event["ts"] - span["ts"]) / 1e3
         return start, start + event["dur"] / 1e3
 
     length = span["dur"] / 1e3
     inside = [x for x in events if x is not span and 0 <= position(x)[0] < length]
-    host, end = [], 0.0
+    host: list[tuple[float, float, str]] = []
+    end = 0.0
     on_thread = [x for x in inside if x["tid"] == span["tid"] and x.get("cat") in ("cpu_op", "user_annotation")]
     for event in sorted(on_thread, key=lambda x: (x["ts"], -x["dur"])):
         start, stop = position(event)

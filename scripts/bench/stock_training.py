@@ -15,6 +15,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,13 +60,15 @@ def build(config: ModelConfig, mesh: DeviceMesh, use_checkpointing: bool) -> GPT
         model = GPT(config, BytesTokenizer.vocab_size)
     compile_blocks(model)
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
-    for block in model.blocks:
+    blocks: list[Any] = list(model.blocks)
+    for block in blocks:
         block.init_weights(generator)
         if use_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, **options)
     model.init_weights(generator)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    return model
 
 
 @torch.compile
@@ -87,7 +90,7 @@ def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, se
     optimizer.zero_grad()
 
 
-def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool, device: torch.device) -> dict:
+def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool, device: torch.device) -> dict[str, Any]:
     """Train for the given number of steps and return the summary."""
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))

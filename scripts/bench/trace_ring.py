@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ class Event(NamedTuple):
     duration: int
 
 
-def device_events(trace: dict) -> list[Event]:
+def device_events(trace: dict[str, Any]) -> list[Event]:
     """Return the kernels and copies in a trace of torch's profiler, sorted by start time."""
     base = trace["baseTimeNanoseconds"]
     events = [
@@ -91,7 +91,7 @@ def classify(events: list[Event]) -> list[str]:
     ]
 
 
-def timeline(ranks: list[list[Event]]) -> list[dict]:
+def timeline(ranks: list[list[Event]]) -> list[dict[str, Any]]:
     """Return the events of all ranks, with times in microseconds since the first event."""
     first = min(event.start for events in ranks for event in events)
     return [
@@ -107,7 +107,7 @@ def timeline(ranks: list[list[Event]]) -> list[dict]:
     ]
 
 
-def draw(found: dict) -> plt.Figure:
+def draw(found: dict[str, Any]) -> plt.Figure:
     """Draw one band per rank, with one lane for kernels and one lane for each kind of copy.
 
     Args:
@@ -156,8 +156,11 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
         path = Path(directory) / "trace.json"
         # The profiler initialises itself during the first call. Therefore the first call is not recorded.
         steps = schedule(wait=0, warmup=1, active=1, repeat=1)
-        options = {"schedule": steps, "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path))}
-        with profile(activities=[ProfilerActivity.CUDA], **options) as profiler:
+
+        def save(profiler: profile) -> None:
+            profiler.export_chrome_trace(str(path))
+
+        with profile(activities=[ProfilerActivity.CUDA], schedule=steps, on_trace_ready=save) as profiler:
             for _ in range(2):
                 torch.cuda.synchronize()
                 barrier()
@@ -197,12 +200,12 @@ def main(argv: list[str]) -> None:
         return
     gpus.join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    hosts = dist.new_group(backend="gloo")  # a group for a barrier that runs no kernel
+    hosts = gpus.new_group(backend="gloo")  # a group for a barrier that runs no kernel
     case = CASES[args.case]
     call = ring_calls(case, args.variant, random_shard(case)).both
     events = record(call, lambda: dist.barrier(hosts))
-    gathered = [None] * ranks if rank == 0 else None
-    dist.gather_object(events, gathered, group=hosts)
+    gathered: list[list[Event]] = [[]] * ranks
+    dist.gather_object(events, gathered if rank == 0 else None, group=hosts)
     if rank == 0:
         header = command.describe_run("scripts.bench.trace_ring", argv, gpus=ranks, ranks=ranks)
         header["machine"] = f"{ranks} x {torch.cuda.get_device_name()}"  # short enough for a title

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_ax
 from scripts.tables import markdown_table
 
 VARIANTS = ("ringattn", "stock", "stock-recompute")
-Row = dict[str, str | float]
+Row = dict[str, Any]
 NOTE = """\
 All GPUs together train on one sequence per step. FLOPs count causal attention once, and recomputation is not counted. Each row
 comes from a separate job, and the jobs ran in this order. Rates are computed from the median step. Peaks are measured by
@@ -58,7 +59,7 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
 
 def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Row:
     """Run one job and return its summary. If the job fails, return its error message under the key "failed"."""
-    row = {"variant": variant, "length": length}
+    row: Row = {"variant": variant, "length": length}
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")
         arguments = job_command(variant, model, length, ranks, steps, Path(directory) / "run")

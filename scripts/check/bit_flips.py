@@ -18,6 +18,8 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from ringattn.train.commands import run
 from ringattn.train.reports import metrics
@@ -42,7 +44,7 @@ def train(directory: Path, *arguments: str) -> tuple[int, str]:
             streams = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115 - until exec or exit
             sys.stdout, sys.stderr = streams
             sys.argv = ["train/run.py", *arguments, f"hydra.run.dir={directory}"]
-            metrics.plot_loss = lambda *_: None  # The plot would take most of the time.
+            patch.object(metrics, "plot_loss").start()  # The plot would take most of the time.
             run.main()
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
@@ -54,7 +56,7 @@ def resume(checkpoint: Path, directory: Path) -> tuple[int, str]:
     return train(directory, f"trainer.steps={STEPS + 2}", f"trainer.resume={checkpoint}")
 
 
-def results(directory: Path) -> tuple[list, dict[str, str]]:
+def results(directory: Path) -> tuple[list[Any], dict[str, str]]:
     """Return the losses of all steps, and the checksums of the files of the last checkpoint that contain tensors."""
     records = metrics.read(directory / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records], checksums(
@@ -78,7 +80,7 @@ def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
     return f"bit {position % 8} of byte {position // 8} of {file.name}"
 
 
-def effect(original: Path, directory: Path, kind: str, rng: random.Random, expected: tuple[list, dict[str, str]]) -> str:
+def effect(original: Path, directory: Path, kind: str, rng: random.Random, expected: tuple[list[Any], dict[str, str]]) -> str:
     """Flip a bit in a copy of a checkpoint, resume from the copy, and return the effect.
 
     Raises:

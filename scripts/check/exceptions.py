@@ -29,11 +29,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -42,11 +42,12 @@ from torch import Tensor
 
 from ringattn import KVCache, Layout, Mask, decode_attention, flash_attention, ring_attention, ulysses_attention
 from ringattn.comm import recovery, watchdog
-from ringattn.comm.connect import connect
+from ringattn.comm.connect import Group, connect
 from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.comm.watchdog import RingFault
 from ringattn.kernels import dispatch
 from scripts import command
+from scripts.gpus import new_group
 from scripts.tables import markdown_table
 
 OPERATIONS = "state", "kv", "ulysses", "decoding"
@@ -68,7 +69,7 @@ class Injector:
         state: an object whose attributes are the state of one rank.
     """
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: Any) -> None:
         self.state = state
 
     def arm(self, position: int | None, error: type[BaseException] = Injected) -> None:
@@ -80,7 +81,7 @@ class Injector:
         """The number of kernels since `arm`."""
         return self.state.count
 
-    def wrap(self, kernel: Callable) -> Callable:
+    def wrap(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that counts its calls and then calls `kernel`."""
 
         def run(*arguments: object, **options: object) -> object:
@@ -92,16 +93,22 @@ class Injector:
         return run
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> Generator[None]:
         """Wrap all functions that launch kernels."""
         prepare, incremental = dispatch.prepare_decode, dispatch.IncrementalBackward
         names = "forward", "backward", "row_delta", "merge_states", "sum_partials", "merge_packed"
         wrapped = {name: self.wrap(getattr(dispatch, name)) for name in names}
-        wrapped["prepare_decode"] = lambda *arguments, **options: self.wrap(prepare(*arguments, **options))
-        with patch.multiple(dispatch, **wrapped):
-            methods = {name: self.wrap(getattr(incremental, name)) for name in ("add", "finish")}
-            with patch.multiple(incremental, **methods):
-                yield
+
+        def prepare_wrapped(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            return self.wrap(prepare(*arguments, **options))
+
+        wrapped["prepare_decode"] = prepare_wrapped
+        methods = {name: self.wrap(getattr(incremental, name)) for name in ("add", "finish")}
+        with ExitStack() as stack:
+            for owner, functions in ((dispatch, wrapped), (incremental, methods)):
+                for name, function in functions.items():
+                    stack.enter_context(patch.object(owner, name, function))
+            yield
 
 
 class Problem:
@@ -117,16 +124,16 @@ class Problem:
         self.layout = Layout.contiguous(seq_len, 1).split(ranks) if is_ulysses else Layout.zigzag(seq_len, ranks)
         exact = [x.double().requires_grad_() for x in (q, k, v)]
         out = flash_attention(*exact, mask=Mask.full())
+        self.cache = KVCache(seq_len, rank, ranks)
         if operation == "decoding":
-            self.cache = KVCache(seq_len, rank, ranks)
-            self.cache.prefill(*(self.layout.shard(x, rank) for x in (k, v)), self.layout)
+            self.cache.prefill(self.layout.shard(k, rank), self.layout.shard(v, rank), self.layout)
             self.inputs, self.expected = [q[:, -1:]], [flash_attention(exact[0][:, -1:], *exact[1:], mask=Mask.full()).detach()]
         else:
             self.inputs = [self.layout.shard(x, rank).clone() for x in (q, k, v, dout)]
             whole = out.detach(), *torch.autograd.grad(out, exact, dout.double())
             self.expected = [self.layout.shard(x, rank) for x in whole]
 
-    def forward(self, group: object, transport: str) -> list[Tensor]:
+    def forward(self, group: Group | None, transport: str) -> list[Tensor]:
         """Return the output. The outputs of rings have a graph for `backward`."""
         if self.operation == "decoding":
             return [decode_attention(self.inputs[0], self.cache, group=group)]
@@ -195,7 +202,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
         backend = "cpu:gloo,cuda:gloo" if os.environ.get(SHARE_GPUS) == "1" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     torch.set_num_threads(1)
-    group, injector = dist.new_group(), Injector(SimpleNamespace())
+    group, injector = new_group(), Injector(SimpleNamespace())
     # All operations get other inputs in every call, so that messages of an earlier call would be wrong.
     problems = {x: [Problem(x, rank, ranks, device, seed=i) for i in range(3)] for x in OPERATIONS}
     few_different = different_may_fail(arguments.transport)
@@ -225,6 +232,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
             event, problem = events[i], problems[events[i].operation][i % 3]
             may_fail = event.kind == SOME or (event.kind == DIFFERENT and (few_different or event.operation == "decoding"))
             # If the ranks disagree, every rank raises an error in this call or in the next one, which has no exception.
+            outcome = ""
             for each in (event, event._replace(positions=[-1] * ranks))[: 1 + may_fail]:
                 try:
                     outcome = attempt(problem, each)
@@ -237,7 +245,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
                 transport = "auto" if event.operation == "decoding" else arguments.transport
                 if connect(group.group_name, device, transport).waits_on_gpu:
                     time.sleep(MAX_SECONDS_LEFT)  # the watchdog ends this process
-                group = dist.new_group()
+                group = new_group()
     dist.barrier()
     os._exit(0)
 

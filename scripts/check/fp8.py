@@ -24,6 +24,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def attention_errors(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, expected: dict[str, Tensor], precision: str) -> dict:
+def attention_errors(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, expected: dict[str, Tensor], precision: str
+) -> dict[str, Any]:
     """Return the errors of the output and of the gradients of `flash_attention`."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = flash_attention(*inputs, precision=precision)

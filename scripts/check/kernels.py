@@ -86,12 +86,12 @@ def measure_errors(
     """
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
-    tensors = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
     intervals = make_intervals(mask, length)
-    expected = float64_results(*tensors, intervals)
-    ours = row_errors(kernel_results(kernels, *tensors, intervals), expected)
+    expected = float64_results(q, k, v, dout, intervals)
+    ours = row_errors(kernel_results(kernels, q, k, v, dout, intervals), expected)
     if with_sdpa and mask in ("causal", "full"):
-        return ours, row_errors(sdpa_results(*tensors, mask == "causal"), expected)
+        return ours, row_errors(sdpa_results(q, k, v, dout, mask == "causal"), expected)
     return ours, {}
 
 

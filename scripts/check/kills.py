@@ -30,9 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ringattn.train.commands import run as command_line
 from ringattn.train.reports import metrics
@@ -98,7 +99,7 @@ class Run:
     def log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
-    def launch(self) -> list[subprocess.Popen | ForkedRank]:
+    def launch(self) -> list[subprocess.Popen[bytes] | ForkedRank]:
         """Start torchrun, both torchruns, or the ranks in the background."""
         script = [
             str(command.ROOT / "train" / "run.py"),
@@ -118,7 +119,7 @@ class Run:
             torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
         else:
             torchrun, launchers = command.torchrun(RANKS, *restarts, *script), 1
-        environment = command.child_environment(OMP_NUM_THREADS="1", **{MARKER: str(self.directory)})
+        environment = command.child_environment(OMP_NUM_THREADS="1") | {MARKER: str(self.directory)}
         with open(self.log, "a") as log:
             return [
                 subprocess.Popen(torchrun, cwd=self.folder, env=environment, stdout=log, stderr=log) for _ in range(launchers)
@@ -147,7 +148,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def wait(launchers: list[subprocess.Popen | ForkedRank], run: Run) -> bool:
+def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> bool:
     """Wait until all launchers have ended. Return whether all of them have exited with status 0."""
     deadline = time.monotonic() + TIMEOUT
     while any(launcher.poll() is None for launcher in launchers):
@@ -158,7 +159,7 @@ def wait(launchers: list[subprocess.Popen | ForkedRank], run: Run) -> bool:
 
 
 def wait_for_moment(
-    run: Run, launchers: list[subprocess.Popen | ForkedRank], rng: random.Random, seconds: float, moment: str
+    run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random, seconds: float, moment: str
 ) -> None:
     """Wait until the moment of a kill, which is one of MOMENTS.
 
@@ -190,7 +191,7 @@ def evaluations(run: Run) -> set[str]:
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
 
-def kill_one(run: Run, launchers: list[subprocess.Popen | ForkedRank], rng: random.Random) -> bool:
+def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random) -> bool:
     """Kill one worker, torchrun or all forked ranks. Return False if there was no process to kill."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
@@ -227,7 +228,7 @@ def check_no_process_left(run: Run) -> float:
     return time.monotonic() - start
 
 
-def results(run: Run) -> tuple[list, dict[str, str]]:
+def results(run: Run) -> tuple[list[Any], dict[str, str]]:
     """Return the losses and gradient norms of all steps and evaluations, and the checksums of the last checkpoint's tensors."""
     records = metrics.read(run.directory / "metrics.jsonl")
     last = run.directory / "checkpoints" / run.checkpoints()[-1]
@@ -236,7 +237,7 @@ def results(run: Run) -> tuple[list, dict[str, str]]:
     return [[record.get(name) for name in names] for record in records], files
 
 
-def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, counts: Counter) -> None:
+def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, counts: dict[str, float]) -> None:
     """Launch a run, kill it `kills` times, and let it finish."""
     launchers, done, newest = run.launch(), 0, None
     position = 0
@@ -290,7 +291,8 @@ def main(argv: list[str]) -> int:
             print(f"the run without kills failed, see {reference.log}", file=sys.stderr)
             return 1
     seconds, expected = time.monotonic() - start, results(reference)
-    rng, counts, number = random.Random(args.seed), Counter(), 0
+    rng, number = random.Random(args.seed), 0
+    counts: dict[str, float] = defaultdict(float)
     while sum(counts[way] for way in WAYS) < args.kills:
         number += 1
         run = Run(folder, f"run{number}", args.ways[number % len(args.ways)])

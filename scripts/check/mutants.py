@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -73,7 +73,7 @@ def listed_mutants() -> list[Mutant]:
     return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in json.loads(LISTED.read_text())]
 
 
-SWAPPED_OPERATORS = {
+SWAPPED_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
     ast.LtE: ("<=", "<"),
     ast.Gt: (">", ">="),
@@ -116,6 +116,8 @@ class Source:
 
     def span(self, node: ast.expr) -> tuple[int, int]:
         """Return the offsets at which an expression begins and ends."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
     def operator(self, left: ast.expr, right: ast.expr, symbol: str) -> tuple[int, int]:
@@ -202,7 +204,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
 
 
 @contextmanager
-def applied(mutant: Mutant, tree: Path) -> Iterator[None]:
+def applied(mutant: Mutant, tree: Path) -> Generator[None]:
     """Apply a mutant to a copy of the repository while the context lasts."""
     path = tree / mutant.file
     source = path.read_text()

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_
 from ringattn.train.settings.config import ConfigError
 from scripts import command
 from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
+from scripts.gpus import world_group
 from scripts.tables import markdown_table
 
 # The largest accepted row errors of a kernel for FP8 inputs, which also rounds the probabilities.
@@ -60,7 +62,7 @@ def available_ways(device: torch.device) -> Iterator[Way]:
     for transport in ("nvlink", "p2p"):
         usable = degrees
         try:
-            connect(dist.group.WORLD.group_name, device, transport)
+            connect(world_group().group_name, device, transport)
         except ValueError as error:
             if dist.get_rank() == 0:
                 print(error)
@@ -113,7 +115,7 @@ class Reference:
         seq_len, device = tensors[0].shape[1], tensors[0].device
         self.tensors, self.precision = tensors, precision
         self.intervals = {mask: Intervals.of(*mask.intervals(seq_len), seq_len, device) for mask in masks.values()}
-        self._results: dict[tuple, dict[str, Tensor]] = {}
+        self._results: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
     def results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
         """Return the tensors of NAMES for the whole sequence. `layout` is the layout of the ring."""
@@ -124,13 +126,14 @@ class Reference:
         return self._results[key]
 
     def _plain_results(self, mask: Mask, _layout: Layout) -> dict[str, Tensor]:
-        return float64_results(*self.tensors, self.intervals[mask])
+        q, k, v, dout = self.tensors
+        return float64_results(q, k, v, dout, self.intervals[mask])
 
     def _rounded_results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
         *inputs, dout = self.tensors
         shards = [dispatch.round_to_fp8(*(layout.shard(x, rank) for x in inputs)) for rank in range(layout.ranks)]
-        rounded = [layout.unshard([shard[i] for shard in shards]) for i in range(3)]
-        results = float64_results(*rounded, dout, self.intervals[mask])
+        q, k, v = (layout.unshard([shard[i] for shard in shards]) for i in range(3))
+        results = float64_results(q, k, v, dout, self.intervals[mask])
         return results | {name: fp8.rotate_back(results[name]) for name in ("dq", "dk")}
 
 
@@ -152,7 +155,7 @@ def largest_errors(way: Way, mask: Mask, expected: Reference) -> Tensor:
 
 def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
     """Describe every tensor whose largest error over all ranks exceeds its limit or is NaN."""
-    failures = []
+    failures: list[str] = []
     for i, name in enumerate(NAMES):
         if not errors[:, i].max() <= limits[name]:
             failures.append(f"rank {int(errors[:, i].argmax())} is off by {errors[:, i].max():.1e} in {name}")
@@ -188,12 +191,12 @@ def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "i
     expected, accepted = Reference(tensors, masks, precision), limits(device, dtype, precision)
 
     # Only ranks that share a GPU use gloo for tensors on GPUs.
-    shares_gpu = device.type == "cuda" and backend_name(dist.group.WORLD, "cuda") == "gloo"
+    shares_gpu = device.type == "cuda" and backend_name(world_group(), "cuda") == "gloo"
     place = "cuda (several ranks share a GPU)" if shares_gpu else device.type
     title = f"{ranks} ranks on {place}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
     title += ", FP8 forward" if precision == "fp8" else ""
     text = f"{title}\n\n" + markdown_table(" | ".join(("way", "mask", *NAMES)), [])
-    failures = []
+    failures: list[str] = []
     for way in available_ways(device):
         for name, mask in masks.items():
             errors = largest_errors(way, mask, expected)

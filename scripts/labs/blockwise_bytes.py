@@ -5,9 +5,9 @@ loaded again. A kernel on a GPU does the same, because it keeps the queries on t
 after the other.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from torch import Tensor
@@ -25,7 +25,7 @@ class TileSize(NamedTuple):
 
 
 @contextmanager
-def tile_size(tile: TileSize) -> Iterator[None]:
+def tile_size(tile: TileSize) -> Generator[None]:
     """Let the blockwise kernel use tiles of this size."""
     with patch.multiple(blockwise, QUERY_TILE=tile.queries, KEY_TILE=tile.keys):
         yield
@@ -36,7 +36,7 @@ class Loads:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._loaded: list[tuple] = []  # for each operand of the previous tile: its address and its shape
+        self._loaded: list[tuple[Any, ...]] = []  # for each operand of the previous tile: its address and its shape
 
     def add(self, operands: list[Tensor]) -> None:
         """Count the operands of a tile. The first operand must be the queries."""
@@ -48,7 +48,7 @@ class Loads:
 
 
 @contextmanager
-def counted_loads() -> Iterator[Loads]:
+def counted_loads() -> Generator[Loads]:
     """Count the loads of all calls of the blockwise kernel.
 
     The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. This function therefore counts the
@@ -57,8 +57,8 @@ def counted_loads() -> Iterator[Loads]:
     """
     loads = Loads()
 
-    def counted(function: Callable, forward: bool) -> Callable:
-        def call(*arguments, **options):
+    def counted(function: Callable[..., Any], forward: bool) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
             # The arguments of the backward are q, k, v, dout, lse, delta, intervals, scale, dq, dk and dv.
             loads.add([*arguments[:3]] if forward else [*arguments[:6], *arguments[8:11]])
             return function(*arguments, **options)

@@ -77,7 +77,7 @@ def count_on_gpu(length: int, sizes: Sizes) -> list[Row]:
     Raises:
         RuntimeError: ncu failed, for example because it may not read the counters.
     """
-    rows = []
+    rows: list[Row] = []
     for backend, predict in PREDICTIONS.items():
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "bytes.csv"

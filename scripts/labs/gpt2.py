@@ -20,14 +20,14 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ringattn import flash_attention
 from ringattn.train import optim
-from ringattn.train.model.gpt import GPT, padded_vocabulary
+from ringattn.train.model.gpt import GPT, Block, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel.shard import compile_blocks
 from ringattn.train.settings.config import ModelConfig, OptimConfig
@@ -65,7 +65,7 @@ def build_hugging_face(
     """Return GPT-2 of transformers with this attention implementation, and its loss."""
     import transformers
 
-    sizes = dict(n_embd=config.dim, n_layer=config.layers, n_head=config.heads, n_positions=max_length)
+    sizes: dict[str, Any] = dict(n_embd=config.dim, n_layer=config.layers, n_head=config.heads, n_positions=max_length)
     sizes |= dict(vocab_size=padded_vocabulary(config, 0), bos_token_id=0, eos_token_id=0)
     gpt2 = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     with device:
@@ -83,6 +83,7 @@ def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) ->
         model = GPT(config, vocab_size=0)
     model.init_weights(generator)
     for block in model.blocks:
+        assert isinstance(block, Block)
         block.init_weights(generator)
     if compiled:
         compile_blocks(model)

@@ -4,9 +4,10 @@ import argparse
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,7 +64,9 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         import triton
 
-        return triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+        ms = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+        assert isinstance(ms, float)
+        return ms
     call()
     seconds = []
     for _ in range(CPU_REPEATS):
@@ -87,7 +90,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
-    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    profiler: Any = profile.profiler
+    changes = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     allocated = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
         allocated += change.nbytes()
@@ -96,7 +100,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 @contextmanager
-def limited_memory(limit: int, device: torch.device) -> Iterator[None]:
+def limited_memory(limit: int, device: torch.device) -> Generator[None]:
     """Make allocations fail if this process needs more than `limit` bytes in addition to its present memory.
 
     The limit applies to tensors on the CPU, and only on Linux. A GPU has its own limit, which is the size of its memory.

@@ -118,7 +118,7 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
 
 def compare(sizes: Sizes, device: torch.device, limit: int) -> dict[str, dict[int, Cost | None]]:
     """Return the costs of each implementation by length. After a failure, the implementation has no further lengths."""
-    found = {}
+    found: dict[str, dict[int, Cost | None]] = {}
     for name, attend in IMPLEMENTATIONS.items():
         found[name] = {}
         for length in sizes.lengths:
@@ -132,7 +132,7 @@ def results_table(found: dict[str, dict[int, Cost | None]], lengths: list[int]) 
     """Return the table of all lengths."""
     rows = []
     for length in lengths:
-        cells = []
+        cells: list[str] = []
         for costs in found.values():
             entry = costs.get(length)
             stopped = "out of memory" if length in costs else "-"

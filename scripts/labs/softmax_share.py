@@ -8,6 +8,7 @@ is the time of `ringattn.flash_attention` for the same inputs.
 """
 
 import sys
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -45,14 +46,14 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
         if on_gpu:
             torch.cuda.synchronize()
     microseconds = {step: [] for step in STEPS}
-    for event in profiler.events():
+    for event in profiler.events() or []:
         # On a GPU, the profiler reports every step twice. Use only the event of the host, which knows the kernels it launched.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
             microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
     return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}
 
 
-def shares(numbers: dict[str, float]) -> dict[str, float]:
+def shares(numbers: Mapping[str, float]) -> dict[str, float]:
     """Return the numbers divided by their sum."""
     total = sum(numbers.values())
     return {name: number / total for name, number in numbers.items()}

@@ -9,9 +9,9 @@ come from HBM.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -64,20 +64,21 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 
 @contextmanager
-def compiled_kernels(tile: TileSize) -> Iterator[list]:
+def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
     """Let the Triton kernels use tiles of this size, and record the compiled kernel of every launch of the forward."""
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward
 
-    kernel, launched = triton_forward._forward_kernel, []
-    run: Callable = kernel.run
+    kernel = triton_forward._forward_kernel
+    launched: list[Any] = []
+    run: Callable[..., Any] = kernel.run
 
-    def record(*arguments, **options):
+    def record(*arguments: object, **options: object) -> Any:
         launched.append(run(*arguments, **options))
         return launched[-1]
 
     fixed = triton_common.Tile(*tile, NUM_WARPS, NUM_STAGES)
-    with patch.object(triton_common, "choose_tile", lambda *_: fixed), patch.object(kernel, "run", record):
+    with patch.object(triton_common, "choose_tile", return_value=fixed), patch.object(kernel, "run", record):
         yield launched
 
 
@@ -96,7 +97,7 @@ def measure_triton(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Point:
     return Point(tile, traffic, compiled.metadata.shared, ms, remark)
 
 
-def sweep(sizes: Sizes, queries: list[int], keys: list[int], device: torch.device) -> list[Point]:
+def sweep(sizes: Sizes, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> list[Point]:
     """Measure all tile sizes, and print a line for each."""
     (length,) = sizes.lengths
     intervals = Intervals.of(*Mask.causal().intervals(length), length)
@@ -130,8 +131,8 @@ def draw_map(axes: plt.Axes, points: list[Point], values: list[float], title: st
         dark = colours[i, j] > (colours.min() + colours.max()) / 2
         text = f"{numbers[i, j]:,.0f}" if numbers[i, j] >= 100 else f"{numbers[i, j]:.3g}"
         axes.text(j, i, text, ha="center", va="center", color="white" if dark else "black", fontsize=9)
-    axes.set_xticks(range(len(keys)), keys)
-    axes.set_yticks(range(len(queries)), queries)
+    axes.set_xticks(range(len(keys)), map(str, keys))
+    axes.set_yticks(range(len(queries)), map(str, queries))
     axes.set(xlabel="Bc, keys of a tile", ylabel="Br, queries of a tile", title=title)
 
 

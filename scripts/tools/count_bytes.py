@@ -171,7 +171,7 @@ def launch(length: int, heads: int, head_dim: int, mask: Mask, backend: str = "t
     q, k, v, dout = (torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     intervals = Intervals.of(*mask.intervals(length), length, "cuda")
     options = {"scale": head_dim**-0.5, "backend": backend}
-    out, lse = dispatch.forward(q, k, v, intervals, final=True, **options)
+    out, lse = dispatch.forward(q, k, v, intervals, final=True, **options)[:2]
     if backend == "hopper":
         dispatch.backward(q, k, v, dout, lse, (out, None), intervals, **options)
     else:

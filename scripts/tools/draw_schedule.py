@@ -12,7 +12,7 @@ from ringattn.planning.schedule import Message, Schedule, build_schedule
 from scripts import command
 from scripts.plots import plt, save_plot
 
-COLOURS = plt.get_cmap("Set2").colors
+COLOURS = [plt.get_cmap("Set2")(i) for i in range(8)]
 
 
 def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:

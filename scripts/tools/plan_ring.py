@@ -31,6 +31,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -203,12 +204,13 @@ class Cost:
 
 def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
     """Return the cost of the forward pass and the cost of the backward pass of a layer."""
-    memory_chunks, works = layer.memory_chunks_and_work()
-    costs = []
-    for work in works:
+    memory_chunks, (forward, backward) = layer.memory_chunks_and_work()
+
+    def cost(work: Work) -> Cost:
         chunk = ring_pass(layer, work, cluster) * memory_chunks
-        costs.append(chunk * layer.overlap_chunks + all_to_all(layer, cluster, chunk.seconds))
-    return tuple(costs)
+        return chunk * layer.overlap_chunks + all_to_all(layer, cluster, chunk.seconds)
+
+    return cost(forward), cost(backward)
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
@@ -250,7 +252,7 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
     `block_row` is the number of bytes per row of a block, and `result_row` is the number of bytes per row of a result.
     """
     size = {"block": block_row, "result": result_row}
-    sent = [0] * schedule.ranks
+    sent = [0.0] * schedule.ranks
     for step in schedule.steps:
         for message in step.messages:
             sent[message.src] += len(message.rows) * size[message.kind]
@@ -322,7 +324,8 @@ def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
 
 def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]]:
     """Print the table of predictions. Return the total cost of the forward and the backward pass of each layer."""
-    costs, lines = [], []
+    costs: list[tuple[Layer, Cost]] = []
+    lines: list[list[str]] = []
     for layer in layers:
         forward, backward = predict(layer, cluster)
         costs.append((layer, forward + backward))
@@ -331,7 +334,7 @@ def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost
     return costs
 
 
-def read_measured(path: Path) -> list[dict]:
+def read_measured(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON file.
 
     Raises:
@@ -347,7 +350,7 @@ def read_measured(path: Path) -> list[dict]:
     raise ValueError(f"{path} must be a JSON list of objects with the numbers {', '.join((*SHAPE, *TIMES))}")
 
 
-def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
+def print_measured(rows: list[tuple[Layer, dict[str, Any]]], cluster: Cluster) -> None:
     """Print a table of measured times, predicted times, and the ratios of these times."""
     columns = (
         "Ulysses x ring | length | heads | forward, ms | predicted, ms | measured / predicted"
@@ -427,11 +430,13 @@ def run(args: argparse.Namespace) -> None:
     if args.plot and args.measured:
         raise ValueError("--plot and --measured cannot be combined, because --plot draws the table that --measured replaces")
     cluster = Cluster(node=args.node, **{name: getattr(args, name) * unit for _, name, unit, _ in CLUSTER_OPTIONS})
-    options = dict(batch=args.batch, mask=args.mask, window=args.window, layout=args.layout, schedule=args.schedule)
+    options: dict[str, Any] = dict(
+        batch=args.batch, mask=args.mask, window=args.window, layout=args.layout, schedule=args.schedule
+    )
     if args.measured:
         rows = []
         for row in read_measured(args.measured):
-            layer = Layer(*(row[name] for name in SHAPE), **options)
+            layer = Layer(**{name: row[name] for name in SHAPE}, **options)
             rows.append((with_ulysses(layer, str(row.get("ulysses", 1)), cluster), row))
         print_measured(rows, cluster)
         return

@@ -39,8 +39,8 @@ def page() -> str:
     """Return the content of the page."""
     parts = [HEADER.rstrip(), *entries(config.Config, "")]
     for field in dataclasses.fields(config.Config):
-        if dataclasses.is_dataclass(field.type):
-            parts += [f"## {field.name}", inspect.getdoc(field.type), *entries(field.type, f"{field.name}.")]
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+            parts += [f"## {field.name}", inspect.getdoc(field.type) or "", *entries(field.type, f"{field.name}.")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -56,7 +56,8 @@ def test_variants_with_other_options_of_nccl(variant: str, options: tuple | None
     created, config = [], SimpleNamespace(max_ctas=None)
     nccl = SimpleNamespace(Options=lambda **chosen: SimpleNamespace(config=config, **chosen))
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)  # torch for CPUs has no NCCL
-    monkeypatch.setattr(torch.distributed, "new_group", lambda pg_options: created.append(pg_options))
+    monkeypatch.setattr(ring_variants, "new_group", created.append)
+    monkeypatch.setattr(ring_variants, "world_group", lambda: None)
     ring_variants.ring_group.__wrapped__(variant)
     assert [(x.is_high_priority_stream, x.config.max_ctas) for x in created] == ([options] if options else [])
     assert is_ring(variant)
