@@ -33,6 +33,7 @@ WARMUP_CALLS = 5
 KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
     "_forward_kernel": "forward",
     "_prepare_kernel": "backward",
+    "_prepare_wide_kernel": "backward",
     "_row_delta_kernel": "backward",
     "_interleave_kernel": "backward",
     "_main_kernel": "backward",

@@ -47,8 +47,8 @@ def found(ranks: int = 2) -> dict:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_kernel_has_a_kind(backend: str, direction: str) -> None:
     """All kernels in a file have the direction of the file."""
-    path = ROOT / "kernels" / backend / f"{direction}.py"
-    names = re.findall(r"^def (_\w*kernel)\(", path.read_text(), re.MULTILINE)
+    paths = (ROOT / "kernels" / backend).glob(f"{direction}*.py")
+    names = [name for path in paths for name in re.findall(r"^def (_\w*kernel)\(", path.read_text(), re.MULTILINE)]
     assert names
     assert {KERNELS[name] for name in names} == {direction}
 
