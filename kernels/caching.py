@@ -76,6 +76,18 @@ def check_not_capturing(device: torch.device) -> None:
         )
 
 
+_kept_for_graphs: dict[int, object] = {}  # the objects that are never released, by their id
+
+
+def keep_for_graph(thing: object, device: torch.device) -> None:
+    """If a CUDA graph is being captured, keep `thing`, which holds tensors on `device`, until the process ends.
+
+    A replay of the graph uses the addresses that the call used during the capture.
+    """
+    if is_capturing(device):
+        _kept_for_graphs[id(thing)] = thing
+
+
 class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
     """A dictionary of tensors on one device, which calls on several streams may read.
 
@@ -128,7 +140,7 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
         if self._written is None or _stream_address(self._device) in self._streams:
             return
         # A captured stream cannot wait for work outside of its graph. `torch.cuda.graph` has waited for all of it, and
-        # `custom_op.keep_for_graph` keeps the tensors.
+        # `keep_for_graph` keeps the tensors.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

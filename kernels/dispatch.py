@@ -10,6 +10,7 @@ rounded inputs, so that its probabilities are those of the forward.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Delta, Gradients, State
+from ringattn.kernels.reference import Delta, Gradients
 
+Tensors = tuple[Tensor, ...]
 MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
 
 
@@ -107,7 +109,7 @@ def forward(
     v: Tensor,
     intervals: Intervals,
     scale: float,
-    state: State | None = None,
+    state: Tensors | None = None,
     final: bool = False,
     backend: str = "auto",
     *,
@@ -115,7 +117,7 @@ def forward(
     blocks: BlockMask | None = None,
     precision: str = "ieee",
     shares_sms: bool = False,
-) -> State | tuple[Tensor, Tensor]:
+) -> Tensors:
     """Compute `reference.forward` with the selected backend.
 
     Args:
@@ -151,11 +153,11 @@ def _forward_rounded(
     v: Tensor,
     intervals: Intervals,
     scale: float,
-    state: State | None,
+    state: Tensors | None,
     final: bool,
     backend: str,
     shares_sms: bool,
-) -> State | tuple[Tensor, Tensor]:
+) -> Tensors:
     """Compute `forward` with precision="fp8". The arguments are checked already."""
     # The choice is made before the inputs are rounded, so that an unavailable backend raises an error at once.
     choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), v.shape[1] > 0, "fp8")
@@ -193,7 +195,7 @@ def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def backward_fp8(
-    backward: Callable[..., Gradients],
+    backward: Callable[..., Tensors],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -222,14 +224,14 @@ def forward_fp8(
     v: QuantizedValues,
     intervals: Intervals,
     scale: float,
-    state: State | None = None,
+    state: Tensors | None = None,
     final: bool = False,
     backend: str = "auto",
     *,
     dtype: torch.dtype,
     reads_fp8: bool = True,
     shares_sms: bool = False,
-) -> State | tuple[Tensor, Tensor]:
+) -> Tensors:
     """Compute `forward` of FP8 queries, keys and values, in the format of `ringattn.kernels.fp8`.
 
     Args:
@@ -274,7 +276,7 @@ def decode(
     backend: str = "auto",
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
-) -> State | Tensor:
+) -> Any:
     """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
     On a GPU, a split-KV kernel computes the call in one or two launches, which can be captured in a CUDA graph. With fp64
@@ -301,7 +303,7 @@ def prepare_decode(
     backend: str = "auto",
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], State | Tensor]:
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
     """Prepare calls of `decode` that use the same memory for k, v, whose last dimension must be contiguous, and the page table.
 
     Return a function of (q, lo, hi, sinks), with the shapes, dtypes and devices of the tensors passed here. It checks nothing,
@@ -384,9 +386,7 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
     return reference.sum_partials(base, parts, dtype)
 
 
-def merge_states(
-    base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
-) -> State | tuple[Tensor, Tensor]:
+def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: torch.dtype | None = None) -> Tensors:
     """Compute `reference.merge_states`, on a GPU in one pass over memory for contiguous fp32 states."""
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
@@ -411,7 +411,20 @@ class IncrementalBackward:
         plain: whether all blocks are without dropout, as the Hopper kernels require.
     """
 
-    def __init__(self, q, v, dout, lse, delta, scale, backend="auto", *, plain=True, precision="ieee", shares_sms=False):
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Delta,
+        scale: float,
+        backend: str = "auto",
+        *,
+        plain: bool = True,
+        precision: str = "ieee",
+        shares_sms: bool = False,
+    ) -> None:
         self._hopper = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None) == "hopper":
@@ -421,7 +434,15 @@ class IncrementalBackward:
         self._queries, self._scale = (q, dout, lse, delta), scale
         self._options = {"backend": backend, "precision": precision}
 
-    def add(self, k, v, intervals, dk=None, dv=None, dropout=None):
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+        intervals: Intervals,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Add the contribution of one block of keys to dq. Return (dk, dv) of this block in the dtype of states.
 
         The arguments are those of `backward`, for this block.

@@ -11,6 +11,7 @@ checkpointing policy. Therefore `save_attention` returns such a policy while a c
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-Attend = Callable[[], tuple]
+Attend = Callable[[], tuple[Any, ...]]
 OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
-def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+def save_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return two contexts: the first saves the results of attention, and the second returns them during the recomputation.
 
     Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, together with `use_reentrant=False`. The contexts
@@ -35,11 +36,11 @@ def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
-    results: list[tuple] = []
+    results: list[tuple[Any, ...]] = []
     return _Save(results), _Reuse(results)
 
 
-def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:
+def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
     """Return the result of attend(). If the forward pass is being recomputed, return the saved result of this call instead.
 
     Args:
@@ -58,7 +59,7 @@ class _Context:
     The context can be entered several times, because backward can be called several times on the same graph.
     """
 
-    def __init__(self, results: list[tuple]) -> None:
+    def __init__(self, results: list[tuple[Any, ...]]) -> None:
         self.results = results
         self.outer: _Context | None = None
 
@@ -67,6 +68,9 @@ class _Context:
         self.outer = _innermost.get()
         _innermost.set(self)
 
+    def run(self, attend: Attend) -> tuple[Any, ...]:
+        raise NotImplementedError
+
     def __exit__(self, *_: object) -> None:
         _innermost.set(self.outer)
 
@@ -74,7 +78,7 @@ class _Context:
 class _Save(_Context):
     """The context of the forward pass, which computes attention and saves the results."""
 
-    def run(self, attend: Attend) -> tuple:
+    def run(self, attend: Attend) -> tuple[Any, ...]:
         results = attend() if self.outer is None else self.outer.run(attend)
         # The returned tensors become part of the autograd graph, and the graph holds a reference to this context. The saved
         # tensors are detached, because they would otherwise form a reference cycle with the graph, and the memory of the graph
@@ -87,15 +91,15 @@ class _Save(_Context):
 class _Reuse(_Context):
     """The context of the recomputation, which returns the saved results in the order of the calls."""
 
-    remaining: Iterator[tuple]
+    remaining: Iterator[tuple[Any, ...]]
 
     def __enter__(self) -> None:
         super().__enter__()
         # Every recomputation starts again with the result of the first call.
         self.remaining = iter(self.results)
 
-    def run(self, attend: Attend) -> tuple:
-        results, versions = next(self.remaining, (None, []))
+    def run(self, attend: Attend) -> tuple[Any, ...]:
+        results, versions = next(self.remaining, (None, None))
         if results is None:
             raise RuntimeError(
                 f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
@@ -111,7 +115,7 @@ class _Reuse(_Context):
         return _detached(results)
 
 
-def _versions(results: tuple) -> list[int]:
+def _versions(results: tuple[Any, ...]) -> list[int]:
     """Return the version counter of each tensor, which counts in-place modifications.
 
     A detached tensor and the tensor from which it was detached have the same counter.
@@ -121,9 +125,9 @@ def _versions(results: tuple) -> list[int]:
 
 # The forward pass and the recomputation may run in different threads, and several threads may run checkpoints at the same time.
 # Therefore every thread has its own innermost context.
-_innermost: ContextVar["_Save | _Reuse | None"] = ContextVar("_innermost", default=None)
+_innermost: ContextVar["_Context | None"] = ContextVar("_innermost", default=None)
 
 
-def _detached(results: tuple) -> tuple:
+def _detached(results: tuple[Any, ...]) -> tuple[Any, ...]:
     with torch.no_grad():
         return tree_map_only(Tensor, Tensor.detach, results)

@@ -10,9 +10,9 @@ This file uses the low-level functions of `torch.library`. `torch.library.custom
 host, which is as much time as the kernels need for a short sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn.checkpointing import reuse_or_compute
-from ringattn.kernels.caching import is_capturing
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
@@ -82,7 +81,9 @@ def register(
     operator = getattr(torch.ops.ringattn, name).default
     backward_operator = getattr(torch.ops.ringattn, f"{name}_backward").default
 
-    def gradients(ctx, saved, dout, dlse):
+    to_flat = flatten if any(map(_is_spec, _field_types(spec_type))) else tuple  # tuple() is faster
+
+    def gradients(ctx: Any, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
         saved = list(saved[: ctx.count])
         # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The kernels
         # need a tensor, so None is replaced by zeros.
@@ -91,17 +92,17 @@ def register(
         # dispatcher needs on the host.
         if _is_plain(*saved, dout):
             return backward(saved, dout, dlse, ctx.spec)
-        return backward_operator(saved, dout, dlse, *flatten(ctx.spec))
+        return backward_operator(saved, dout, dlse, *to_flat(ctx.spec))
 
-    def results(q, k, v, spec):
+    def results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
         # autograd has already recorded this call. Without the guard, the operator would call its Autograd kernel again, and the
         # recursion would never end.
         with torch._C._AutoDispatchBelowAutograd():
-            return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *flatten(spec))
+            return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *to_flat(spec))
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, spec):
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
             # During the recomputation of a checkpoint, `reuse_or_compute` returns the saved results instead of
             # computing attention a second time.
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
@@ -113,12 +114,12 @@ def register(
             ctx.mark_non_differentiable(*extra)
             # The tensors of the spec are saved as well, so that autograd raises an error if a caller modifies these tensors
             # before the backward pass.
-            ctx.save_for_backward(*saved, *[x for x in flatten(spec) if isinstance(x, Tensor)])
+            ctx.save_for_backward(*saved, *[x for x in to_flat(spec) if isinstance(x, Tensor)])
             ctx.spec, ctx.count, ctx.shape = spec, len(saved), out.shape
             return out, lse, *extra
 
         @staticmethod
-        def backward(ctx, dout, dlse, *_):
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
             saved = ctx.saved_tensors  # only once, because activation checkpointing recomputes them for a single access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
@@ -130,28 +131,31 @@ def register(
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
             return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *saved), None
 
-    def differentiable(q, k, v, spec):
+    def differentiable(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
         if not _is_recorded(q, k, v):
             return reuse_or_compute(partial(results, q, k, v, spec), q)
         out, lse, *extra = Attention.apply(q, k, v, spec)  # autograd ignores the spec, which is not a tensor
         return out, lse, extra
 
-    def call(q, k, v, spec):
+    def call(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
         # A compiler needs to see the operator. In eager mode, the dispatcher would only call `differentiable`, so this function
         # calls `differentiable` directly.
         if torch.compiler.is_compiling():
-            return operator(q, k, v, *flatten(spec))
+            return operator(q, k, v, *to_flat(spec))
         # If a dispatch mode such as FakeTensorMode or FlopCounterMode is active, the spec of the call may still contain real
         # tensors, which a fake-tensor mode rejects.
         if torch._C._len_torch_dispatch_stack():
-            q, k, v, *settings = _to_fake_mode((q, k, v, *flatten(spec)))
+            q, k, v, *settings = _to_fake_mode((q, k, v, *to_flat(spec)))
             spec = unflatten(spec_type, settings)
         return differentiable(q, k, v, spec)
 
-    def with_spec(function):
+    def with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
         # Operators have flat arguments, because a schema can contain only tensors, numbers, strings and lists. The registered
         # functions have a spec as their fourth argument, after three arguments with tensors.
-        return lambda *arguments: function(*arguments[:3], unflatten(spec_type, arguments[3:]))
+        def with_flat_arguments(*arguments: Any) -> Any:
+            return function(*arguments[:3], unflatten(spec_type, arguments[3:]))
+
+        return with_flat_arguments
 
     # Composite kernels of the dispatcher run on every device. The functions themselves choose a kernel that suits the device.
     _library.impl(name, with_spec(forward), "CompositeExplicitAutograd")
@@ -171,15 +175,12 @@ def schema(spec_type: type) -> str:
     return ", ".join(schema(kind) if _is_spec(kind) else f"{types[kind]} {name}" for name, kind in hints)
 
 
-def flatten(spec: tuple) -> tuple:
+def flatten(spec: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the fields of a spec as a flat tuple. A field that is itself a spec is flattened as well."""
-    flat: list = []
-    for value in spec:
-        flat.extend(flatten(value) if _is_spec(type(value)) else (value,))
-    return tuple(flat)
+    return tuple(x for value in spec for x in (flatten(value) if _is_spec(type(value)) else (value,)))
 
 
-def unflatten(spec_type: type, values: list | tuple) -> Any:
+def unflatten(spec_type: type, values: list[Any] | tuple[Any, ...]) -> Any:
     """Return the spec whose flattened fields are `values`."""
     # The fields are consumed in the order in which `flatten` produced them, so one iterator is enough for a spec and the specs
     # inside it.
@@ -192,7 +193,7 @@ def unflatten(spec_type: type, values: list | tuple) -> Any:
 
 
 @cache
-def _field_types(spec_type: type) -> tuple:
+def _field_types(spec_type: type) -> tuple[Any, ...]:
     return tuple(get_type_hints(spec_type).values())
 
 
@@ -219,13 +220,13 @@ def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> 
     pairs = unset_fake_temporarily()(pairs)
 
     @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)
-    def forward_flops(q, k, v, *settings, out_val=None):
+    def forward_flops(q: Tensor, k: Tensor, v: Tensor, *settings: Any, **_: Any) -> int:
         count = pairs(q.shape[0], q.shape[1], k.shape[1], unflatten(spec_type, settings))
         return round(2 * q.shape[2] * (q.shape[3] + v.shape[3]) * count)
 
     @register_flop_formula(getattr(torch.ops.ringattn, f"{name}_backward"), get_raw=True)
-    def backward_flops(saved, dout, dlse, *settings, out_val=None):
-        q, k, *_ = saved
+    def backward_flops(saved: list[Tensor], dout: Tensor, _dlse: Tensor | None, *settings: Any, **_: Any) -> int:
+        q, k = saved[:2]
         count = pairs(dout.shape[0], dout.shape[1], k.shape[1], unflatten(spec_type, settings))
         return round(2 * dout.shape[2] * (3 * q.shape[3] + 2 * dout.shape[3]) * count)
 
@@ -234,11 +235,11 @@ class _OnceDifferentiable(torch.autograd.Function):
     """Return (dq, dk, dv) unchanged, and raise an error if a caller differentiates these gradients."""
 
     @staticmethod
-    def forward(ctx, dq, dk, dv, *_):
+    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
         return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
 
     @staticmethod
-    def backward(ctx, *_):
+    def backward(ctx: Any, *_: Any) -> NoReturn:
         raise RuntimeError("attention has no second derivatives: use torch's own attention to differentiate gradients")
 
 
@@ -267,7 +268,7 @@ def _is_recorded(*tensors: Tensor) -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
-def _to_fake_mode(arguments: tuple) -> tuple:
+def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Convert real tensors, such as the documents of a mask, to fake tensors if a fake-tensor mode is active.
 
     The conversion is necessary, because a fake-tensor mode rejects real tensors.
@@ -278,16 +279,3 @@ def _to_fake_mode(arguments: tuple) -> tuple:
     # With make_constant=True, a fake tensor keeps its values. The FLOP formulas read these values.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
-
-
-_kept_for_graphs: dict[int, object] = {}  # the objects that are never released, by their id
-
-
-def keep_for_graph(thing: object, device: torch.device) -> None:
-    """If a CUDA graph is being captured, keep `thing`, which holds tensors on `device`, until the process ends.
-
-    A replay of the graph uses the addresses that the call used during the capture, so the memory at these addresses must stay
-    allocated.
-    """
-    if is_capturing(device):
-        _kept_for_graphs[id(thing)] = thing

@@ -6,8 +6,8 @@ its state to all other ranks, and merges the states of all ranks (Flash-Decoding
 Keys and values are never sent.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,14 +81,15 @@ class KVCache:
         self.layout = ""  # the kind of the layout of `prefill`, see `Layout.kind`; "" if `append` has stored all tokens
         self._received = block  # number of tokens in the current block; the first token starts a new block
         self._owner = 0  # the rank that holds the current block
-        self._owners = None  # int32 (capacity,) on the CPU: the rank that holds each token; None if there is only one rank
-        self._k = self._v = self._positions = None
+        self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
+        self._k: Tensor | None = None  # None until the cache has memory
+        self._v = self._positions = self._owners
         # The arguments of the latest call of `decode_attention`, and the function that decodes for such arguments. A call with
         # the same arguments skips the checks and the preparation.
-        self._checked: tuple = ()
-        self._decode: Callable | None = None
+        self._checked: tuple[Any, ...] = ()
+        self._decode: Any = None
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy of the cache, without the prepared function, which refers to the original memory."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
@@ -119,7 +120,7 @@ class KVCache:
             )
         rows = k.shape[1]
         self._reserve(k, v, layout.seq_len, rows)
-        self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
+        self.shard[0][:, :rows], self._v[:, :rows] = k.detach(), v.detach()
         self._positions[:rows] = layout.positions(self.rank)
         self.rows, self.length = [layout.rows(rank) for rank in range(self.ranks)], layout.seq_len
         self.layout = layout.kind
@@ -164,7 +165,7 @@ class KVCache:
         self.length = end
         if len(positions):
             stored = slice(begin, begin + len(positions))
-            self._k[:, stored], self._v[:, stored], self._positions[stored] = k, v, positions
+            self.shard[0][:, stored], self._v[:, stored], self._positions[stored] = k, v, positions
 
     def _assign(self, owners: Tensor) -> None:
         """Choose the ranks of the next tokens, and write them to `owners`, int32 (N,)."""
@@ -211,7 +212,7 @@ class KVCache:
         before, self.length, self.layout = self.rows[self.rank], length, self.layout if length else ""
         if self.ranks == 1:
             self.rows = [length]
-        elif self._owners is not None:
+        elif len(self._owners):
             self.rows = torch.bincount(self._owners[:length], minlength=self.ranks).tolist()
         # It is unknown how many tokens of the current block remain. Therefore the next token starts a new block.
         self._received = self.block
@@ -323,41 +324,42 @@ def decode_attention(
         raise ValueError(f"cache is a {type(cache).__name__}: it must be a ringattn.KVCache or PagedKVCache")
     (q,) = autocast(q)
     window = as_window(window)
+    row_sinks: Tensor | None = None
     if bounds is not None:
-        _check_kinds(bounds, window, sinks)
+        row_sinks = _check_kinds(bounds, window, sinks)
     elif isinstance(sinks, Tensor):
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
-    elif sinks is not None:
-        sinks = as_integer("sinks", sinks, high=None)
-    if scale is not None:
-        scale = resolve_scale(q, scale)
-    call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
-    call += (sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
+    num_sinks = None if sinks is None or bounds is not None else as_integer("sinks", sinks, high=None)
+    factor: Any = None if scale is None else resolve_scale(q, scale)
+    call = type(q), q.shape, q.dtype, q.device, group, window, factor, backend
+    call += (num_sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
     if is_new or cache.ranks > 1:
         # A repeated call on one rank does not need the default scale, which takes a microsecond to compute.
-        scale = resolve_scale(q, scale)
+        factor = resolve_scale(q, scale)
     if is_new:
-        _check(q, cache, group, scale, backend)
+        _check(q, cache, group, factor, backend)
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
-        lo, hi, row_sinks = _rows_of_window(cache, q.shape[1], window, sinks, q.device)
+        lo, hi, row_sinks = _rows_of_window(cache, q.shape[1], window, num_sinks, q.device)
     else:
-        (lo, hi), row_sinks = bounds, sinks
-        check_bounds(q, lo, hi, sinks)
+        lo, hi = bounds
+        check_bounds(q, lo, hi, row_sinks)
     if is_new:
         k, v, page_table = cache.operands
         options = cache.ranks == 1, backend, row_sinks, page_table
-        cache._decode, cache._checked = dispatch.prepare_decode(q, k, v, lo, scale, *options), call
+        cache._decode, cache._checked = dispatch.prepare_decode(q, k, v, lo, factor, *options), call
     if cache.ranks == 1:
         return cache._decode(q, lo, hi, row_sinks)
+    assert isinstance(cache, KVCache)  # a PagedKVCache is never sharded
+    assert group is not None
     k, v, _ = cache.operands
     # The rows of each rank's shard differ, so the ranks do not compare the values of bounds and sinks.
-    sinks = sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
-    describe = partial(_as_call, q, cache, window, sinks, scale)
+    described_sinks = num_sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
+    describe = partial(_as_call, q, cache, window, described_sinks, factor)
     transport = connect.connect(group.group_name, q.device, call=describe)
-    key = q.shape, k.shape[2:], v.shape, q.dtype, window, sinks, scale, cache.block, cache.layout
+    key = q.shape, k.shape[2:], v.shape, q.dtype, window, described_sinks, factor, cache.block, cache.layout
     with in_call(transport):
         transport.watchdog.record_call(key, describe, cached=cache.length)
         # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
@@ -366,10 +368,10 @@ def decode_attention(
         return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, transport)
 
 
-def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | str | None, scale: float) -> Call:
+def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: Any, scale: float) -> Call:
     """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
     k, v, _ = cache.shard
-    shape = {
+    shape: Call = {
         "the call": "decode_attention",
         "queries": list(q.shape),
         "key heads": k.shape[2],
@@ -403,14 +405,15 @@ def _check(
     backends.check_backend(backend)
 
 
-def _check_kinds(bounds: Bounds, window: int | None, sinks: Tensor | None) -> None:
-    """Check the types of the arguments of a call with bounds."""
-    if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(isinstance(x, Tensor) for x in bounds):
+def _check_kinds(bounds: Bounds, window: int | None, sinks: object) -> Tensor | None:
+    """Check the types of the arguments of a call with bounds, and return the sinks."""
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2 or not all(isinstance(x, Tensor) for x in bounds):
         raise ValueError(f"bounds={shown(bounds)}: it must be a tuple of two int32 tensors (lo, hi)")
     if window is not None:
         raise ValueError(f"bounds with window={window}: bounds replaces the window, so pass window=None")
     if sinks is not None and not isinstance(sinks, Tensor):
         raise ValueError(f"sinks={shown(sinks)} with bounds: it must be an int32 tensor on the device of the queries, or None")
+    return sinks
 
 
 def _rows_of_window(
@@ -421,6 +424,7 @@ def _rows_of_window(
         raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
     if cache.ranks == 1:
         return _rows_of_lengths(tuple(cache.lengths), num_queries, window, sinks, device)
+    assert isinstance(cache, KVCache)
     length, positions = cache.length, cache.shard[2]
     _check_num_queries(num_queries, length)
     sinks, window = _limit(sinks, window, length)
@@ -469,8 +473,8 @@ def _upload(
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")
     numbers[2] = sinks or 0
     numbers = numbers.to(device)
-    lo, hi = (row[: len(lo)].view(batch, -1) for row in numbers[:2])
-    return lo, hi, None if sinks is None else numbers[2, :1]
+    rows = [row[: len(lo)].view(batch, -1) for row in numbers[:2]]
+    return rows[0], rows[1], None if sinks is None else numbers[2, :1]
 
 
 def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport) -> Tensor:

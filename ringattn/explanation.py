@@ -11,7 +11,7 @@ from ringattn.planning.cost_model import HopCost, Interconnect, attention_flops,
 from ringattn.planning.rank_plan import CIRCULATING, Plan, get_plan
 from ringattn.planning.schedule import Message, RankStep
 from ringattn.planning.workload import Work, backward_work, forward_work, head_chunk
-from ringattn.spec import check_choices, check_layout, with_route
+from ringattn.spec import check_choices, check_layout
 
 
 def explain(
@@ -62,7 +62,7 @@ def explain(
         connection = connect(group.group_name, q.device, transport, relays=route == "relay")
         joined, this_rank = connection.interconnect, connection.rank
         check_layout(layout, connection.size)
-    joined = with_route(joined, route)
+    joined = joined.with_route(route)
     rank = this_rank if rank is None else as_integer("rank", rank, high=layout.ranks - 1, remedy=", a rank of the layout")
     mask.check(layout.seq_len, q.shape[0])
     # No kernel uses this plan, so the plan is created on the CPU. The plan therefore occupies no GPU memory, and `explain`

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import index
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ UNLIMITED = 2**62  # a window that is longer than every sequence
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
-def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
+def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
     """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all batch entries.
 
     Empty documents are left out, because collators pad cu_seqlens by repeating its last entry.
@@ -35,7 +36,7 @@ def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
         entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
         if not entries or not all(isinstance(entry, Sequence) for entry in entries):
             entries = (entries,)
-        if isinstance(documents, Set | Mapping) or any(bool in map(type, entry) for entry in entries):
+        if isinstance(documents, (Set, Mapping)) or any(bool in map(type, entry) for entry in entries):
             raise TypeError
         lengths = [[index(length) for length in entry] for entry in entries]
     except (TypeError, RuntimeError):
@@ -98,7 +99,7 @@ class Mask:
         Raises:
             ValueError: the window is not an integer of at least 1, or a length is not an integer of at least 0.
         """
-        return cls(True, window, documents)
+        return cls(True, window, _per_entry(documents))
 
     @classmethod
     def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
@@ -108,7 +109,7 @@ class Mask:
 
         The arguments and the errors are the same as for `causal`.
         """
-        return cls(False, window, documents)
+        return cls(False, window, _per_entry(documents))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
         """Check that the documents describe `batch` sequences of `seq_len` tokens.
@@ -203,7 +204,8 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
     The result must not be modified.
     """
     first = _first_query(mask, seq_len, num_queries)
-    return tuple(map(torch.from_numpy, intervals_at(mask, seq_len, np.arange(first, seq_len))))
+    lo, hi = intervals_at(mask, seq_len, np.arange(first, seq_len))
+    return torch.from_numpy(lo), torch.from_numpy(hi)
 
 
 def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:

@@ -16,7 +16,7 @@ exponent (e8m0) of this scale. In the schedule of an FP8 ring, all ranges of row
 """
 
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,32 +25,46 @@ from torch.nn.functional import pad
 from ringattn.comm.transport import Tensors
 from ringattn.kernels import dispatch, fp8
 from ringattn.kernels.fp8 import BLOCK, QuantizedRows, QuantizedValues
-from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import State
 
 
 class Operands(Protocol):
     """The queries, keys and values of one rank."""
 
-    queries: Tensors  # the circulating block of the state ring
-    keys: Tensors  # the circulating block of the KV ring
-    row_multiple: int  # the argument of `Plan.schedule`
+    @property
+    def queries(self) -> Tensors: ...  # the circulating block of the state ring
+
+    @property
+    def keys(self) -> Tensors: ...  # the circulating block of the KV ring
+
+    @property
+    def row_multiple(self) -> int: ...  # the argument of `Plan.schedule`
 
     def attend(
         self,
         queries: Tensors | None,
         keys: Tensors | None,
-        intervals: Intervals,
-        scale: float,
-        state: State | None = None,
-        final: bool = False,
-        **options,
-    ) -> State | tuple[Tensor, Tensor]:
-        """Compute the attention of some queries to some keys, see `dispatch.forward`.
+        *arguments: Any,
+        **options: Any,
+    ) -> Tensors:
+        """Compute the attention of some queries to some keys. `arguments` and `options` are those of `dispatch.forward`.
 
         `queries` and `keys` are rows of circulating blocks. If one of them is None, all queries or all keys of this rank are
         used.
         """
+
+
+class PlainOperands:
+    """The inputs q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv) of a rank, contiguous, as an `Operands`."""
+
+    row_multiple = 1
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.queries, self.keys = (q,), (k, v)
+
+    def attend(self, queries: Tensors | None, keys: Tensors | None, *arguments: Any, **options: Any) -> Tensors:
+        """See `Operands.attend`."""
+        (q,), (k, v) = queries or self.queries, keys or self.keys
+        return dispatch.forward(q, k, v, *arguments, **options)
 
 
 class QuantizedOperands:
@@ -75,7 +89,15 @@ class QuantizedOperands:
         v = v.reshape(*k.shape[:3], v.shape[3])
         return k, v, torch.stack((_exponents(self.k.scales), _exponents(self.v.scales)), 2)
 
-    def attend(self, queries, keys, *arguments, precision="fp8", dropout=None, **options):
+    def attend(
+        self,
+        queries: Tensors | None,
+        keys: Tensors | None,
+        *arguments: Any,
+        precision: str = "fp8",
+        dropout: None = None,
+        **options: Any,
+    ) -> Tensors:
         """See `Operands.attend`. The options `precision` and `dropout` must have their default values."""
         q = self.q if queries is None else _queries(*queries)
         k, v = (self.k, self.v) if keys is None else _keys(*keys)

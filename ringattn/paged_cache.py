@@ -9,7 +9,8 @@ page table contains the number of this page in column i // page_size:
     sequence 1    0  -  -           page 7: rows 0 to 63 of sequence 0
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,11 +76,12 @@ class PagedKVCache:
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
             # One additional page receives the tokens of rows without a page. Its number is in all unused cells of the table.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
-        self._k = self._v = None
-        self._checked: tuple = ()  # as in `KVCache`
-        self._decode: Callable | None = None
+        self._k: Tensor | None = None  # None until the cache has memory
+        self._v = self._table
+        self._checked: tuple[Any, ...] = ()  # as in `KVCache`
+        self._decode: Any = None
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """As in `KVCache`."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
@@ -149,7 +151,7 @@ class PagedKVCache:
         Raises:
             ValueError: the cache has never held a token.
         """
-        if self._k is None:
+        if self._k is None or self.page_table is None:
             raise ValueError("the cache is empty: call append first")
         return self._k, self._v, self.page_table
 
@@ -209,7 +211,7 @@ class PagedKVCache:
             raise ValueError("rows requires entry=None and a cache that holds tokens: call append without rows first")
         self._check_batch(k, v, None)
         check_rows(rows, k, self.capacity)
-        self._store(k, v, self._flat_rows(self.page_table, rows.expand(k.shape[:2])))
+        self._store(k, v, self._flat_rows(self.operands[2], rows.expand(k.shape[:2])))
 
     def _flat_rows(self, table: Tensor, rows: Tensor) -> Tensor:
         """Convert rows of the sequences (B, N) to rows of the pool (B * N,)."""
@@ -218,5 +220,5 @@ class PagedKVCache:
 
     def _store(self, k: Tensor, v: Tensor, rows: Tensor) -> None:
         rows = rows.to(k.device)
-        for new, stored in ((k, self._k), (v, self._v)):
+        for new, stored in zip((k, v), self.operands[:2], strict=True):
             stored.flatten(0, 1).index_copy_(0, rows, new.flatten(0, 1))

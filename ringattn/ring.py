@@ -48,21 +48,20 @@ from torch import Tensor
 from ringattn.comm import connect
 from ringattn.comm.pass_graphs import MAX_FORWARD_FLOPS, MAX_INPUT_BYTES
 from ringattn.comm.transport import Tensors, Transport, complete_hop, in_call, report_faults, take_rows
-from ringattn.custom_op import keep_for_graph
 from ringattn.kernels import dispatch
-from ringattn.kernels.caching import is_capturing
+from ringattn.kernels.caching import is_capturing, keep_for_graph
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.operands import Operands, QuantizedOperands
+from ringattn.operands import Operands, PlainOperands, QuantizedOperands
 from ringattn.planning import rank_plan
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.rank_plan import BlockPair, Plan, forced_plan, get_plan
 from ringattn.planning.schedule import LocalStep, Schedule
 from ringattn.planning.workload import backward_work, forward_work, head_chunk
-from ringattn.spec import AttentionSpec, with_route
+from ringattn.spec import AttentionSpec
 from ringattn.state import PartialState
 
 Compute = Callable[[LocalStep, Tensors, Tensors | None], Tensors | None]
@@ -75,7 +74,7 @@ def run_schedule(
     circulating: Tensors,
     compute: Compute,
     own_result: Tensors = (),
-    merge: Callable[[Tensors, Tensors], Tensors] | None = None,
+    merge: Callable[[Tensors, Tensors], Tensors] = lambda into, _: into,
     merge_arrivals: Callable[[Arrivals], None] | None = None,
     label: str = "ring pass",
 ) -> None:
@@ -189,7 +188,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """
 
     @wraps(run)
-    def run_chunks(ring: "Ring", *inputs: Tensor | None) -> Tensors:
+    def run_chunks(ring: "Ring", *inputs: Any) -> Tensors:
         with in_call(ring.transport):
             q, k, v, *_ = inputs
             ring.spec.record_call(ring.transport, run.__name__, q, k, v)
@@ -215,19 +214,6 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
         return results
 
     return run_chunks
-
-
-class PlainOperands:
-    """The inputs q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv) of a rank, contiguous, as an `Operands`."""
-
-    row_multiple = 1
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.queries, self.keys = (q,), (k, v)
-
-    def attend(self, queries, keys, *arguments, **options):
-        """See `Operands.attend`."""
-        return dispatch.forward(*(queries or self.queries), *(keys or self.keys), *arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -268,7 +254,7 @@ class Ring:
     @property
     def interconnect(self) -> Interconnect:
         """The interconnect between the ranks, with the route that the spec names."""
-        return with_route(self.transport.interconnect, self.spec.route)
+        return self.transport.interconnect.with_route(self.spec.route)
 
     @property
     def kernel_options(self) -> dict[str, Any]:
@@ -285,7 +271,7 @@ class Ring:
         return flops <= MAX_FORWARD_FLOPS and q.nbytes + k.nbytes + v.nbytes <= MAX_INPUT_BYTES
 
     @_in_head_chunks
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         """Return out in q's dtype, and lse in fp32 (fp64 for fp64 inputs)."""
         work = forward_work(q, k, v, self.spec.precision)
         chosen = self.plan.choose_schedule(self.spec.schedule, work, self.interconnect)
@@ -294,14 +280,16 @@ class Ring:
     @_in_head_chunks
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensors:
         """Return dq, dk, dv in the dtypes of q, k, v."""
         if self.spec.precision == "fp8":
             # Every rank rounds the same blocks as in the forward pass.
             return dispatch.backward_fp8(self._backward, q, k, v, out, lse, dout, dlse)
         return self._backward(q, k, v, out, lse, dout, dlse)
 
-    def _backward(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Tensors:
         # A single rank receives no partial gradients from other ranks. The kernel can therefore write the gradients in the
         # dtypes of the inputs.
         if self.transport.size == 1:
@@ -332,7 +320,7 @@ class Ring:
     def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         return (QuantizedOperands if self.spec.precision == "fp8" else PlainOperands)(q, k, v)
 
-    def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         """Compute the forward pass of the state ring, in which the circulating queries attend to the resident keys."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("state", results=True, row_multiple=operands.row_multiple)
@@ -364,14 +352,14 @@ class Ring:
         run_schedule(schedule, self.transport, operands.queries, compute, own_state, _merge_states, merge_arrivals, label)
         return tuple(results)
 
-    def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         """Compute the forward pass of the KV ring, in which the kernels update the state of the resident queries in place."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
         # The kernel of the last local step divides o by l and returns (out, lse). A separate kernel for the division would
         # read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
-        result = None  # the state (m, l, o) of the resident queries; after the last local step, the tuple (out, lse)
+        result: Any = None  # the state (m, l, o) of the resident queries; after the last local step, the tuple (out, lse)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> None:
             nonlocal result
@@ -382,7 +370,9 @@ class Ring:
         run_schedule(schedule, self.transport, operands.keys, compute, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else result
 
-    def _backward_alone(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_alone(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Tensors:
         """Compute the backward pass of a ring of one rank. The kernel returns the gradients in the dtypes of the inputs."""
         _, prepared = self._prepare("kv", results=False)
         if not prepared:
@@ -390,14 +380,17 @@ class Ring:
         ((intervals, options),) = prepared.values()
         return dispatch.backward(q, k, v, dout, lse, (out, dlse), intervals, self.spec.scale, **options)
 
-    def _backward_state(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_state(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Tensors:
         """Compute the backward pass of the state ring, in which the queries circulate together with dout, lse and delta.
 
         dq returns to the owner of the queries, and dk and dv accumulate on this rank.
         """
         schedule, prepared = self._prepare("state", results=True)
         (own_dq,) = _zeros(q)
-        dk = dv = None
+        dk: Any = None
+        dv: Any = None
         dtype = state_dtype(q.dtype)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
@@ -421,7 +414,9 @@ class Ring:
         run_schedule(schedule, self.transport, block, compute, (own_dq,), _add, merge_arrivals, label)
         return *grads, *(_zeros(k, v) if dk is None else (dk, dv))
 
-    def _backward_kv(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_kv(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> Tensors:
         """Compute the backward pass of the KV ring, in which keys and values circulate.
 
         dk and dv return to the owner of the keys, and dq accumulates on this rank.
@@ -437,9 +432,9 @@ class Ring:
             intervals, options = prepared[local_step]
             # As in `_backward_state`, the kernel can accumulate in place only if the slices of rows are contiguous, so there
             # must be only one batch entry.
-            accumulators = (into or (None, None)) if q.shape[0] == 1 else (None, None)
-            partial_grads = kernel.add(*block, intervals, *accumulators, options["dropout"])
-            return partial_grads if into is None or accumulators[0] is not None else _add(into, partial_grads)
+            (k, v), (dk, dv) = block, (into or (None, None)) if q.shape[0] == 1 else (None, None)
+            partial_grads = kernel.add(k, v, intervals, dk, dv, options["dropout"])
+            return partial_grads if into is None or dk is not None else _add(into, partial_grads)
 
         label = "backward of the KV ring"
         grads: list[Tensor] = []
@@ -452,7 +447,16 @@ class Ring:
 # Therefore the key of this cache consists of plain values from the `AttentionSpec`, and a lookup does not build a mask or a
 # layout.
 @lru_cache(maxsize=4)
-def _cached_plan(is_causal, window, documents, layout, seq_len, ranks, rank, device) -> Plan:
+def _cached_plan(
+    is_causal: bool,
+    window: int,
+    documents: tuple[int, ...],
+    layout: str,
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    device: torch.device,
+) -> Plan:
     mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
     return get_plan(mask, Layout(layout, seq_len, ranks), rank, device)
 

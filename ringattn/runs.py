@@ -45,7 +45,7 @@ class Runs:
             bounds.append(np.repeat(step, own.count, axis=1))
             bounds[-1] *= rows
             bounds[-1] += np.repeat(offset, own.count, axis=1)
-        return tuple(bounds)
+        return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
         """Return the number of (row, column) pairs of each run with the columns of `rank`, summed over the batch: int64 (R,).
@@ -80,7 +80,8 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     """Return the runs of the queries of all ranks. If `transposed` is true, the rows are keys, as in `mask.intervals_at`."""
     stride, seq_len = layout.stride, layout.seq_len
     before = RowsBefore(layout, np.unique(np.concatenate(kinks(mask, seq_len, transposed)).clip(0, seq_len)))
-    ranks, rows, ends, positions = [], [], [], []
+    columns: list[list[np.ndarray]] = [[], [], [], []]
+    ranks, rows, ends, positions = columns
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())

@@ -6,7 +6,7 @@ A public call validates its arguments once, turns them into an `AttentionSpec`, 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ringattn.kernels import backends, validation
 from ringattn.kernels.exact_products import under_autocast
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
-from ringattn.planning.cost_model import ROUTES, Interconnect
+from ringattn.planning.cost_model import ROUTES
 from ringattn.planning.rank_plan import SCHEDULES
 
 
@@ -45,9 +45,11 @@ class AttentionSpec(NamedTuple):
     first_head: int = 0  # index of the first query head among all heads of the layer; only the dropout uses this index
     backend: str = "auto"  # name of the kernels, see `ringattn.kernels.backends`
     precision: str = "ieee"  # "fp8" for an FP8 forward; otherwise precision of products of fp32 inputs, "ieee" or "tf32"
+    keep: Tensor | None = None  # `BlockMask.keep`; None without a block mask, which only `flash_attention` accepts
+    block_size: int = 0  # `BlockMask.size`
 
     @classmethod
-    def create(cls, mask: Mask, layout: Layout, **options: object) -> "AttentionSpec":
+    def create(cls, mask: Mask, layout: Layout, **options: Any) -> "AttentionSpec":
         """Return the spec of a mask over a layout. `options` contains the remaining fields of the spec."""
         return cls(
             documents=mask.lengths,
@@ -58,6 +60,16 @@ class AttentionSpec(NamedTuple):
             ranks=layout.ranks,
             **options,
         )
+
+    def count_pairs(self, batch: int, num_queries: int | None = None) -> float:
+        """Return the number of (query, key) pairs per head that the mask allows, summed over `batch` batch entries.
+
+        `num_queries` queries are the last tokens of the sequence. None stands for one query per position.
+        """
+        lengths = self.documents.tolist() if self.documents.numel() else ()
+        mask = Mask.from_lengths(self.is_causal, self.window or None, lengths, self.seq_len)
+        counts = mask.pairs(self.seq_len, num_queries)
+        return batch / len(counts) * sum(counts)
 
     def record_call(self, transport: Transport, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> None:
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
@@ -89,24 +101,6 @@ class AttentionSpec(NamedTuple):
         settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
         return shapes | settings | {"FP8 forward": self.precision == "fp8"} | others
-
-
-def count_pairs(
-    batch: int, seq_len: int, documents: Tensor, is_causal: bool, window: int, num_queries: int | None = None
-) -> float:
-    """Return the number of (query, key) pairs per head, summed over all batch entries.
-
-    Args:
-        batch: the number of batch entries. If there is one list of documents, this list applies to all batch entries.
-        seq_len: the number of keys.
-        documents, is_causal, window: the mask, as the fields of `AttentionSpec`.
-        num_queries: the number of queries, which are the last tokens of the sequence; None for one query per position.
-    """
-    lengths = documents.tolist() if documents.numel() else ()
-    counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len, num_queries)
-    # `counts` contains either one number for all batch entries or one number per batch entry. In both cases, the total is
-    # `batch` times the mean.
-    return batch * sum(counts) / len(counts)
 
 
 def resolve_scale(q: Tensor, scale: float | None) -> float:
@@ -167,12 +161,19 @@ def check_choices(schedule: str, route: str, transport: str) -> None:
         raise ValueError("transport='nvlink' does not relay blocks: use transport='p2p', or route='direct'")
 
 
-def with_route(interconnect: Interconnect, route: str) -> Interconnect:
-    """Return the interconnect of a ring that uses a route of `ROUTES`."""
-    return interconnect if route == "auto" else interconnect._replace(all_pairs=route == "direct")
-
-
-def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, precision) -> None:
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    seq_len: int,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    backend: str,
+    precision: str,
+) -> None:
     """Validate the arguments that all attention calls have in common, before any work starts. `ring_attention` explains them.
 
     q, k and v must be dense tensors, see `check_dense`.

@@ -13,7 +13,7 @@ return.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def ulysses_attention(
     """
     check_flag("recompute_all_to_all", recompute_all_to_all)
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
-    options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
+    options: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     choices = dict(schedule=schedule, route=route, transport=transport)
     # If a Ulysses group has only one rank, there is no all-to-all. The call then needs no chunks and no copies of key heads,
     # and is the same as a call of ring_attention, which validates the arguments.
@@ -102,6 +102,7 @@ def ulysses_attention(
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
     options |= choices
+    assert ulysses_group is not None
     # The key heads are copied before the operator is called, so that autograd adds the gradients of the copies.
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
@@ -143,7 +144,7 @@ class UlyssesSpec(NamedTuple):
     def settings(self) -> Call:
         """The settings that the ranks of the Ulysses group compare in addition to those of attention, by name."""
         # `first_head` depends on the rank.
-        settings = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
+        settings: Call = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
         return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
 
@@ -231,7 +232,8 @@ def _forward_in_chunks(
     # The exchanges of both directions are created before the first send. The outputs of a chunk return while later chunks still
     # arrive, so messages of both directions are in flight at the same time.
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
-    saved, lses = [], []
+    saved: list[Tensor] = []
+    lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
         # `transport` sends other chunks while the kernels compute this chunk. If the transport uses SMs, the kernels must share
         # the SMs with the transport.

@@ -10,6 +10,7 @@ import json
 import zlib
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
@@ -26,9 +27,9 @@ class CallLog:
         self._recent: deque[Entry] = deque(maxlen=WINDOW)
         self._milestones: deque[Entry] = deque(maxlen=MILESTONES)
         self._count = self._fingerprint = 0
-        self._settings: dict[tuple, tuple[str, int]] = {}  # the settings as JSON, and their checksum, by key
+        self._settings: dict[tuple[Any, ...], tuple[str, int]] = {}  # the settings as JSON, and their checksum, by key
 
-    def record(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
+    def record(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
         """Append a call to the log.
 
         Args:
@@ -80,11 +81,12 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
     If both logs have forgotten this call, the sentence only tells that an earlier call differs.
     """
-    others = {number: rest for number, *rest in logs[1]}
-    for number, *own in logs[0]:
-        if own[0] == (other := others.get(number, own))[0]:
+    others = {entry[0]: entry for entry in logs[1]}
+    for own in logs[0]:
+        number, fingerprint, *_ = own
+        if fingerprint == (other := others.get(number, own))[1]:
             continue
-        calls = [json.loads(text) | {"tokens in the cache": cached} for _, text, cached in (own, other)]
+        calls = [json.loads(text) | {"tokens in the cache": cached} for _, _, text, cached in (own, other)]
         for name in calls[0] | calls[1]:
             values = [shorten(call.get(name)) for call in calls]
             if values[0] != values[1]:

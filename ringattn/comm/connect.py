@@ -15,8 +15,9 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def connect(
             raise ValueError(f"transport={transport!r}: a simulated ring has a transport of its own and requires 'auto'")
         return SIMULATED_RANKS[group_name]
     try:
-        group = _resolve_process_group(group_name)
+        group = _resolve_process_group(group_name)  # pyrefly: ignore[bad-argument-type]  # a private NewType of str
     except (RuntimeError, LookupError):
         raise ValueError(f"the process group {group_name!r} has been destroyed: create a new group") from None
     if relays and transport == "auto":
@@ -118,13 +119,13 @@ def connect(
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
-                    other.watchdog.record_call((name,), lambda name=name: {"the call": name})
+                    other.watchdog.record_call((name,), partial(dict[str, object], {"the call": name}))
             _connections[key] = group, _handshake(group, device, transport, call() if call else {})
         return _connections[key][1]
 
 
-_locks: dict[tuple, threading.Lock] = {}
-_connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
+_locks: dict[tuple[Any, ...], threading.Lock] = {}
+_connections: dict[tuple[Any, ...], tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def free_messages() -> None:
@@ -138,8 +139,10 @@ def open_all_to_all(transport: Transport) -> AllToAll:
     """Return the all-to-all of one call. Like `transport`, it either copies over NVLink or sends point-to-point messages."""
     if isinstance(transport, MessageTransport):
         return PointToPointAllToAll(transport)
-    from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll  # requires a torch build with symmetric memory
+    from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory
+    from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll
 
+    assert isinstance(transport, NvlinkTransport)
     return NvlinkAllToAll(transport)
 
 
@@ -289,7 +292,7 @@ def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool
     return True
 
 
-def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list:
+def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list[Any]:
     """Return a list with the value of each rank. The ranks exchange the values as JSON over the store.
 
     Raises:

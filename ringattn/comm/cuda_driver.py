@@ -116,16 +116,16 @@ def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
 # The operations are cached, because creating them takes as long as the call of the driver. A ring uses the same flags in every
 # pass.
 @lru_cache(maxsize=4096)
-def _writes(addresses: tuple[int, ...]) -> list[ctypes.Array]:
+def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])
 
 
 @lru_cache(maxsize=4096)
-def _waits(addresses: tuple[int, ...]) -> list[ctypes.Array]:
+def _waits(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))])
 
 
-def _batches(steps: Sequence[tuple[int, int, int]]) -> list[ctypes.Array]:
+def _batches(steps: Sequence[tuple[int, int, int]]) -> list["ctypes.Array[_Operation]"]:
     """Divide the operations `steps` into as few driver calls as possible, and therefore into as few graph nodes as possible.
 
     A step is a tuple (_WAIT or _WRITE, address, value).
@@ -135,7 +135,7 @@ def _batches(steps: Sequence[tuple[int, int, int]]) -> list[ctypes.Array]:
     return [(_Operation * len(part))(*part) for part in parts]
 
 
-def _run_in_order(batches: Sequence[ctypes.Array], stream: int) -> None:
+def _run_in_order(batches: Sequence["ctypes.Array[_Operation]"], stream: int) -> None:
     for operations in batches:
         code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
         _check("to set or await flags", code)

@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -115,6 +115,7 @@ class ReceiveBuffer:
     def keep_for_graph(self) -> None:
         """If a CUDA graph is being captured, never release the current memory, because the graph contains its address."""
         if torch.cuda.is_current_stream_capturing():
+            assert self.memory is not None
             self._kept.add(self.memory)
 
 
@@ -202,7 +203,7 @@ class NvlinkTransport(Transport):
 
     def _allocate(self) -> None:
         """Create the routes, the receive buffers and the flags, which all calls use."""
-        self._routes: dict[tuple, Route] = {}
+        self._routes: dict[tuple[Any, ...], Route] = {}
         self.graphs = PassGraphs(self.watchdog, self._begin_replay)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
@@ -239,7 +240,7 @@ class NvlinkTransport(Transport):
         self._started_call = self.recovery.call
         return self.started
 
-    def mark(self) -> tuple:
+    def mark(self) -> tuple[Any, ...]:
         """See `Transport.mark`."""
         events = []
         for stream in (torch.cuda.current_stream(self.device), *self.streams.values()):
@@ -247,7 +248,7 @@ class NvlinkTransport(Transport):
             events[-1].record(stream)
         return tuple(events)
 
-    def release(self, events: tuple, meet: Callable[[], None]) -> None:
+    def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         """See `Transport.release`."""
         # If the streams of one rank wait for flags that another rank has not set before its exception, this rank sets these
         # flags itself. The streams then compute and send garbage, which nobody uses. The garbage must not overwrite messages of
@@ -365,12 +366,14 @@ class NvlinkTransport(Transport):
 
     def _received(self, message: Message, slots: Slots) -> Tensors:
         """Return the tensors of an incoming message in the receive buffer."""
-        block = []
+        block: list[Tensor] = []
+        memory = self.receive_buffer.memory
+        assert memory is not None
         for start, x in zip(slots.tensor_offsets(message), slots.templates[message.kind], strict=False):
             shape = x.shape[0], len(message.rows), *x.shape[2:]
             start += slots.offsets[message]
             end = start + torch.Size(shape).numel() * x.element_size()
-            block.append(self.receive_buffer.memory[start:end].view(x.dtype).view(shape))
+            block.append(memory[start:end].view(x.dtype).view(shape))
         return tuple(block)
 
 

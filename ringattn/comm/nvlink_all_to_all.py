@@ -24,6 +24,7 @@ from ringattn.comm import cuda_driver
 from ringattn.comm.all_to_all import LABEL, Slice, expected_messages
 from ringattn.comm.nvlink import MAX_SENDS, NvlinkTransport, padded_bytes
 from ringattn.comm.transport import Tensors
+from ringattn.comm.watchdog import Hop
 
 READY = MAX_SENDS  # the number that stands for the ready flags, which follow the flags of the sends
 
@@ -62,7 +63,7 @@ def _strided_copies(
     """
 
     def offset_and_pitch(x: Tensor, entry: int) -> tuple[int, int]:
-        return x[entry].storage_offset() * element_size, x.stride(1) * element_size
+        return int(x[entry].storage_offset()) * element_size, x.stride(1) * element_size
 
     # Slices of tensors on the meta device have offsets and strides, but these tensors occupy no memory.
     source_tensor = torch.empty_strided(shape, strides, device="meta")
@@ -139,7 +140,7 @@ class _NvlinkExchange:
         self.num_sends = sends
         self.awaited: list[int] = []  # the numbers of the sends that this exchange has started
         self.complete = torch.cuda.Event()
-        self.hop = None
+        self.hop: Hop | None = None
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport

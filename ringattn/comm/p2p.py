@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,8 @@ class P2PTransport(MessageTransport):
         joined: Interconnect,
         watchdog: Watchdog,
     ) -> None:
-        self.group, self.device, self.store, self.interconnect, self.watchdog = group, device, store, joined, watchdog
+        self.device, self.store, self.interconnect, self.watchdog = device, store, joined, watchdog
+        self.group: Any = group  # or a ProcessGroupGloo, which has the same methods but another base class
         self.rank, self.size = group.rank(), group.size()
         self._uses_gloo = backend_name(group, device.type) == "gloo"
         self.waits_on_gpu = device.type == "cuda" and not self._uses_gloo
@@ -68,7 +70,7 @@ class P2PTransport(MessageTransport):
             timeout = timedelta(seconds=max(MIN_GLOO_TIMEOUT, timeout_seconds()))
             self.group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
-    def mark(self) -> tuple:
+    def mark(self) -> tuple[Any, ...]:
         """See `Transport.mark`."""
         if not self.waits_on_gpu:
             return ()
@@ -76,7 +78,7 @@ class P2PTransport(MessageTransport):
         event.record(torch.cuda.current_stream(self.device))
         return (event,)
 
-    def release(self, events: tuple, meet: Callable[[], None]) -> None:
+    def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         """See `Transport.release`."""
         # All ranks are at the same place, so all messages arrive.
         while not events[0].query() and not self.watchdog.is_stopped():

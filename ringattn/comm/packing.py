@@ -30,7 +30,8 @@ class Packing:
     @classmethod
     def of(cls, shapes: Shapes, rows: int) -> "Packing":
         """Return the positions of tensors that have the given number of rows (dimension 1)."""
-        size, parts = 0, []
+        size = 0
+        parts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
         for batch, rest, dtype in shapes:
             shape = torch.Size((batch, rows, *rest))
             strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
@@ -47,7 +48,7 @@ class Packing:
             return message, (message,)
         message = torch.empty(self.size, dtype=torch.uint8, device=device)
         views = {dtype: message.view(dtype) for dtype in {part[0] for part in self.parts}}
-        return message, tuple(views[dtype].as_strided(*position) for dtype, *position in self.parts)
+        return message, tuple(views[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.parts)
 
     def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
         """Return the message in whose memory the tensors of `block` lie, or None if they do not lie in one message."""
@@ -58,5 +59,5 @@ class Packing:
         if all(x.is_contiguous() and x.data_ptr() == start + offset * x.itemsize for x, (*_, offset) in positions):
             storage = first.untyped_storage()
             if (offset := start - storage.data_ptr()) + self.size <= storage.nbytes():
-                return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, (self.size,))
+                return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, (self.size,), (1,))
         return None

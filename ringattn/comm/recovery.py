@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from ringattn.comm.transport import Transport
-from ringattn.comm.watchdog import RingFault, timeout_seconds
+from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
 # If a rank waits for so many seconds for a message after another rank has left the call, the rank gives up. Until then, the
 # message may still arrive, and the rank may come to an exception of its own.
@@ -56,7 +56,7 @@ class Recovery:
     """
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
-        self.store, self.transport, self.watchdog = store, transport, transport.watchdog
+        self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
         self.rank, self.size = transport.rank, transport.size
         self.generation = 0  # number of resets
         self.call = 0  # number of calls that this rank has begun
@@ -162,11 +162,13 @@ class Recovery:
             self._meet("reset")
         except BaseException as error:
             if self.fault is None:
-                self._declare_fault(self.left, f"rank {self.rank} could not reset the ring ({type(error).__name__}: {error})")
+                self._declare_fault(
+                    cast(Record, self.left), f"rank {self.rank} could not reset the ring ({type(error).__name__}: {error})"
+                )
             raise
         self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
-    def _drain(self, events: tuple) -> None:
+    def _drain(self, events: tuple[Any, ...]) -> None:
         """In a thread: let the streams of this rank run to their end, although other ranks have not sent all messages.
 
         The user may wait for the GPU before the next call, so this must not be a part of the next call.
@@ -222,6 +224,7 @@ class Recovery:
                 raise RingFault("ringattn: the process ends, or the process group has been destroyed")
             if time.monotonic() > end:
                 missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self.store.check([key]))
-                self._declare_fault(self._first_record(), f"rank {missing} did not within {timeout_seconds():.0f} s")
+                other = cast(Record, self._first_record())
+                self._declare_fault(other, f"rank {missing} did not within {timeout_seconds():.0f} s")
                 raise RingFault(self.fault)
             time.sleep(_POLL)

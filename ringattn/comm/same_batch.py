@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from numbers import Number
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,9 @@ def check_same(batch: object, group: Group | None) -> None:
     _add_to_hash(digest, batch)
     if size == 1 or isinstance(group, SimulatedRank):  # simulated ranks share one process, and therefore one batch
         return
-    hashes = torch.zeros(size, dtype=torch.int64, device="cpu" if backend_name(group, "cpu") else "cuda")
+    hashes = torch.zeros(
+        size, dtype=torch.int64, device="cpu" if backend_name(cast(dist.ProcessGroup, group), "cpu") else "cuda"
+    )
     hashes[rank] = int.from_bytes(digest.digest()[:8], signed=True)
     dist.all_reduce(hashes, group=group)
     found = hashes.tolist()
@@ -51,20 +54,20 @@ def check_same(batch: object, group: Group | None) -> None:
         )
 
 
-def _add_to_hash(digest: "hashlib._Hash", value: object) -> None:
+def _add_to_hash(digest: "hashlib._Hash", value: Any) -> None:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_nested or hasattr(value, "to_local"):
             raise ValueError(
                 "batch contains a sparse or nested tensor or a DTensor: pass the dense tensors that it consists of"
             )
         digest.update(f"{value.dtype} {tuple(value.shape)};".encode())
-        digest.update(value.detach().cpu().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8).numpy())
+        digest.update(value.detach().cpu().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
         digest.update(f"dict {len(value)};".encode())
         for name in sorted(value, key=repr):
             digest.update(f"{name!r};".encode())
             _add_to_hash(digest, value[name])
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         digest.update(f"list {len(value)};".encode())
         for entry in value:
             _add_to_hash(digest, entry)

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -110,7 +110,7 @@ def simulate(
     if not callable(function):
         raise ValueError(f"function={shown(function)}: it must be a function of (rank, group)")
     ring = SimulatedRing(ranks, all_pairs, in_turns)
-    results: list = [None] * ranks
+    results: list[Any] = [None] * ranks
     # When one rank fails, other ranks also fail, because they wait for messages that this rank never sends. The first failure
     # is therefore the cause.
     failures: list[BaseException] = []

@@ -37,7 +37,7 @@ T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
 Templates = dict[str, Tensors]  # examples of a block and of a result; they determine the shapes and dtypes of receive buffers
 WaitForBlocks = Callable[[], list[Tensors]]  # a function that waits for the messages of a step and returns their blocks
-Wait = Callable[[], None]  # a function that waits until all messages have arrived and all sent tensors may be modified
+Wait = Callable[[], object]  # a function that waits until all messages have arrived and all sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends, and (contiguous tensor, sender) for receives
 
 # The maximum number of results that a pass keeps until its end. If more results return to a rank, each result is merged when it
@@ -81,7 +81,7 @@ class NoRecovery:
     def exit(self, error: BaseException | None) -> None: ...
 
 
-class Transport(Protocol):
+class Transport:
     """One rank's connection to the other ranks of a ring."""
 
     rank: int
@@ -90,20 +90,21 @@ class Transport(Protocol):
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
     recovery: Any = NoRecovery()  # or the `ringattn.comm.recovery.Recovery` of the transport
     messages: "MessageTransport"  # sends plain messages between the same ranks
-    waits_on_gpu = False  # whether the GPU waits for the messages of other ranks, and not the host
+    waits_on_gpu: bool = False  # whether the GPU waits for the messages of other ranks, and not the host
     graphs: Any = None  # the `ringattn.comm.pass_graphs.PassGraphs` of the transport, if it has any
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`. All ranks of the ring must call this method."""
+        raise NotImplementedError
 
-    def mark(self) -> tuple:
+    def mark(self) -> tuple[Any, ...]:
         """After an exception, return events that occur when the streams of this rank have run to their end.
 
         If no stream can be waiting for another rank, return an empty tuple.
         """
         return ()
 
-    def release(self, events: tuple, meet: Callable[[], None]) -> None:
+    def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         """After all ranks have left a call, let the streams of this rank run to their end.
 
         Args:
@@ -224,7 +225,7 @@ class MessageTransport(Transport):
     waiting_since: float | None = None  # since when the host has waited for a message, or None
 
     @property
-    def messages(self) -> "MessageTransport":
+    def messages(self) -> "MessageTransport":  # pyrefly: ignore[bad-override]  # an attribute would be a reference cycle
         return self
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
@@ -308,7 +309,8 @@ class _MessagePass:
             # The messages of step t - 2 have been sent on, and the kernels that read them have been launched.
             self._release(self._in_use.popleft())
         sends = [(self._pack(message, block), message.dst) for message, block in zip(step.sends, outgoing, strict=True)]
-        receives, received = [], []
+        receives: Addressed = []
+        received: list[Tensors] = []
         for src, packing, is_kept in step.receives:
             message, block = self._allocate(packing, until_end=is_kept and self.keeps_results)
             receives.append((message, src))

@@ -76,17 +76,20 @@ class NoWatchdog:
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None: ...
 
-    def finished(self, hop: None) -> None: ...
+    def finished(self, hop: Hop | None) -> None: ...
 
-    def cancel(self, hop: None) -> None: ...
+    def cancel(self, hop: Hop | None) -> None: ...
 
-    def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None: ...
+    def record_call(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None: ...
 
     tag = 0
 
-    def fault(self, hop: None) -> None: ...
+    def fault(self, hop: Hop | None) -> None: ...
 
     def stop(self) -> None: ...
+
+    def is_stopped(self) -> bool:
+        return False
 
 
 class _Heartbeat(NamedTuple):
@@ -161,7 +164,7 @@ class Watchdog:
         else:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
-    def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
+    def record_call(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
         """Record a call of attention before its first message, see `CallLog.record`.
 
         The thread publishes the calls with the next heartbeat and compares them, because publishing takes longer than a call.
@@ -176,7 +179,8 @@ class Watchdog:
     def cancel(self, hop: Hop | None) -> None:
         """Stop watching a hop for which this rank no longer waits, for example because an exception has ended the pass."""
         with self._lock, suppress(ValueError):  # the hop may have finished already
-            self.in_flight.remove(hop)
+            if hop is not None:
+                self.in_flight.remove(hop)
 
     def forget_hops(self) -> None:
         """Stop watching all hops, because an exception has ended the call."""

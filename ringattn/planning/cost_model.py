@@ -43,6 +43,10 @@ class Interconnect(NamedTuple):
     flops: float = 5e14  # speed of attention on one rank, FLOP/s
     uses_sms: bool = False  # whether kernels move the messages and therefore occupy SMs that attention could use
 
+    def with_route(self, route: str) -> "Interconnect":
+        """Return the interconnect of a ring that uses a route of `ROUTES`."""
+        return self if route == "auto" else self._replace(all_pairs=route == "direct")
+
 
 def interconnect(name: str, one_host: bool = True, flops: float = 5e14) -> Interconnect:
     """Return the interconnect of a transport.

@@ -6,12 +6,12 @@ in this module only translate these intervals from positions of the sequence int
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,9 +80,9 @@ class Plan:
         self.mask, self.layout, self.rank, self.device, self.is_fixed = mask, layout, rank, device, is_fixed
         # The number of (query, key) pairs of the whole sequence. If batch entries have different masks, this is their mean.
         self.pairs = float(overlaps(mask, layout).pairs.sum())
-        self._schedules: dict[tuple, Schedule] = {}
-        self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
-        self._choices: dict[tuple, str] = {}
+        self._schedules: dict[tuple[Any, ...], Schedule] = {}
+        self._block_pairs: dict[tuple[Any, ...], dict[LocalStep, BlockPair]] = {}
+        self._choices: dict[tuple[Any, ...], str] = {}
 
     def schedule(self, name: str, results: bool, all_pairs: bool = False, row_multiple: int = 1) -> Schedule:
         """Return a schedule.
@@ -123,7 +123,7 @@ class Plan:
         tables = [(key, tuple(x.intervals.requests() for x in pairs.values())) for key, pairs in self._used()]
         return Requests(tuple(self._choices), tuple(tables))
 
-    def _used(self) -> list[tuple[tuple, dict[LocalStep, BlockPair]]]:
+    def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
         """Return the arguments of `schedule`, and the block pairs, for all schedules whose block pairs have been requested."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
@@ -280,8 +280,8 @@ class Plan:
 class Requests(NamedTuple):
     """The choices and tables that calls have requested from a plan. They depend only on the shapes and options of the calls."""
 
-    choices: tuple[tuple, ...]  # the arguments of `Plan.choose_schedule`
-    schedules: tuple[tuple, ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
+    choices: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.choose_schedule`
+    schedules: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
 
 
 _logged: set[tuple[str, str]] = set()
@@ -293,13 +293,15 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
     This function does not apply causality, windows or documents, because `ringattn.mask.intervals_at` has already applied them.
     This function only translates positions into rows. lo and hi are integers (B or 1, query rows) on the CPU.
     """
-    return tuple(torch.from_numpy(x.rows(key_rank)) for x in _rows_before_bounds(mask, layout, query_rank))
+    lo, hi = _rows_before_bounds(mask, layout, query_rank)
+    return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))
 
 
 @lru_cache(maxsize=4)
 def _rows_before_bounds(mask: Mask, layout: Layout, rank: int) -> tuple[RowsBefore, RowsBefore]:
     """Return the numbers of rows of every rank before the bounds (lo, hi) of the intervals of a rank's queries."""
-    return tuple(RowsBefore(layout, x) for x in all_runs(mask, layout).bounds(rank))
+    lo, hi = all_runs(mask, layout).bounds(rank)
+    return RowsBefore(layout, lo), RowsBefore(layout, hi)
 
 
 @cached_on_device(maxsize=128)
@@ -425,7 +427,7 @@ def add_plan(plan: Plan) -> None:
 
 
 @contextmanager
-def use_plan(plan: Plan) -> Iterator[None]:
+def use_plan(plan: Plan) -> Generator[None]:
     """Let all calls in this context use `plan`, whatever their masks and layouts are.
 
     If they are captured in a CUDA graph, the caller must keep the plan as long as the graph.

@@ -125,7 +125,7 @@ class Schedule:
         return local_steps[-1].owner if local_steps else None
 
 
-class _StepsByRank(dict):
+class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
     """The steps of each rank. They are computed for one rank at a time, because a process usually needs only its own steps."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
@@ -164,7 +164,8 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     rounds = _rounds(need)
     returns = results and bool(rounds)
     first, rest = _own_local_steps(need, split_points, returns)
-    computed, steps = [first, *rounds, rest], []
+    computed = [first, *rounds, rest]
+    steps: list[Step] = []
     # A block is sent in step t. The receiver computes with the block in step t + 1, and sends the result in step t + 2.
     # Therefore a pass with results has one more step than a pass without results.
     for t in range(len(rounds) + 1 + returns):
@@ -204,7 +205,8 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
     The first list is for the first step of the schedule, and the second list is for the last step. The blocks are split only if
     `returns` is true, which means that ranks send results back to the owners of the blocks.
     """
-    first, rest = [], []
+    first: list[LocalStep] = []
+    rest: list[LocalStep] = []
     for rank in range(len(need)):
         rows = need[rank][rank]
         split = split_points[rank] if split_points else rows.start
@@ -244,7 +246,8 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
     last = final + returns
     steps = []
     for t in range(last + 1):
-        local_steps, messages = [], []
+        local_steps: list[LocalStep] = []
+        messages: list[Message] = []
         for owner in range(ranks):
             before, here, after = ((owner + direction * (t + i)) % ranks for i in (-1, 0, 1))
             rows = carried[owner]

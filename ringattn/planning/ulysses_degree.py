@@ -56,7 +56,7 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
     return max(counts, default=1)
 
 
-def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> int:
+def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
     """Return the bytes that a rank sends per token and batch entry in a forward pass and a backward pass together.
 
     The number is correct if the queries of every rank attend to keys of all ranks.
@@ -207,8 +207,9 @@ def _ring_seconds(
     layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
     plan = Plan(mask, layout, 0, torch.device("cpu"))
     names = ("kv", "state") if schedule == "auto" else (schedule,)
-    seconds = []
-    for work in (forward_work(*chunk), backward_work(*chunk)):
+    seconds: list[float] = []
+    q, k, v = chunk
+    for work in (forward_work(q, k, v), backward_work(q, k, v)):
         work, overhead = work.scaled(scale), STEP_OVERHEAD[work.direction]
         costs = [[plan.costs(name, work, joined, rank) for rank in range(ranks)] for name in names]
         hops = min(max(sum(hop.seconds + overhead for hop in hops) for hops in by_rank) for by_rank in costs)

@@ -69,8 +69,8 @@ class Problem(NamedTuple):
         q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
         k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
         v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
-        tokens = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (q, k, v))
-        return cls(*tokens, 0.5, 3, 'the query "on" of "The cat sat on mat"')
+        queries, keys, values = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (q, k, v))
+        return cls(queries, keys, values, 0.5, 3, 'the query "on" of "The cat sat on mat"')
 
     @property
     def scores(self) -> Tensor:
@@ -108,7 +108,9 @@ def _numbers_of(state: PartialState, row: int) -> tuple[float, float, tuple[floa
     return state.m[0, row, 0].item(), state.l[0, row, 0].item(), tuple(state.o[0, row, 0].tolist())
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, tile: int, observe: Callable) -> PartialState:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, tile: int, observe: Callable[..., None]
+) -> PartialState:
     """Call the blockwise kernel for one tile of keys after the other, and call observe(rows of k, old m, state) after each."""
     state = PartialState.empty(q, v.shape[-1])
     for first in range(0, k.shape[1], tile):
@@ -168,7 +170,7 @@ class _Observer:
                 if traced:
                     self._record_tile(step_of[local_step], row, rows, old_m, state)
 
-            state = _attend(*block, k, v, pairs[local_step].intervals, self.problem.scale, self.tile, observe)
+            state = _attend(block[0], k, v, pairs[local_step].intervals, self.problem.scale, self.tile, observe)
             if traced and into is None:
                 self.partial_m = state.m
             # `into` is still the empty state, so this merge does not change the state and is not an event.

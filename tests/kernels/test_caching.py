@@ -408,3 +408,13 @@ def test_a_read_on_the_same_stream_takes_less_than_a_microsecond():
     tensors["x"] = plain["x"]
     seconds = [min(timeit.repeat("x['x']", globals={"x": x}, number=10_000)) / 10_000 for x in (plain, tensors)]
     assert seconds[1] - seconds[0] < 1e-6
+
+
+def test_a_captured_graph_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph is replayed with the addresses of tensors that a plan holds. CPU plans are not affected."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(caching, "_kept_for_graphs", {})
+    plan = object()
+    caching.keep_for_graph(plan, torch.device("cuda"))
+    caching.keep_for_graph(object(), torch.device("cpu"))
+    assert list(caching._kept_for_graphs.values()) == [plan]

@@ -10,7 +10,6 @@ from ringattn.spec import (
     check_attention,
     check_choices,
     check_layout,
-    count_pairs,
     resolve_scale,
 )
 
@@ -60,13 +59,14 @@ def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
 
 def test_count_pairs() -> None:
     """Batch entries with the same documents count the same, and queries may be the last ones of the sequence."""
-    empty, documents = Mask.causal().lengths, Mask.causal(documents=[2, 4]).lengths
-    assert count_pairs(3, 6, empty, True, 0) == 3 * 21
-    assert count_pairs(1, 6, empty, False, 0) == 36
-    assert count_pairs(1, 6, empty, True, 2) == 11
-    assert count_pairs(1, 6, documents, True, 0) == 3 + 10
-    assert count_pairs(2, 6, Mask.causal(documents=[[2, 4], [6]]).lengths, True, 0) == 13 + 21
-    assert count_pairs(1, 6, empty, True, 0, num_queries=2) == 5 + 6
+    layout = Layout.contiguous(6, 1)
+    causal = create(Mask.causal(), layout)
+    assert causal.count_pairs(3) == 3 * 21
+    assert causal.count_pairs(1, num_queries=2) == 5 + 6
+    assert create(Mask.full(), layout).count_pairs(1) == 36
+    assert create(Mask.causal(window=2), layout).count_pairs(1) == 11
+    assert create(Mask.causal(documents=[2, 4]), layout).count_pairs(1) == 3 + 10
+    assert create(Mask.causal(documents=[[2, 4], [6]]), layout).count_pairs(2) == 13 + 21
 
 
 def test_resolve_scale() -> None:

@@ -15,7 +15,6 @@ from ringattn.comm.connect import connect
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
-from ringattn.spec import with_route
 from ringattn.train.checkpoint import huggingface
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory, prediction
@@ -148,7 +147,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
         group = mesh.ulysses.get_group().group_name if mesh.ulysses.size() > 1 else ""
         return {"transport": connect(group, run.device).interconnect.name if group else None}
     connection = connect(mesh.ring.get_group().group_name, run.device, relays=parallel.route == "relay")
-    joined = with_route(connection.interconnect, parallel.route)
+    joined = connection.interconnect.with_route(parallel.route)
     mask = Mask.causal(run.config.model.window)
     # This plan is not used for attention. On the CPU, it occupies no memory of the GPU.
     plan = Plan(mask, choose_layout(run.config, mesh.shape, mask).whole, connection.rank, torch.device("cpu"))
