@@ -1,13 +1,10 @@
-"""Register attention calls as operators, with autograd and with a fake implementation.
+"""Register attention calls as operators, with autograd and with a fake implementation, so that a compiler sees a single node.
 
-A compiler treats every operator as a single node. The module of each public call registers a forward function, a backward
-function and the type of the record that holds the settings (see `ringattn.spec`). A public call then runs the following
-functions one inside the other:
+A public call runs the following functions one inside the other:
 
     public call -> the function that `register` returned -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
-This file uses the low-level functions of `torch.library`. `torch.library.custom_op` would cost about 0.1 ms per call on the
-host, which is as much time as the kernels need for a short sequence.
+`torch.library.custom_op` would cost about 0.1 ms per call on the host, as much time as the kernels of a short sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +22,7 @@ from ringattn.checkpointing import reuse_or_compute
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
-# The names of types in operator schemas, for the types that have a different name in Python.
+# The names of types that operator schemas call otherwise.
 _SCHEMA_TYPES = {Tensor | None: "Tensor?", int: "SymInt", list[int]: "SymInt[]"}
 Results = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -57,25 +54,21 @@ def register(
     fake_forward: Callable[..., Results] = _fake_results,
     fake_backward: Callable[..., tuple[Tensor, ...]] = _fake_gradients,
 ) -> Callable[..., Results]:
-    """Register the operator `ringattn::name`, and return a function that calls the operator.
+    """Register the operator `ringattn::name`, and return a function that calls it.
 
-    The operator has the signature (q, k, v, settings) -> (out, lse, extra), and is differentiable in q, k and v. The shapes are
-    q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv), out (B, Nq, Hq, Dv) and lse (B, Nq, Hq). out has q's dtype, and lse
-    is fp32, or fp64 for fp64 inputs. `extra` is a list of further tensors that the backward pass needs. Most operators have no
-    extra tensors.
+    The operator (q, k, v, settings) -> (out, lse, extra) is differentiable in q, k and v. The shapes are q (B, Nq, Hq, D), k
+    (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv), out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq), fp32 or fp64. `extra` contains
+    further tensors for the backward pass.
 
     Args:
-        name: the name of the operator.
-        spec_type: a NamedTuple with the settings. The flattened fields become arguments of the operator, see `flatten`.
+        spec_type: a NamedTuple with the settings, whose flattened fields become arguments of the operator.
         forward: forward(q, k, v, spec) -> (out, lse, extra).
-        backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse is None if lse has no
-            gradient.
-        pairs: pairs(batch, num_queries, num_keys, spec) returns how many (query, key) pairs of one head the call computes.
-            `torch.utils.flop_counter` uses this number.
-        to_save: to_save(q, k, v, out, lse, extra, spec) returns the tensors that the backward pass receives as `saved`. The
-            first tensor must contain queries, and the second tensor must contain keys.
-        fake_forward, fake_backward: functions with the arguments of `forward` and `backward`, which return tensors of the right
-            shapes and dtypes without computing attention.
+        backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse may be None.
+        pairs: pairs(batch, num_queries, num_keys, spec) returns the number of (query, key) pairs per head, for
+            `torch.utils.flop_counter`.
+        to_save: to_save(q, k, v, out, lse, extra, spec) returns the tensors that the backward pass receives as `saved`: first
+            one with queries, and then one with keys.
+        fake_forward, fake_backward: like `forward` and `backward`, but without computing attention.
     """
     _define(name, spec_type)
     operator = getattr(torch.ops.ringattn, name).default
@@ -85,35 +78,28 @@ def register(
 
     def gradients(ctx: Any, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
         saved = list(saved[: ctx.count])
-        # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The kernels
-        # need a tensor, so None is replaced by zeros.
+        # The gradients are not materialised, so autograd may pass None for dout.
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
-        # Without a compiler or a dispatch mode, the backward function is called directly. A direct call saves the time that the
-        # dispatcher needs on the host.
+        # A direct call saves the time of the dispatcher.
         if _is_plain(*saved, dout):
             return backward(saved, dout, dlse, ctx.spec)
         return backward_operator(saved, dout, dlse, *to_flat(ctx.spec))
 
     def results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # autograd has already recorded this call. Without the guard, the operator would call its Autograd kernel again, and the
-        # recursion would never end.
+        # autograd has already recorded this call, so the operator must not call its Autograd kernel again.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *to_flat(spec))
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
-            # During the recomputation of a checkpoint, `reuse_or_compute` returns the saved results instead of
-            # computing attention a second time.
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
             saved = to_save(q, k, v, out, lse, extra, spec)
-            # lse rarely has a gradient. If autograd materialised a gradient of zeros for lse, each backward pass would need an
-            # additional allocation, an additional kernel and an additional read.
+            # lse rarely has a gradient, and a gradient of zeros would need an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
-            # The extra tensors are outputs only because a compiler must see them. These outputs never have gradients.
+            # The extra tensors are outputs only for compilers.
             ctx.mark_non_differentiable(*extra)
-            # The tensors of the spec are saved as well, so that autograd raises an error if a caller modifies these tensors
-            # before the backward pass.
+            # autograd then raises an error if a caller modifies the tensors of the spec before the backward pass.
             ctx.save_for_backward(*saved, *[x for x in to_flat(spec) if isinstance(x, Tensor)])
             ctx.spec, ctx.count, ctx.shape = spec, len(saved), out.shape
             return out, lse, *extra
@@ -123,9 +109,8 @@ def register(
             saved = ctx.saved_tensors  # only once, because activation checkpointing recomputes them for a single access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
-            # With create_graph=True, a caller may request second derivatives. Such a request must raise an error, because the
-            # second derivatives would otherwise be zeros without a warning. If q, k and v are not saved, only the following
-            # leaf connects the gradients to the graph.
+            # With create_graph=True, second derivatives must raise an error and not be zeros. If q, k and v are not saved, only
+            # the leaf connects the gradients to the graph.
             with torch.no_grad():
                 grads = gradients(ctx, saved, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
@@ -138,26 +123,23 @@ def register(
         return out, lse, extra
 
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # A compiler needs to see the operator. In eager mode, the dispatcher would only call `differentiable`, so this function
-        # calls `differentiable` directly.
+        # A compiler must see the operator. In eager mode, the dispatcher would only call `differentiable`.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *to_flat(spec))
-        # If a dispatch mode such as FakeTensorMode or FlopCounterMode is active, the spec of the call may still contain real
-        # tensors, which a fake-tensor mode rejects.
+        # With a dispatch mode such as FakeTensorMode, the spec may contain real tensors, which the mode rejects.
         if torch._C._len_torch_dispatch_stack():
             q, k, v, *settings = _to_fake_mode((q, k, v, *to_flat(spec)))
             spec = unflatten(spec_type, settings)
         return differentiable(q, k, v, spec)
 
     def with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
-        # Operators have flat arguments, because a schema can contain only tensors, numbers, strings and lists. The registered
-        # functions have a spec as their fourth argument, after three arguments with tensors.
+        # A schema can contain only tensors, numbers, strings and lists.
         def with_flat_arguments(*arguments: Any) -> Any:
             return function(*arguments[:3], unflatten(spec_type, arguments[3:]))
 
         return with_flat_arguments
 
-    # Composite kernels of the dispatcher run on every device. The functions themselves choose a kernel that suits the device.
+    # Composite kernels run on every device.
     _library.impl(name, with_spec(forward), "CompositeExplicitAutograd")
     _library.impl(name, with_spec(differentiable), "Autograd")
     _library.impl(f"{name}_backward", with_spec(backward), "CompositeExplicitAutograd")
@@ -176,14 +158,12 @@ def schema(spec_type: type) -> str:
 
 
 def flatten(spec: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the fields of a spec as a flat tuple. A field that is itself a spec is flattened as well."""
+    """Return the fields of a spec, and of the specs inside it, as a flat tuple."""
     return tuple(x for value in spec for x in (flatten(value) if _is_spec(type(value)) else (value,)))
 
 
 def unflatten(spec_type: type, values: list[Any] | tuple[Any, ...]) -> Any:
     """Return the spec whose flattened fields are `values`."""
-    # The fields are consumed in the order in which `flatten` produced them, so one iterator is enough for a spec and the specs
-    # inside it.
     remaining = iter(values)
 
     def build(kind: type) -> Any:
@@ -202,7 +182,6 @@ def _is_spec(kind: Any) -> bool:
 
 
 def _define(name: str, spec_type: type) -> None:
-    """Define the schemas of an operator and of its backward operator."""
     tags, settings = (torch.Tag.pt2_compliant_tag,), schema(spec_type)
     _library.define(f"{name}(Tensor q, Tensor k, Tensor v, {settings}) -> (Tensor, Tensor, Tensor[])", tags=tags)
     gradients = "Tensor[] saved, Tensor dout, Tensor? dlse"
@@ -210,13 +189,12 @@ def _define(name: str, spec_type: type) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
-    """Register the formulas with which `torch.utils.flop_counter` counts the FLOPs of the operator.
+    """Register the formulas of `torch.utils.flop_counter`, which count as for torch's own attention.
 
-    FLOPs are counted in the same way as for torch's own attention. The forward pass has two matrix products per pair. The
-    backward pass has five matrix products per pair, including the recomputation of the scores.
+    The forward pass has two matrix products per pair, and the backward pass five, including the recomputation of the scores.
     """
 
-    # The tensors of a mask have values even if q, k and v are fake tensors, so the pairs can always be counted.
+    # The tensors of a mask have values even if q, k and v are fake tensors.
     pairs = unset_fake_temporarily()(pairs)
 
     @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)
@@ -232,7 +210,7 @@ def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> 
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Return (dq, dk, dv) unchanged, and raise an error if a caller differentiates these gradients."""
+    """Return (dq, dk, dv) unchanged, and raise an error if they are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
@@ -244,10 +222,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether a function can be called directly, without its operator.
-
-    The operator is needed for compilers, dispatch modes, tensor subclasses and meta tensors.
-    """
+    """Return whether no compiler, dispatch mode, tensor subclass or meta tensor needs the operator."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -257,11 +232,11 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd must record a call.
+    """Return whether autograd must record a call. `torch.autograd.Function` takes as long on the host as a kernel for few
+    queries.
 
-    If not, the call skips `torch.autograd.Function`, which takes as long on the host as a kernel for few queries. Calls under
-    forward-mode differentiation or under a transform of `torch.func` must also be recorded, because `torch.autograd.Function`
-    raises an error for them.
+    It raises an error for calls under forward-mode differentiation or a transform of `torch.func`, which are therefore
+    recorded.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -269,13 +244,10 @@ def _is_recorded(*tensors: Tensor) -> bool:
 
 
 def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert real tensors, such as the documents of a mask, to fake tensors if a fake-tensor mode is active.
-
-    The conversion is necessary, because a fake-tensor mode rejects real tensors.
-    """
+    """Convert real tensors, such as the documents of a mask, for an active fake-tensor mode, which rejects them."""
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # With make_constant=True, a fake tensor keeps its values. The FLOP formulas read these values.
+    # With make_constant=True, a fake tensor keeps its values, which the FLOP formulas read.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)

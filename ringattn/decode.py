@@ -1,9 +1,7 @@
-"""Decoding computes the attention of a few new queries to a cache of keys and values. The cache is sharded over the ranks.
+"""Decoding: attention of a few new queries to a cache of keys and values that is sharded over the ranks.
 
-The queries are the same on all ranks. Every rank computes the partial state (m, l, o) of the queries for its shard of the
-cache. On a GPU, `ringattn.kernels.triton.decode` divides the keys of the shard among all SMs of the GPU. Then every rank sends
-its state to all other ranks, and merges the states of all ranks (Flash-Decoding, Dao et al. 2023, extended to several GPUs).
-Keys and values are never sent.
+The queries are the same on all ranks. Every rank computes their partial state (m, l, o) for its shard, sends it to all other
+ranks, and merges the states (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
 from functools import partial
@@ -43,13 +41,12 @@ UNUSED = torch.iinfo(torch.int64).max  # the position of a row that is not in us
 class KVCache:
     """One rank's shard of the keys and values of a growing sequence.
 
-    `prefill` stores the keys and values of this rank's shard, in any layout. `append` adds each new block of tokens to the rank
-    that holds the fewest tokens. If the shards had equal lengths before `append`, their lengths differ by at most one block
-    afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. The cache allocates its memory
-    once, when it receives the first keys. New tokens reuse the memory of the tokens that `truncate` has removed.
+    `prefill` stores this rank's shard, in any layout. `append` adds each new block of tokens to the rank that holds the fewest,
+    so the lengths of equal shards differ by at most one block afterwards. Every rank knows which rank holds which tokens, so no
+    messages are needed. The memory is allocated once, when the cache receives the first keys.
 
-    On one rank, `append` also accepts a tensor on the GPU that contains the rows at which to store the tokens. A CUDA graph can
-    then append tokens, and every replay appends the next token:
+    On one rank, `append` also accepts the rows at which to store the tokens, as a tensor on the GPU. A CUDA graph can then
+    append tokens, and every replay appends the next token:
 
         rows = torch.zeros(1, dtype=torch.int64, device="cuda")  # the position of the new token
         with torch.cuda.graph(graph):
@@ -58,53 +55,50 @@ class KVCache:
             out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
             rows += 1
 
-    `length` does not count tokens that are stored in this way. A later call of `append` without `rows` may overwrite them.
+    `length` does not count tokens that are stored in this way, and a later `append` without `rows` may overwrite them.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
         """Create an empty cache.
 
         Args:
-            capacity: the maximum number of tokens in the caches of all ranks together.
+            capacity: the maximum number of tokens on all ranks together.
             rank, ranks: this rank, and the number of ranks over which the sequence is sharded.
-            block: the number of consecutive new tokens that `append` adds to one rank before it chooses the next rank.
+            block: the number of consecutive new tokens that `append` adds to one rank.
 
         Raises:
-            ValueError: the capacity or the block is less than one token, or `rank` is not between 0 and `ranks` - 1.
+            ValueError: an argument is invalid.
         """
         capacity, block = as_integer("capacity", capacity, 1), as_integer("block", block, 1)
         ranks = as_integer("ranks", ranks, 1)
         rank = as_integer("rank", rank, high=ranks - 1)
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
-        self.length = 0  # number of tokens in the caches of all ranks together
+        self.length = 0  # of all ranks together
         self.rows = [0] * ranks  # number of tokens in the cache of each rank
-        self.layout = ""  # the kind of the layout of `prefill`, see `Layout.kind`; "" if `append` has stored all tokens
-        self._received = block  # number of tokens in the current block; the first token starts a new block
+        self.layout = ""  # `Layout.kind` of `prefill`; "" if `append` has stored all tokens
+        self._received = block  # number of tokens in the current block
         self._owner = 0  # the rank that holds the current block
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # The arguments of the latest call of `decode_attention`, and the function that decodes for such arguments. A call with
-        # the same arguments skips the checks and the preparation.
+        # The arguments of the latest call of `decode_attention`, and its prepared function. The same arguments skip the checks.
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy of the cache, without the prepared function, which refers to the original memory."""
+        """Return the attributes for a copy, without the prepared function, which refers to the original memory."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Store this rank's keys and values of a whole sequence as the first tokens of this cache.
-
-        No gradients flow through the cache.
+        """Store this rank's keys and values of a whole sequence as the first tokens. No gradients flow through the cache.
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's tokens, as for `ring_attention`.
             layout: the layout of the sequence.
 
         Raises:
-            ValueError: the cache is not empty, the layout has a different number of ranks than the cache, the sequence exceeds
-                the capacity, or k and v do not have as many tokens as this rank's shard.
+            ValueError: the cache is not empty, the sequence exceeds the capacity, or the layout does not suit the cache or k
+                and v.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -149,8 +143,7 @@ class KVCache:
             self._write(k, v, rows)
             return
         self._reserve(k, v, num_tokens, 0)
-        # Every rank assigns all tokens, including the tokens of other ranks, so that `rows` and `length` are the same on all
-        # ranks.
+        # Every rank assigns the tokens of all ranks, so that all ranks know `rows` and `length`.
         begin, end = self.rows[self.rank], self.length + num_tokens
         if self.ranks == 1:
             self.rows[0] = end
@@ -176,9 +169,8 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Each block goes to the rank that holds the fewest tokens. If several ranks hold equally few tokens, the block goes to
-        # the lowest of these ranks. Rank r holds rows[r] + j * block tokens when it receives its j-th block. The blocks are
-        # therefore assigned in the order of these numbers.
+        # Each block goes to the rank with the fewest tokens, and among equal ranks to the lowest. Rank r holds rows[r] + j *
+        # block tokens when it receives its j-th block, so the blocks are assigned in the order of these numbers.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -188,7 +180,6 @@ class KVCache:
         self._owner, self._received = int(owners[-1]), num_tokens - (num_blocks - 1) * self.block
 
     def _write(self, k: Tensor, v: Tensor, rows: Tensor) -> None:
-        """Store tokens at the given rows, see `append`."""
         if self.ranks > 1 or self._k is None:
             raise ValueError("rows requires a cache on one rank that holds tokens: call prefill or append without rows first")
         check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
@@ -200,10 +191,7 @@ class KVCache:
                 stored[torch.arange(len(rows), device=rows.device)[:, None], rows] = new
 
     def truncate(self, length: int) -> None:
-        """Remove the newest tokens, so that the first `length` tokens remain.
-
-        All ranks must make the same call. The ranks exchange no messages. Use this method to remove tokens that speculative
-        decoding has proposed and then rejected, or to generate an answer a second time.
+        """Remove the newest tokens, so that the first `length` tokens remain. All ranks must make the same call.
 
         Raises:
             ValueError: the length is not an integer between 0 and the number of tokens in the cache.
@@ -214,19 +202,18 @@ class KVCache:
             self.rows = [length]
         elif len(self._owners):
             self.rows = torch.bincount(self._owners[:length], minlength=self.ranks).tolist()
-        # It is unknown how many tokens of the current block remain. Therefore the next token starts a new block.
+        # The number of remaining tokens of the block is unknown, so the next token starts a new block.
         self._received = self.block
         if self._k is not None:
-            # A kernel may load unused rows before it masks these rows, so the removed rows must become zeros again.
+            # A kernel may load unused rows before it masks them.
             removed = slice(self.rows[self.rank], before)
             self._k[:, removed] = self._v[:, removed] = 0
             self._positions[removed] = UNUSED
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors (k, v, positions) of this rank, including allocated rows that are not in use.
-
-        The first `rows[rank]` rows are in use, and are sorted by position. `positions` is int64 on the CPU.
+        """This rank's (k, v, positions), including unused rows. The first `rows[rank]` rows are in use, sorted by position
+        (int64, CPU).
 
         Raises:
             ValueError: the cache has never held a token.
@@ -237,12 +224,12 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each batch entry, or one number if all batch entries have the same number of tokens."""
+        """The number of tokens of each batch entry, or one number for all."""
         return [self.length]
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, None]:
-        """The keys and values of this rank. The third entry is None, because this cache has no page table."""
+        """This rank's keys and values, and None for the page table."""
         return *self.shard[:2], None
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
@@ -254,10 +241,9 @@ class KVCache:
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
-            # -(-n // m) is n / m rounded up. One block is added, because the lengths of the shards may differ by one block.
+            # The lengths of the shards may differ by one block.
             rows = max(rows, self.capacity if self.ranks == 1 else -(-self.capacity // self.ranks) + self.block)
-            # Some backends load unused rows before they mask these rows. The unused rows must be zeros, because 0 * NaN is not
-            # 0.
+            # Some backends load unused rows before they mask them, and 0 * NaN is not 0.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
@@ -281,33 +267,26 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute causal attention of the newest tokens. The cache must already contain the keys and values of these tokens.
+    """Compute causal attention of the newest tokens, whose keys and values the cache already contains.
 
-    Every rank of `group` must call this function. The result is exact attention. States are fp32 (fp64 for fp64 inputs). All
-    ranks merge the states in the order of the ranks, so the result has the same bits on all ranks. This function computes no
-    gradients. The ranks compare their settings in the first call for a group, but they never compare the queries. If the ranks
-    sample tokens, all of them must therefore use the same seed.
+    Every rank of `group` calls this function. All ranks merge states of fp32 (fp64 for fp64 inputs) in the same order, so the
+    result has the same bits on all ranks. No gradients are computed. The ranks compare their settings in the first call for a
+    group, but never the queries, so all ranks must sample tokens with the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens of each sequence. All ranks pass the same queries. Hkv must divide
-            Hq. The dtype is fp16, bf16, fp32 or fp64, and must be the dtype of the cache. Under `torch.autocast`, q is cast to
-            the autocast dtype, as are the keys and values when a cache receives them.
-        cache: this rank's shard of the cache. In a `PagedKVCache`, every sequence has its own length. The output of a sequence
-            without tokens is 0.
+        q: (B, N, Hq, D), the queries of the last N tokens of each sequence, the same on all ranks; Hkv divides Hq. The dtype is
+            that of the cache. Under `torch.autocast`, q is cast to the autocast dtype, as are keys and values when a cache
+            receives them.
+        cache: this rank's shard of the cache. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of keys that a query attends to, which includes the key at its own position. The other keys are those
-            directly before it. None for all keys.
-        bounds: a tuple (lo, hi), which replaces the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of
-            the cache. Both tensors are int32 (1 or B, N), contiguous, on the device of the queries. Their values must never
-            decrease from one query to the next. The GPU reads the bounds, so the call can be captured in a CUDA graph. Every
-            batch entry can have its own length, window or document. In this case, set hi - 1 to the row of the query, and lo to
-            the first row of its window or to the first row of its document, whichever is later. The values are not checked,
-            because the host would have to wait for the GPU. Rows outside the cache are ignored. If the cache is sharded, every
-            rank passes the rows of its own shard.
-        sinks: the number of attention sinks; None for no sinks. Attention sinks are the first tokens of the sequence. All later
-            tokens attend to them, even if the window does not reach them (Xiao et al. 2023). With `bounds`, `sinks` is a tensor
-            that the GPU reads: int32 (1 or B,), contiguous, on the device of the queries. Query i then attends to the rows
-            [lo[i], hi[i]), and to each of the first `sinks` rows that comes before row hi[i].
+        window: the number of newest keys that a query attends to, including the key at its own position. None for all keys.
+        bounds: (lo, hi), which replaces the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
+            rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from one
+            query to the next. The GPU reads them, so a CUDA graph can capture the call, and batch entries can have their own
+            lengths, windows and documents. Values are not checked. Rows outside the cache are ignored.
+        sinks: the number of attention sinks, the first tokens of the sequence, to which all later tokens attend even if the
+            window does not reach them (Xiao et al. 2023). With `bounds`, an int32 tensor (1 or B,), contiguous, on the device
+            of the queries: query i then also attends to each of the first `sinks` rows that comes before row hi[i].
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.backends`.
 
@@ -315,8 +294,7 @@ def decode_attention(
         out (B, N, Hq, Dv) in the dtype of the cache, on every rank.
 
     Raises:
-        ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
-            invalid, or the settings of the first call differ between the ranks.
+        ValueError: an argument is invalid, does not suit the cache, or differs between the ranks in the first call.
     """
     if not isinstance(q, Tensor) or q.is_nested:
         raise ValueError(f"q is a {type(q).__name__}: it must be a dense tensor (batch, tokens, heads, head dim)")
@@ -335,7 +313,7 @@ def decode_attention(
     call += (num_sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
     if is_new or cache.ranks > 1:
-        # A repeated call on one rank does not need the default scale, which takes a microsecond to compute.
+        # A repeated call on one rank does not need the default scale.
         factor = resolve_scale(q, scale)
     if is_new:
         _check(q, cache, group, factor, backend)
@@ -355,21 +333,21 @@ def decode_attention(
     assert isinstance(cache, KVCache)  # a PagedKVCache is never sharded
     assert group is not None
     k, v, _ = cache.operands
-    # The rows of each rank's shard differ, so the ranks do not compare the values of bounds and sinks.
+    # The ranks do not compare the values of bounds and sinks, because their rows differ.
     described_sinks = num_sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
     describe = partial(_as_call, q, cache, window, described_sinks, factor)
     transport = connect.connect(group.group_name, q.device, call=describe)
     key = q.shape, k.shape[2:], v.shape, q.dtype, window, described_sinks, factor, cache.block, cache.layout
     with in_call(transport):
         transport.watchdog.record_call(key, describe, cached=cache.length)
-        # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
+        # All ranks pass the same q, so all ranks return here.
         if not len(q):
             return q.new_zeros(*q.shape[:3], v.shape[3])
         return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, transport)
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: Any, scale: float) -> Call:
-    """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
+    """Return all settings that must be the same on all ranks, by their names in error messages."""
     k, v, _ = cache.shard
     shape: Call = {
         "the call": "decode_attention",
@@ -429,8 +407,7 @@ def _rows_of_window(
     _check_num_queries(num_queries, length)
     sinks, window = _limit(sinks, window, length)
     at = torch.arange(length - num_queries, length, device="cpu")
-    # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
-    # whose positions lie in the window of each query.
+    # Positions are sorted, and unused rows have the largest possible position.
     lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
     if sinks is not None:
         sinks = int(torch.searchsorted(positions, sinks))
@@ -441,10 +418,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the result of `_rows_of_window` for a cache on one rank that holds sequences of these lengths.
-
-    On one rank, the row of a token is its position in its sequence.
-    """
+    """Return the result of `_rows_of_window` for one rank, where the row of a token is its position in its sequence."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
@@ -468,7 +442,7 @@ def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
-    # Kernels are launched faster if all addresses are multiples of 16 bytes, so each row is padded to a multiple of 4 numbers.
+    # Each row is padded to 16 bytes, because kernels are launched faster with aligned addresses.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")
     numbers[2] = sinks or 0
@@ -478,13 +452,9 @@ def _upload(
 
 
 def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport) -> Tensor:
-    """Merge the states of all ranks, and return the output (B, N, Hq, Dv) in `dtype` on every rank.
-
-    One all-gather sends the state of every rank to all other ranks. All ranks then merge the states in the order of the ranks,
-    so all ranks compute the same bits.
-    """
+    """Merge the states of all ranks, and return the output (B, N, Hq, Dv) in `dtype` on every rank."""
     m, l, o = state
-    # With few queries, the time of the exchange depends mainly on the number of messages. Therefore m, l and o are one message.
+    # With few queries, the time depends mainly on the number of messages. Therefore m, l and o are one message.
     own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
     hop = transport.watchdog.start("decoding", 0, 1, ())
     gather = partial(transport.messages.all_gather, own)

@@ -1,17 +1,14 @@
-"""Define layouts. A layout determines which positions of the sequence each rank holds.
+"""Layouts, which determine the positions of the sequence that each rank holds, as a sorted list.
 
-In every layout, the shard of a rank is a sorted list of positions of the whole sequence. The following table shows which rank
-holds each of twelve positions, for P = 3 ranks:
+The rank of each of twelve positions, for P = 3 ranks:
 
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds chunk r of P; under a causal mask the last rank has the most work
     zigzag       0 0 1 1 2 2 2 2 1 1 0 0      rank r holds chunks r and 2P-1-r of 2P: equal work under a causal mask
     striped      0 1 2 0 1 2 0 1 2 0 1 2      rank r holds every P-th position: equal work, even with short documents
     assigned     1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length, each assigned to a rank; see `ringattn.load_balance`
 
-If the number of chunks does not divide the sequence length S, the lengths of the chunks differ by at most one position. In an
-assigned layout, all chunks have the same length, except for the last chunk, which may be shorter. A rank may hold no position
-at all. `Layout.split` turns a layout over R ranks into a layout over R x U ranks. Each of the U ranks of a group then holds a
-slice of a shard of the original layout.
+The lengths of contiguous and zigzag chunks differ by at most one position. The last assigned chunk may be shorter. A rank may
+hold no position. `Layout.split` divides each shard among a group of U ranks.
 """
 
 from collections.abc import Sequence
@@ -33,9 +30,8 @@ KINDS = ("contiguous", "zigzag", "striped")
 class Layout:
     """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
 
-    `kind`, `seq_len` and `ranks` determine the layout completely, so that an operator can receive a layout as a string and two
-    integers. `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,...", which lists the rank that holds each chunk of
-    <rows> rows. If the layout is split for groups of U ranks, `kind` ends with "/<U>".
+    `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,..." with the rank of each chunk of <rows> rows. If the layout is
+    split for groups of U ranks, it ends with "/<U>". An operator can receive a layout as this string and two integers.
     """
 
     kind: str
@@ -44,7 +40,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
-            # object.__setattr__ is necessary, because a frozen dataclass forbids normal assignment.
+            # A frozen dataclass forbids normal assignment.
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 1))
         if not isinstance(self.kind, str):
             raise ValueError(f"the kind of the layout is {shown(self.kind)}: it must be one of {', '.join(KINDS)}")
@@ -76,8 +72,7 @@ class Layout:
         """Return the layout in which rank `owners[i]` holds chunk i of `rows` positions. The last chunk may be shorter.
 
         Raises:
-            ValueError: the number of owners differs from the number of chunks of the sequence, `owners` is empty, or an owner
-                is not a rank.
+            ValueError: there is not one owner per chunk of the sequence, or an owner is not a rank.
         """
         rows = as_integer("rows", rows, 1)
         owners = owners.tolist() if hasattr(owners, "tolist") else owners  # accepts tensors and arrays as well
@@ -99,22 +94,21 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """The number of ranks among which each shard of `whole` is divided; 1 if the layout is not split."""
+        """The number of ranks among which each shard of `whole` is divided."""
         return int(self.kind.partition("/")[2] or 1)
 
     @property
     def whole(self) -> "Layout":
-        """The layout from which `split` created this layout. If this layout is not split, `whole` is the layout itself."""
+        """The layout before `split`."""
         return Layout(self.kind.partition("/")[0], self.seq_len, self.ranks // self.parts)
 
     @property
     def name(self) -> str:
-        """A short name for logs: the kind of the layout without the list of the ranks that hold the chunks."""
+        """A short name for logs, without the list of the ranks of the chunks."""
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # A caller may save the positions for a backward pass or read their values. Therefore they must be an ordinary tensor with
-    # values, even if the call is made in inference mode or by a compiler.
+    # A caller may need an ordinary tensor with values, even in inference mode or under a compiler.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
@@ -130,22 +124,22 @@ class Layout:
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def _positions(self, rank: int) -> Tensor:
-        """Return `positions`, but without copying the cached tensor, which must not be modified."""
+        """Return `positions` without copying the cached tensor, which must not be modified."""
         begin, count = self.pieces(rank)
-        # The subtraction makes the numbers of the rows start at 0 in each piece.
+        # The numbers of the rows start at 0 in each piece.
         rows = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
         return torch.from_numpy(np.repeat(begin, count) + self.stride * rows)
 
     @property
     def stride(self) -> int:
-        """The distance between two neighbouring positions of a piece, see `pieces`."""
+        """The distance between neighbouring positions of a piece, see `pieces`."""
         return self.ranks // self.parts if self.kind.startswith("striped") else 1
 
     @cached(maxsize=256)
     def pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (begin, count) of the pieces of a rank's shard: int64 (pieces,), read-only.
+        """Return (begin, count) of the non-empty pieces of a rank's shard: int64 (pieces,), read-only.
 
-        Piece i contains the positions begin[i] + j * stride for j = 0 to count[i] - 1, and no piece is empty.
+        Piece i contains the positions begin[i] + j * stride for j = 0 to count[i] - 1.
 
         Raises:
             ValueError: the layout has no such rank.
@@ -154,7 +148,7 @@ class Layout:
         if self.parts > 1:
             whole, part = self.whole, rank % self.parts
             begin, count = whole.pieces(rank // self.parts)
-            # The rows of the whole shard that this part contains, clamped to the rows of each piece.
+            # The rows of this part, clamped to each piece.
             rows = int(count.sum())
             first, end = part * rows // self.parts, (part + 1) * rows // self.parts
             before = count.cumsum() - count
@@ -183,7 +177,6 @@ class Layout:
         return _rows(self, rank)
 
     def _bounds(self, rank: int) -> list[tuple[int, int]]:
-        """Return (begin, end) of each of a rank's chunks in a contiguous or zigzag layout."""
         chunks = [rank] if self.kind == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
         total = self.ranks * len(chunks)
         return [(i * self.seq_len // total, (i + 1) * self.seq_len // total) for i in chunks]
@@ -204,10 +197,10 @@ class Layout:
         as_integer("rank", rank, high=self.ranks - 1, remedy=", a rank of the layout")
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the rows of `x` that `rank` holds. `x` is a whole sequence, with `seq_len` rows along dimension `dim`.
+        """Return the rows of `x` that `rank` holds. `x` has the rows of the whole sequence along dimension `dim`.
 
         Raises:
-            ValueError: `x` does not have `seq_len` rows, or the layout has no rank `rank`.
+            ValueError: `x` does not have `seq_len` rows, or the layout has no such rank.
         """
         self._check_rank(rank)
         _check_dim(x, dim)
@@ -219,20 +212,16 @@ class Layout:
         return x.index_select(dim, self._positions(rank).to(x.device))
 
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-        """Return the whole sequence on every rank, with the rows in the order of their positions.
-
-        `unshard` is the inverse of `shard`. `unshard` is not differentiable.
+        """Return the whole sequence on every rank, in the order of positions: the inverse of `shard`. It is not differentiable.
 
         Args:
-            x: either this rank's rows, which are gathered over `group`, or a list with the rows of every rank. A list needs no
-                group.
-            group: the group of all ranks of the layout; None for the default group of torch.distributed. (In attention calls
-                such as `ring_attention`, group=None has a different meaning: this process alone.)
+            x: this rank's rows, which are gathered over `group`, or a list with the rows of every rank, which needs no group.
+            group: the group of all ranks of the layout; None for the default group (in attention calls: for this process
+                alone).
             dim: the dimension of the rows.
 
         Raises:
-            ValueError: a shard does not have the number of rows that the layout prescribes, the group has a different number of
-                ranks than the layout, or `x` requires a gradient.
+            ValueError: a shard has a wrong number of rows, the group has a wrong number of ranks, or `x` requires a gradient.
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
@@ -245,7 +234,7 @@ class Layout:
         if (given := [shard.shape[dim] for shard in x]) != rows:
             raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
-        # The concatenated positions of all ranks are a permutation of 0 to S - 1. argsort returns the inverse permutation.
+        # argsort returns the inverse permutation.
         order = torch.cat([self._positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
@@ -261,8 +250,7 @@ class Layout:
         if x.shape[dim] != rows[rank := dist.get_rank(group)]:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)
-        # all_gather requires tensors of equal shape, but shards may differ in length. Therefore every shard is padded to the
-        # length of the longest shard.
+        # all_gather requires tensors of equal shape.
         padded = x.new_zeros(max(rows), *x.shape[1:])
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in rows]

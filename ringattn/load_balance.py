@@ -1,16 +1,11 @@
-"""Find the layout that gives every rank the same work.
+"""Find the layout that gives every rank the same work under a mask.
 
-The mask is known before attention is computed, so this module can count the work of each rank in advance.
+The unit of work is a tile of 128 queries x 128 keys with at least one unmasked pair. A rank computes the tiles of its queries
+in the KV ring, and the tiles of its keys in the state ring. Both numbers must be the same on all ranks.
 
-The unit of work is a tile of 128 queries x 128 keys, as in the kernels. Only tiles with at least one unmasked pair count. In
-the KV ring, a rank computes the tiles of its queries. In the state ring, a rank computes the tiles of its keys. Each of these
-two numbers must be the same on all ranks.
-
-No fixed layout suits packed documents of many lengths. Contiguous and zigzag layouts do not balance the work of such documents.
-The striped layout balances the work, but divides the sequence so finely that most tiles of short documents are nearly empty.
-Therefore this module assigns chunks of the sequence to ranks one by one, from the most expensive chunk to the cheapest. In
-every round, each rank receives one chunk. The chunks of a round are assigned such that the loads of all ranks become as equal
-as possible.
+No fixed layout suits packed documents of many lengths: contiguous and zigzag layouts do not balance them, and the striped
+layout makes most tiles of short documents nearly empty. Therefore chunks of the sequence are assigned to ranks one by one, from
+the most expensive chunk to the cheapest, in rounds of one chunk per rank.
 """
 
 from functools import lru_cache
@@ -37,16 +32,14 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
     first, last = map(np.concatenate, zip(*ends, strict=True))
     num_tiles = np.array([len(first) for first, _ in ends])
-    # The bounds of the intervals never decrease. In a tile of queries, the first query therefore has the smallest lo, and the
-    # last query has the largest hi. All keys of the tile lie between these two bounds.
+    # The bounds never decrease, so the first query of a tile has its smallest lo, and the last query has its largest hi.
     lo, _ = intervals_at(mask, layout.seq_len, first)
     _, hi = intervals_at(mask, layout.seq_len, last)
     before_lo, before_hi = RowsBefore(layout, lo), RowsBefore(layout, hi)
     by_key_rank = []
     for rank in range(layout.ranks):
         begin, end = before_lo.rows(rank), before_hi.rows(rank)
-        # -(-n // m) is an integer division that rounds up. The first tile contains the first key (begin // TILE rounds down),
-        # and the last tile contains the last key (the division of `end` rounds up).
+        # -(-n // m) rounds up.
         counts = np.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
         by_key_rank.append(reduce_by_rank(np.add, counts, num_tiles))
     return torch.from_numpy(np.stack(by_key_rank, 1))
@@ -55,17 +48,16 @@ def work(mask: Mask, layout: Layout) -> Tensor:
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     """Return the layout whose busiest rank has the least work under `mask`.
 
-    There are four candidates, in this order: the contiguous layout, the zigzag layout, a layout of chunks that are assigned for
-    this mask, and the striped layout. The function returns the first candidate whose busiest rank has at most 1.04 times an
-    equal share of the work. The candidates with the fewest pieces come first, because with fewer pieces fewer ranks need to
-    communicate and fewer tiles are partly masked. If no candidate is balanced this well, the function returns the candidate
-    whose busiest rank has the least work. The result depends only on the arguments, so all ranks compute the same layout.
+    The candidates are, in this order, the contiguous layout, the zigzag layout, a layout of chunks that are assigned for this
+    mask, and the striped layout. The first candidate whose busiest rank has at most 1.04 times an equal share of the work is
+    returned, because layouts with fewer pieces need fewer messages and fewer partly masked tiles. If there is none, the
+    candidate with the least work on its busiest rank is returned. All ranks compute the same layout, in a few milliseconds.
 
-    The shards of an assigned layout differ in length by less than two chunks. The number of rows of a chunk is S / (64 P),
-    rounded up to a multiple of 128. The computation takes a few milliseconds.
+    The shards of an assigned layout differ in length by less than two chunks of S / (64 P) rows, rounded up to a multiple of
+    128.
 
     Args:
-        mask: the mask of the training step. If batch entries have different documents, the work of all batch entries is added.
+        mask: the mask of the training step. The work of all batch entries is added.
         seq_len: S, the number of positions.
         ranks: P.
 
@@ -101,7 +93,6 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     share = min(int(x.sum()) for x in tiles) / ranks
     busiest = [int(max(x.sum(1).max(), x.sum(0).max())) for x in tiles]
     good_enough = max(min(busiest), SLACK * share)
-    # The candidates are ordered by their numbers of pieces, so the first balanced candidate needs the fewest messages.
     return next(layout for layout, tiles in zip(candidates, busiest, strict=True) if tiles <= good_enough)
 
 
@@ -114,19 +105,17 @@ def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
 def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     tiles_per_chunk = _tiles_per_chunk(seq_len, ranks)
     costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
-    # Expensive chunks are assigned first, because the cheap chunks of later rounds can then still balance the loads. The sort
-    # is stable, so that all ranks compute the same order.
+    # The cheap chunks of later rounds can still balance the loads. The sort is stable, so that all ranks compute the same
+    # order.
     order = (-costs.sum(1)).argsort(kind="stable")
     load, owners = np.zeros((2, ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # Every rank receives one chunk of this round. The mean cost of the chunks therefore does not influence the balance, and
-        # only the deviations from the mean count.
+        # Every rank receives one chunk of a round, so only the deviations from the mean cost count.
         excess = costs[chunks] - costs[chunks].mean(0)
         taken = 0.0 * load[0]  # infinite for ranks that already have a chunk of this round
         for i in (-(excess**2).sum(1)).argsort(kind="stable"):
-            # A chunk may be expensive because of its queries or because of its keys. The chosen rank has the least load of the
-            # kind in which this chunk is expensive.
+            # Choose the rank with the least load of the kind (queries or keys) in which this chunk is expensive.
             rank = (excess[i] @ load + taken).argmin()
             owners[chunks[i]] = rank
             load[:, rank] += excess[i]
@@ -135,17 +124,13 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """Return the number of tiles of each chunk's queries and the number of tiles of its keys: fp64 (chunks, 2).
-
-    The tiles are counted as if the whole sequence were one shard.
-    """
+    """Return the tiles of each chunk's queries and of its keys, fp64 (chunks, 2), as if the sequence were one shard."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)
     begin, end = lo // TILE, -(-hi // TILE)
-    # change[i] is a difference of two numbers: the number of query tiles whose interval begins at key tile i, minus the number
-    # of query tiles whose interval ends directly before key tile i. The cumulative sum of `change` is therefore the number of
-    # query tiles that attend to each key tile.
+    # The number of query tiles whose intervals begin at a key tile, minus the number of those whose intervals end before it, is
+    # the change of the number of query tiles that attend to it.
     starts, stops = (np.bincount(x.ravel(), minlength=len(first) + 1) for x in (begin, end))
     tiles = np.stack(((end - begin).sum(0), (starts - stops).cumsum()[:-1]), 1).astype(np.float64)
     return np.add.reduceat(tiles, np.arange(0, len(tiles), tiles_per_chunk))

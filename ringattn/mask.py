@@ -1,9 +1,7 @@
-"""Define masks in which every query may attend to one interval of key positions.
+"""Masks in which every query may attend to one interval of key positions, whose ends never decrease from query to query.
 
-From one query to the next, neither the start nor the end of the interval decreases. Causal masks, sliding windows, packed
-documents, full attention and all intersections of these masks have this form. The ring and the kernels therefore represent a
-mask by only two integers per query. `intervals_at` computes these integers, and is the only function that applies
-causality, windows and documents.
+Causal masks, sliding windows, packed documents, full attention and their intersections have this form. A mask is therefore two
+integers per query. Only `intervals_at` applies causality, windows and documents.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -26,7 +24,7 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all batch entries.
+    """Return one tuple of lengths per batch entry, or a single tuple, which applies to all of them.
 
     Empty documents are left out, because collators pad cu_seqlens by repeating its last entry.
     """
@@ -50,15 +48,12 @@ def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
 
 @dataclass(frozen=True)
 class Mask:
-    """A description of the keys that each query may attend to. `Mask.causal` and `Mask.full` create masks.
+    """The keys that each query may attend to. `Mask.causal` and `Mask.full` create masks.
 
-    Two attributes are computed from the fields. `lengths` holds the document lengths of all batch entries in one flat int64
-    tensor, which is empty without documents. Operators receive the documents of a mask as this tensor. `totals` holds, for each
-    batch entry, the number of tokens in its documents. `check` reads `totals` instead of the lengths. torch.compile therefore
-    guards only on the totals, and does not compile again when the documents have other lengths but the same total.
-
-    `lengths` and `totals` are not dataclass fields. Code that copies a mask field by field, such as FSDP, calls the constructor
-    with the fields, and `__post_init__` computes both attributes of the copy.
+    Two attributes follow from the fields. `lengths` contains the document lengths of all batch entries in one int64 tensor.
+    `totals` contains the number of tokens of each batch entry. `check` reads only the totals, so torch.compile does not compile
+    again for documents with the same total. The attributes are not dataclass fields, because code that copies a mask field by
+    field, such as FSDP, calls the constructor with the fields.
     """
 
     is_causal: bool
@@ -67,34 +62,31 @@ class Mask:
 
     def __post_init__(self) -> None:
         check_flag("is_causal", self.is_causal)
-        # A frozen dataclass forbids normal assignment, even in __post_init__.
+        # A frozen dataclass forbids normal assignment.
         object.__setattr__(self, "window", as_window(self.window))
         object.__setattr__(self, "documents", _per_entry(self.documents))
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
         if any(total > UNLIMITED for total in self.totals):
             raise ValueError(f"documents sum to {max(self.totals)} tokens: the sum must be at most 2**62")
         lengths = [length for entry in self.documents or () for length in entry]
-        # Under a fake-tensor mode, torch.tensor would create a fake tensor without values. `lengths` must have values, because
-        # the mask may be used after the mode has ended. Therefore the mode is suspended. While a compiler is tracing, the mode
-        # is not suspended, because a compiler cannot trace the context manager `unset_fake_temporarily`.
+        # Under a fake-tensor mode, torch.tensor would create a tensor without values, and the mask may be used after the mode
+        # has ended. A compiler cannot trace `unset_fake_temporarily`.
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
         with torch.inference_mode(False), real:  # a mask that is created during evaluation can then be used in training as well
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     def __reduce__(self):
-        # The constructor computes the attributes again, which is faster than pickling a tensor.
         return Mask, (self.is_causal, self.window, self.documents)
 
     @classmethod
     def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to the key at its own position and to all keys before its own position.
+        """Return a mask in which a query attends to the key at its own position and to all keys before it.
 
         Args:
-            window: the number of keys that a query attends to, which includes the key at its own position. The other keys are
-                those directly before it. None for all keys.
-            documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
-                A length of 0 has no effect. For cu_seqlens, pass `cu_seqlens.diff()`. Pass either one list or tensor for all
-                batch entries, or one list or tensor per batch entry. Pass None if the sequence is one document.
+            window: the number of newest keys that a query attends to, including the key at its own position. None for all keys.
+            documents: lengths of packed documents, which sum to S. A query attends to keys of its own document only. Pass one
+                list or tensor for all batch entries, or one per batch entry; for cu_seqlens, pass `cu_seqlens.diff()`. None for
+                one document.
 
         Raises:
             ValueError: the window is not an integer of at least 1, or a length is not an integer of at least 0.
@@ -103,22 +95,16 @@ class Mask:
 
     @classmethod
     def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to keys on both sides of its position.
-
-        With `window`, a query attends only to keys that are less than `window` positions away.
-
-        The arguments and the errors are the same as for `causal`.
+        """Return a mask in which a query attends to keys on both sides, less than `window` positions away. Otherwise as
+        `causal`.
         """
         return cls(False, window, _per_entry(documents))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
-        """Check that the documents describe `batch` sequences of `seq_len` tokens.
-
-        With batch=None, any number of sequences is valid.
+        """Check that the documents describe `batch` sequences of `seq_len` tokens; with None, any number of sequences.
 
         Raises:
-            ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists of documents is neither 1
-                nor `batch`.
+            ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
         """
         if self.documents is None:
             return
@@ -135,15 +121,13 @@ class Mask:
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return two int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU.
-
-        Query i attends to the positions from lo[:, i] to hi[:, i] - 1. Neither lo nor hi ever decreases along the sequence.
+        """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
+        hi[:, i] - 1.
 
         Args:
             seq_len: the number of positions.
-            num_queries: the number of queries. The last query is at the last position, and the other queries are at the
-                positions before the last one. If there are more queries than positions, the first queries have negative
-                positions. None for one query per position.
+            num_queries: the number of queries, which are at the last positions; None for one query per position. With more
+                queries than positions, the first queries have negative positions.
 
         Raises:
             ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
@@ -152,32 +136,25 @@ class Mask:
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
-        """Return the number of (query, key) pairs of each batch entry.
-
-        The list has one number if all entries have the same mask.
-
-        The arguments and the errors are the same as for `intervals`.
+        """Return the number of (query, key) pairs of each batch entry, or one number for all. The arguments are those of
+        `intervals`.
         """
         first = _first_query(self, seq_len, num_queries)
         starts = np.unique(np.clip(np.concatenate(((first, seq_len), *kinks(self, seq_len))), first, seq_len))
-        # From one of these positions to the next, lo and hi are arithmetic progressions. Their sums follow from both ends.
+        # lo and hi are arithmetic progressions between these positions.
         lo, hi = (x + y for x, y in zip(*(intervals_at(self, seq_len, x) for x in (starts[:-1], starts[1:] - 1)), strict=True))
         return ((hi - lo) * np.diff(starts) // 2).sum(1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
-        """Return the mask whose documents have the given lengths.
-
-        `lengths` is one flat list of integers with the lengths of all batch entries, like the attribute `lengths` of a mask.
-        The lengths that belong to one batch entry sum to `seq_len`.
-        """
+        """Return the mask with the given `lengths` of the documents of all batch entries, as in the attribute `lengths`."""
         ends = [i + 1 for i, total in enumerate(accumulate(lengths)) if total % seq_len == 0]
         entries = tuple(tuple(lengths[begin:end]) for begin, end in pairwise([0, *ends]))
         return cls(is_causal, window, entries or None)
 
 
 def as_window(window: object) -> int | None:
-    """Return `window` as an int, or None. A window beyond 2**62 is the same as a window of 2**62.
+    """Return `window` as an int of at most 2**62, or None.
 
     Raises:
         ValueError: the window is neither None nor an integer of at least 1.
@@ -199,10 +176,7 @@ def check_mask(mask: Mask) -> None:
 @lru_cache(maxsize=8)
 @unset_fake_temporarily()  # the cached tensors must be real tensors, because a later call may need their values
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals of `mask`, like `Mask.intervals`, but without copying the cached tensors.
-
-    The result must not be modified.
-    """
+    """Return `Mask.intervals` without copying the cached tensors, which must not be modified."""
     first = _first_query(mask, seq_len, num_queries)
     lo, hi = intervals_at(mask, seq_len, np.arange(first, seq_len))
     return torch.from_numpy(lo), torch.from_numpy(hi)
@@ -220,15 +194,10 @@ def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
 def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Return the intervals (lo, hi) of the queries at some positions: int64 (1 or B, number of positions).
 
-    This function applies causality, the window and the documents of the mask. All other functions use the intervals, and need
-    not apply causality, windows or documents again.
-
     Args:
-        mask: the mask.
         seq_len: the number of positions of keys.
-        positions: int64 (n,), the positions of the queries. A position before the sequence is negative.
-        transposed: return the intervals of the transposed mask. `positions` are then positions of keys, and the queries from
-            lo to hi - 1 may attend to the key. There is one query per position of the sequence.
+        positions: int64 (n,), the positions of the queries, negative before the sequence.
+        transposed: `positions` are those of keys, and the result is the interval of queries that attend to each key.
 
     Raises:
         ValueError: the documents do not sum to `seq_len`.
@@ -239,15 +208,15 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
         document = edges[1:-1].searchsorted(positions, side="right")
         np.maximum(edges[document], positions - before, out=lo[i])
         np.minimum(edges[document + 1], positions + (after + 1), out=hi[i])
-    # Under a causal mask, hi would be negative for queries at negative positions. It must be at least 0.
+    # hi would be negative for causal queries at negative positions.
     return lo, np.maximum(hi, 0, out=hi)
 
 
 def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
     """Return the positions at which lo or hi jump, start to grow or stop growing: int64, one array per batch entry.
 
-    From each of these positions to the next one, lo is constant or grows by 1 per position, and the same is true of hi. The
-    positions are not sorted, and some of them may lie outside the sequence. The arguments are those of `intervals_at`.
+    Between them, lo and hi are constant or grow by 1 per position. They are not sorted, and some may lie outside the sequence.
+    The arguments are those of `intervals_at`.
     """
     before, after = _reach(mask, transposed)
     return [np.concatenate((edges, edges[:-1] + before, edges[1:] - (after + 1), [-after])) for edges in _edges(mask, seq_len)]
@@ -255,7 +224,7 @@ def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray
 
 def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
     """Return how many keys before and after its own position a query may attend to, if its document is long enough."""
-    # The limit prevents an overflow of the sum of a position and a window.
+    # The limit prevents an overflow.
     reach = min(mask.window or UNLIMITED, UNLIMITED) - 1
     before, after = reach, 0 if mask.is_causal else reach
     return (after, before) if transposed else (before, after)

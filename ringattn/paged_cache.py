@@ -1,8 +1,7 @@
-"""Define a paged cache, which stores the keys and values of several sequences of different lengths on one rank.
+"""A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
 
-A contiguous cache must reserve the largest length for every sequence. In a paged cache, all sequences take pages of equal size
-from one pool when they need them (Kwon et al. 2023, PagedAttention). Row i of a sequence is row i % page_size of a page. The
-page table contains the number of this page in column i // page_size:
+All sequences take pages of equal size from one pool. Row i of a sequence is row i % page_size of the page whose number is in
+column i // page_size of the page table:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
@@ -18,18 +17,15 @@ from torch import Tensor
 from ringattn.kernels.validation import as_integer, check_dense, check_fit, check_new_tokens, check_rows, shown
 from ringattn.spec import autocast
 
-PAGE_UNIT = 64  # page sizes are multiples of this number of tokens, so that a tile of keys of the kernels lies within one page
+PAGE_UNIT = 64  # page sizes are multiples of it, so that a tile of keys of the kernels lies within one page
 
 
 class PagedKVCache:
-    """The keys and values of several growing sequences, in pages that the sequences share.
+    """The keys and values of several growing sequences, one per batch entry, which `decode_attention` accepts like a `KVCache`.
 
-    `decode_attention` accepts this cache in place of a `KVCache`. Every sequence is one batch entry. The cache allocates its
-    memory once, when it receives the first keys. Sequences take pages when they grow, and return pages in `truncate`.
-
-    As in `KVCache`, `append` also accepts a tensor on the GPU that contains the rows at which to store the tokens. The pages of
-    these rows must be reserved before a graph is replayed. `reserve` changes the page table in place, so a graph that was
-    captured earlier reads the new pages:
+    The memory is allocated once, when the cache receives the first keys. Sequences take pages when they grow, and `truncate`
+    returns pages. As in `KVCache`, `append` accepts rows on the GPU, whose pages must be reserved before a graph is replayed.
+    `reserve` changes the page table in place, so a captured graph reads the new pages:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -40,8 +36,7 @@ class PagedKVCache:
         cache.reserve([length + 1 for length in cache.lengths])
         graph.replay()
 
-    `lengths` does not count tokens that are stored in this way. A token whose page is not reserved is lost without an error,
-    because the host does not know its row.
+    `lengths` does not count these tokens. A token whose page is not reserved is lost without an error.
 
     Attributes:
         lengths: the number of tokens of each sequence.
@@ -57,11 +52,11 @@ class PagedKVCache:
         Args:
             pages: the number of pages of all sequences together.
             batch: the number of sequences.
-            capacity: the maximum number of tokens of one sequence. It determines the number of columns of the page table.
+            capacity: the maximum number of tokens of one sequence.
             page_size: the number of tokens per page, a multiple of 64.
 
         Raises:
-            ValueError: a number is not an integer of at least 1, or the page size is not a multiple of 64.
+            ValueError: an argument is invalid.
         """
         pages, batch = as_integer("pages", pages, 1), as_integer("batch", batch, 1)
         capacity, page_size = as_integer("capacity", capacity, 1), as_integer("page_size", page_size, 1)
@@ -74,7 +69,7 @@ class PagedKVCache:
         self._num_pages = [0] * batch  # the number of pages of each sequence
         with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
-            # One additional page receives the tokens of rows without a page. Its number is in all unused cells of the table.
+            # One additional page receives the tokens of rows without a page. Unused cells of the table contain its number.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._table
@@ -89,15 +84,14 @@ class PagedKVCache:
         """Add the next tokens of all sequences, or of one sequence, for example a prompt. No gradients flow through the cache.
 
         Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the keys and values of the next N tokens of each sequence. With `entry`, B
-                is 1.
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence. With `entry`, B is 1.
             entry: the index of the only sequence that grows. None for all sequences.
-            rows: the rows of the sequences at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache. The
-                call then does not wait for the GPU and does not change `lengths`. Rows must be below the capacity.
+            rows: the rows of the sequences at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache,
+                below the capacity. The call then does not wait for the GPU and does not change `lengths`.
 
         Raises:
-            ValueError: too few pages are free, the tokens exceed the capacity, they have a different shape or dtype than the
-                earlier tokens, or attention does not support their shape or dtype.
+            ValueError: too few pages are free, the tokens exceed the capacity or do not suit the earlier tokens, or attention
+                does not support their shape or dtype.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -116,10 +110,10 @@ class PagedKVCache:
             self.lengths[i] += num_tokens
 
     def reserve(self, lengths: list[int]) -> None:
-        """Take as many pages as the sequences need for these numbers of tokens, so that replays of a graph can append tokens.
+        """Take the pages that the sequences need for these numbers of tokens, so that replays of a graph can append tokens.
 
         Raises:
-            ValueError: too few pages are free, or a length exceeds the capacity. In both cases, no sequence takes a page.
+            ValueError: too few pages are free, or a length exceeds the capacity. Then no sequence takes a page.
         """
         lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths  # accepts tensors and arrays as well
         if not isinstance(lengths, Sequence) or len(lengths) != len(self.lengths):
@@ -127,12 +121,10 @@ class PagedKVCache:
         self._reserve({i: as_integer("a length", length) for i, length in enumerate(lengths)})
 
     def truncate(self, entry: int, length: int) -> None:
-        """Remove the newest tokens of a sequence, so that its first `length` tokens remain, and give the unused pages back.
-
-        With length 0, the sequence is finished, and a new sequence may use the entry.
+        """Keep the first `length` tokens of a sequence, and return its unused pages. With 0, a new sequence may use the entry.
 
         Raises:
-            ValueError: there is no such sequence, or the length is not an integer between 0 and the length of the sequence.
+            ValueError: there is no such sequence, or the length is not an integer between 0 and its length.
         """
         entry = self._index(entry)
         length = as_integer("length", length, high=self.lengths[entry], remedy=", the tokens of the sequence")
@@ -146,7 +138,7 @@ class PagedKVCache:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys and values (pages + 1, page size, Hkv, D) and (pages + 1, page size, Hkv, Dv), and the page table.
+        """Keys and values (pages + 1, page size, Hkv, D or Dv), and the page table.
 
         Raises:
             ValueError: the cache has never held a token.
@@ -159,7 +151,6 @@ class PagedKVCache:
         return as_integer("entry", entry, high=len(self.lengths) - 1, remedy=", the index of a sequence")
 
     def _check_batch(self, k: Tensor, v: Tensor, entry: int | None) -> None:
-        """Raise ValueError unless new keys and values suit the cache."""
         batch = len(self.lengths) if entry is None else 1
         if k.shape[0] != batch:
             raise ValueError(f"k has {k.shape[0]} batch entries: it must have {batch}, one for each sequence that grows")
@@ -167,7 +158,7 @@ class PagedKVCache:
             check_new_tokens((k, v), (self._k, self._v), batch)
 
     def _reserve(self, lengths: dict[int, int]) -> None:
-        """Take the pages that sequences need for the given lengths. The keys of `lengths` are the indices of the sequences."""
+        """Take the pages that sequences need for the given lengths, by index."""
         longest = max(lengths.values(), default=0)
         if longest > self.capacity:
             raise ValueError(f"{longest} tokens exceed the capacity {self.capacity} of a sequence: create a larger cache")
@@ -199,14 +190,12 @@ class PagedKVCache:
             self.page_table.view(-1).index_copy_(0, update[0], update[1].int())
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
-        """Allocate the memory of the cache for keys and values of these dtypes and heads, unless it is allocated."""
         if self._k is None:
             with torch.inference_mode(False):
                 self._k, self._v = (x.new_zeros(self.pages + 1, self.page_size, *x.shape[2:]) for x in (k, v))
                 self.page_table = self._table.to(k.device, copy=True)
 
     def _write(self, k: Tensor, v: Tensor, rows: Tensor, entry: int | None) -> None:
-        """Store tokens at the given rows, see `append`."""
         if self._k is None or entry is not None:
             raise ValueError("rows requires entry=None and a cache that holds tokens: call append without rows first")
         self._check_batch(k, v, None)

@@ -1,8 +1,7 @@
-"""Count the work of attention between shards from documents and pieces of shards, without looking at every token.
+"""Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard in which each bound of the intervals either stays the same or grows with the position. The
-number of runs depends on the number of documents and on the number of pieces of the shards, but not on the number of tokens.
-Sums over the rows of a run follow from its first row and its last row.
+A run is a range of rows of one shard in which each bound of the intervals is constant or grows with the position, so sums over
+a run follow from its first row and its last row. The number of runs depends on the documents and the pieces of the shards.
 """
 
 from dataclasses import dataclass, replace
@@ -16,10 +15,7 @@ from ringattn.mask import Mask, intervals_at, kinks
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The runs of all ranks, in the order of the ranks and of their rows. R is the number of runs, and B the number of masks.
-
-    All batch entries have the same runs. A run of one entry may therefore be divided because of the documents of another entry.
-    """
+    """The R runs of all ranks, in the order of the ranks and rows. All of the B masks have the same runs."""
 
     layout: Layout
     rank: np.ndarray  # (R,), the rank that holds the rows
@@ -30,7 +26,7 @@ class Runs:
 
     @cached_property
     def before(self) -> tuple["RowsBefore", "RowsBefore"]:
-        """Two objects that count the rows of any rank before lo and before hi."""
+        """The counts of the rows of any rank before lo and before hi."""
         return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
 
     def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,20 +52,18 @@ class Runs:
         return (hi - lo).sum(0)
 
     def reduce(self, operation: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Reduce the values (R,) of the runs of each rank, see `reduce_by_rank`."""
         return reduce_by_rank(operation, values, self.num_runs)
 
     @cached_property
     def num_runs(self) -> np.ndarray:
-        """The number of runs of each rank: int64 (ranks,)."""
+        """int64 (ranks,)."""
         return np.bincount(self.rank, minlength=self.layout.ranks)
 
     def select(self, index: np.ndarray | slice) -> "Runs":
-        """Return the runs with these indices."""
         return Runs(self.layout, *(x[..., index] for x in (self.rank, self.row, self.count, self.lo, self.hi)))
 
     def shorten(self, count: np.ndarray) -> "Runs":
-        """Return the first `count` rows of every run. `count` is at least 1."""
+        """Return the first `count` >= 1 rows of every run."""
         last = self.layout.stride * (count - 1)
         lo, hi = (np.stack((first, first + (end > first) * last)) for first, end in (self.lo, self.hi))
         return replace(self, count=count, lo=lo, hi=hi)
@@ -77,7 +71,7 @@ class Runs:
 
 @lru_cache(maxsize=8)
 def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
-    """Return the runs of the queries of all ranks. If `transposed` is true, the rows are keys, as in `mask.intervals_at`."""
+    """Return the runs of the queries of all ranks, or of the keys if `transposed`, as in `mask.intervals_at`."""
     stride, seq_len = layout.stride, layout.seq_len
     before = RowsBefore(layout, np.unique(np.concatenate(kinks(mask, seq_len, transposed)).clip(0, seq_len)))
     columns: list[list[np.ndarray]] = [[], [], [], []]
@@ -85,8 +79,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # At the ends of a slice of a stripe, the numbers of rows before a position do not grow evenly. Therefore each row of
-        # such a slice is a run.
+        # In a slice of a stripe, the numbers of rows before a position do not grow evenly, so each row is a run.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))
@@ -99,10 +92,10 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
 
 
 class RowsBefore:
-    """Count the rows of any rank before given positions. Values that do not depend on the rank are computed only once."""
+    """Count the rows of any rank before given positions."""
 
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
-        """Create the object for positions from 0 to `layout.seq_len`, int64 of any shape."""
+        """`positions` are from 0 to `layout.seq_len`, int64 of any shape."""
         self.layout, self.positions = layout, positions
 
     @cached_property
@@ -123,14 +116,14 @@ class RowsBefore:
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Return the sum of `rows` over the bounds of all rows of each run, int64 (B, R).
+        """Return the sums of `rows` over the bounds of all rows of each run, int64 (B, R).
 
         The positions of this object must be lo or hi of runs, (2, B, R). `count` contains the number of rows of each run.
         """
         rows = self.rows(rank)
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
             return rows.sum(0) * count // 2
-        # For each position x: the sum, over all positions before x, of the number of rows before this position.
+        # the sums of the numbers of rows over all earlier positions
         _, offset, owner = self._pieces
         inside = (owner == rank) * (offset * (offset - 1) // 2)
         first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * offset + inside
@@ -149,7 +142,7 @@ def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, i
     Returns:
         The first position and the rank of each piece, int64 (pieces,). Then two tables (2, ranks, pieces): the number of rows
         of a rank before a piece, and the sum of these numbers for all positions before the piece. Finally the length of the
-        pieces, or 0 if their lengths differ. The last piece may be shorter.
+        pieces, or 0 if their lengths differ.
     """
     pieces = [layout.pieces(rank) for rank in range(layout.ranks)]
     begin, count = map(np.concatenate, zip(*pieces, strict=True))
@@ -170,7 +163,7 @@ def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, i
 
 @lru_cache(maxsize=8)
 def _strided_pieces(layout: Layout) -> np.ndarray:
-    """Return (begin, count) of the only piece of every rank of a striped layout: int64 (2, ranks). A rank may hold no row."""
+    """Return (begin, count) of the only piece of every rank of a striped layout: int64 (2, ranks)."""
     table = np.zeros((2, layout.ranks), dtype=np.int64)
     for rank in range(layout.ranks):
         table[:, rank] = [x.sum() for x in layout.pieces(rank)]
@@ -186,13 +179,7 @@ def positions_of_rows(layout: Layout, rank: int, rows: np.ndarray) -> np.ndarray
 
 
 def reduce_by_rank(operation: np.ufunc, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Reduce the values of each rank: int64 (ranks,). The result for a rank without values is 0.
-
-    Args:
-        operation: the operation, such as `np.add`.
-        values: the values of all ranks, in the order of the ranks.
-        sizes: the number of values of each rank: (ranks,).
-    """
+    """Reduce the values of each rank, `sizes[rank]` consecutive ones: int64 (ranks,), 0 without values."""
     reduced, first = np.zeros(len(sizes), dtype=np.int64), sizes.cumsum() - sizes
     reduced[sizes > 0] = operation.reduceat(values, first[sizes > 0])
     return reduced

@@ -1,7 +1,6 @@
-"""This module defines `AttentionSpec`, the record of the settings of an attention call, and validates public calls.
+"""`AttentionSpec`, the record of the settings of an attention call, and the validation of public calls.
 
-A public call validates its arguments once, turns them into an `AttentionSpec`, and passes the spec on to the operator
-(`ringattn.custom_op`). All functions below the public call read the settings by name and do not validate them again.
+A public call validates its arguments once. All functions below it read the settings of the spec and do not validate them again.
 """
 
 from collections.abc import Sequence
@@ -23,10 +22,9 @@ from ringattn.planning.rank_plan import SCHEDULES
 
 
 class AttentionSpec(NamedTuple):
-    """The settings of one attention call, as tensors, numbers and strings.
+    """The settings of one attention call, as tensors, numbers and strings, which a compiler can trace.
 
-    Operators receive masks, layouts and groups as these fields, because a compiler can trace tensors, numbers and strings. The
-    order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
+    The order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
     """
 
     documents: Tensor  # lengths of the packed documents of all batch entries, int64 on the CPU; empty without documents
@@ -50,7 +48,7 @@ class AttentionSpec(NamedTuple):
 
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: Any) -> "AttentionSpec":
-        """Return the spec of a mask over a layout. `options` contains the remaining fields of the spec."""
+        """Return the spec of a mask over a layout, with `options` for the remaining fields."""
         return cls(
             documents=mask.lengths,
             is_causal=mask.is_causal,
@@ -75,16 +73,13 @@ class AttentionSpec(NamedTuple):
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
         if transport.size == 1:
             return
-        # A mask that is created in every layer has new documents with the same values. The key contains these values.
+        # The key contains the values of the documents, because every layer may create its own mask.
         documents = tuple(self.documents.tolist())
         key = name, q.shape, k.shape, v.shape, q.dtype, documents, self[1:], *others.values()
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
-        """Return the name and all settings that must be the same on all ranks. The keys are the names in error messages.
-
-        `others` contains further settings, which take precedence over the fields of the spec.
-        """
+        """Return all settings that must be the same on all ranks, by their names in error messages, updated by `others`."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -96,7 +91,7 @@ class AttentionSpec(NamedTuple):
         settings = {
             name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "route", "scale", "dropout_p")
         }
-        # A window of 0 means no window. Without dropout, the seed and the first head have no effect and may differ.
+        # Without dropout, the seed and the first head may differ.
         settings |= {"window": self.window or None}
         settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
@@ -104,14 +99,13 @@ class AttentionSpec(NamedTuple):
 
 
 def resolve_scale(q: Tensor, scale: float | None) -> float:
-    """Return `scale` as a float, or the default scale D ** -0.5 if `scale` is None.
+    """Return `scale` as a float, or D ** -0.5 for None.
 
     Raises:
         ValueError: the scale is not a number, or is a tensor that requires a gradient.
     """
     if scale is None:
-        # The next line must not fail if q has no dimensions or if the head dim is 0. For such a q, `check_attention` raises an
-        # error with a better message.
+        # `check_attention` raises an error for a q without dimensions or with head dim 0.
         return ((q.shape[-1] if q.ndim else 1) or 1) ** -0.5
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale requires a gradient, which attention does not compute: multiply q by scale and pass scale=1.0")
@@ -119,10 +113,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast the tensors to the autocast dtype if `torch.autocast` is enabled, as torch's own attention does.
-
-    fp64 tensors are not cast.
-    """
+    """Cast the tensors to the dtype of an enabled `torch.autocast`, except fp64, as torch's own attention does."""
     device = tensors[0].device
     if not under_autocast(device):
         return tensors
@@ -140,7 +131,7 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
 
 
 def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
-    """Raise ValueError unless q and k contain the tokens of this rank. Tensors without four dimensions are not checked."""
+    """Raise ValueError unless q and k contain this rank's tokens. Other numbers of dimensions are not checked."""
     rows = layout.rows(rank)
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] == k.shape[1] == rows:
         return
@@ -153,7 +144,7 @@ def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
 
 
 def check_choices(schedule: str, route: str, transport: str) -> None:
-    """Raise ValueError unless the names are in SCHEDULES, ROUTES and TRANSPORTS, and the transport supports the route."""
+    """Raise ValueError unless the names are known, and the transport supports the route."""
     choices = ("schedule", schedule, SCHEDULES), ("route", route, ROUTES), ("transport", transport, TRANSPORTS)
     for name, value, known in choices:
         validation.check_name(name, value, known)
@@ -174,9 +165,7 @@ def check_attention(
     backend: str,
     precision: str,
 ) -> None:
-    """Validate the arguments that all attention calls have in common, before any work starts. `ring_attention` explains them.
-
-    q, k and v must be dense tensors, see `check_dense`.
+    """Validate the arguments that all attention calls have in common, which `ring_attention` explains. q, k and v are dense.
 
     Raises:
         ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.

@@ -1,7 +1,6 @@
-"""This module defines `PartialState`, the result of attention for queries that have attended to only some of their keys.
+"""`PartialState`, the result of attention for queries that have attended to only some of their keys.
 
-Every distributed computation of attention merges partial states. A kernel merges the states of tiles, a ring merges the states
-of hops, and decoding merges the states of splits of a KV cache.
+Kernels merge the states of tiles, rings those of hops, and decoding those of splits of a KV cache.
 """
 
 from typing import NamedTuple
@@ -14,12 +13,12 @@ from ringattn.kernels.validation import FLOAT_DTYPES, as_integer, shown
 
 
 class PartialState(NamedTuple):
-    """The state of the softmax of each query: the maximum m of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v.
+    """The softmax state of each query: m (B, N, H), the maximum of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v
+    (B, N, H, D).
 
-    The tensors are fp32 (fp64 for fp64 queries). m and l have shape (B, N, H), and o has shape (B, N, H, D). A query that has
-    not attended to any key has the state (-inf, 0, 0), which is the identity of `merge`. In a state of the Hopper kernels, m
-    may be smaller than the maximum of the scores. l and o are then both larger by the same factor. Such a state represents the
-    same attention result, so `finalize` returns the same out and lse up to rounding, even after merges.
+    The tensors are fp32 (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. The
+    Hopper kernels may return a smaller m, and l and o that are larger by the same factor. `finalize` then returns the same
+    results, up to rounding.
     """
 
     m: Tensor
@@ -31,13 +30,13 @@ class PartialState(NamedTuple):
         """Return the state of queries that have not attended to any key.
 
         Args:
-            q: (B, N, H, D). Only the shape, dtype and device of q matter. The state is fp32, or fp64 for fp64 queries.
+            q: (B, N, H, D); only its shape, dtype and device matter.
             value_dim: the head dim of o; None for D.
 
         Raises:
-            ValueError: q or `value_dim` is invalid.
+            ValueError: an argument is invalid.
         """
-        # A ring calls this method in every pass, so the check must be fast.
+        # A ring calls this method in every pass, so the check is fast.
         is_dense = isinstance(q, Tensor) and q.layout is torch.strided and not q.is_nested
         if not is_dense or q.ndim != 4 or q.dtype not in FLOAT_DTYPES:
             raise ValueError(f"q={shown(q)}: it must be a dense tensor (B, N, H, D) of fp16, bf16, fp32 or fp64")
@@ -47,9 +46,8 @@ class PartialState(NamedTuple):
     def merge(self, other: "PartialState") -> "PartialState":
         """Return the state of the queries after they have attended to the keys of both states.
 
-        The new maximum m_new is the maximum of both states. The sums l and o of each state are multiplied by exp(m - m_new),
-        and are then added. Merging is associative and commutative up to rounding. The result never contains a NaN, even if both
-        states are empty.
+        l and o of each state are multiplied by exp(m - m_new), with the maximum m_new of both, and added. Merging is
+        associative and commutative up to rounding, and never results in a NaN.
 
         Raises:
             ValueError: `other` is not a state of the same queries and values.
@@ -61,7 +59,7 @@ class PartialState(NamedTuple):
         return PartialState(*reference.merge(self, other))
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return out = o / l in `dtype`, and lse = m + log l. For an empty state, `out` is 0 and `lse` is -inf.
+        """Return out = o / l in `dtype`, and lse = m + log l, or 0 and -inf for an empty state.
 
         Raises:
             ValueError: `dtype` is not fp16, bf16, fp32 or fp64.

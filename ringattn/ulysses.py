@@ -1,14 +1,12 @@
-"""Ulysses attention combines an all-to-all inside groups of U ranks with a ring of R ranks across the groups.
+"""Ulysses attention: an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
 
-The all-to-all is described in Jacobs et al. 2023, DeepSpeed-Ulysses. A rank holds N tokens of all heads. After an all-to-all,
-each of the U ranks of a group holds the tokens of all U ranks, but only for Hq / U heads. These tokens are one shard of the
-layout of the ring. Attention runs on a ring of R ranks, and a second all-to-all sends the outputs back:
+A rank holds N tokens of all heads. After an all-to-all, it holds the tokens of all U ranks of its group, one shard of the ring,
+for Hq / U heads. A second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-As long as there are many heads, the all-to-all sends fewer bytes than a ring. The number of heads limits U, but not R. The
-heads are processed in chunks: attention computes one chunk while the next chunk arrives and the outputs of the previous chunk
-return.
+With many heads, the all-to-all sends fewer bytes than a ring. The heads are processed in chunks: attention computes one chunk
+while the next chunk arrives and the outputs of the previous chunk return.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,30 +54,23 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
-    The call is differentiable. Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
-
-    If query heads of several ranks use the same key head, for example because there are fewer than U key heads, each of these
-    ranks receives a copy of the key head. The ranks return the gradients of the copies in the dtype of the inputs, and these
-    gradients are then added.
+    Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`. If query heads of several
+    ranks use the same key head, each of these ranks receives a copy, and the gradients of the copies are added in the dtype of
+    the inputs.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
-        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. The dtypes and devices must be as for `ring_attention`.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. dtypes as for `ring_attention`.
         layout: the layout over the R x U ranks, such as `Layout.zigzag(S, R).split(U)`.
-        mask: which keys each position may attend to; the same on all ranks.
+        mask, scale, dropout_p, seed, schedule, route, transport, backend, return_lse: as for `ring_attention`.
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
-        scale, dropout_p, seed, schedule, route, backend, precision: as for `ring_attention`. With precision="fp8", the blocks
-            of the ring circulate in FP8. The all-to-all sends the unrounded inputs, because the backward pass needs them.
-        transport: the transport of the ring and of the all-to-all, one of the names that `ring_attention` accepts.
-        return_lse: also return the log-sum-exp of the scores.
-        recompute_all_to_all: save the arguments q, k and v for the backward pass, and repeat the all-to-all in the backward
-            pass. By default, the results of the all-to-all are saved instead. Repeating the all-to-all takes more time. This
-            setting saves memory if q, k and v are saved or recomputed anyway.
+        precision: as for `ring_attention`. The all-to-all sends the unrounded inputs, which the backward pass needs.
+        recompute_all_to_all: save q, k and v for the backward pass, and repeat the all-to-all there, instead of saving its
+            results. This takes more time, but saves memory if q, k and v are saved or recomputed anyway.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64
-        inputs).
+        As `ring_attention`.
 
     Raises:
         ValueError: U does not divide the number of query heads, the layout is split for a number of ranks other than U, or
@@ -89,8 +80,7 @@ def ulysses_attention(
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     options: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     choices = dict(schedule=schedule, route=route, transport=transport)
-    # If a Ulysses group has only one rank, there is no all-to-all. The call then needs no chunks and no copies of key heads,
-    # and is the same as a call of ring_attention, which validates the arguments.
+    # Without an all-to-all, the call needs no chunks and no copies of key heads.
     if size == 1 and getattr(layout, "parts", 1) == 1:
         return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options, **choices)
     check_dense(q, k, v)
@@ -103,14 +93,14 @@ def ulysses_attention(
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
     options |= choices
     assert ulysses_group is not None
-    # The key heads are copied before the operator is called, so that autograd adds the gradients of the copies.
+    # autograd adds the gradients of the copies.
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
     attention = AttentionSpec.create(
         mask,
         layout.whole,
         group="" if ring_group is None else ring_group.group_name,
-        # Rank u of the Ulysses group computes the Hq / U heads that start at head u * Hq / U.
+        # Rank u computes the Hq / U heads that start at head u * Hq / U.
         first_head=rank * (q.shape[2] // size),
         **options,
     )
@@ -119,8 +109,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse,
         recompute_all_to_all=recompute_all_to_all,
-        # All ranks of the ring must use the same number of chunks. The number therefore depends on the mean number of tokens
-        # per rank of the ring, and not on the tokens of this rank.
+        # All ranks of the ring must use the same number of chunks, so it depends on the mean number of tokens per rank.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -130,7 +119,7 @@ def ulysses_attention(
 
 
 class UlyssesSpec(NamedTuple):
-    """The settings of a call: the settings of the all-to-all and the settings of attention on the ring."""
+    """The settings of the all-to-all, and those of attention on the ring."""
 
     tokens: list[int]  # number of tokens of each rank of the Ulysses group
     ulysses_group: str
@@ -149,10 +138,7 @@ class UlyssesSpec(NamedTuple):
 
 
 def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ulysses: tuple[int, int]) -> None:
-    """Check that the heads, the layout and the tokens suit the groups.
-
-    `ring` and `ulysses` describe the two groups. Both arguments are tuples (this rank, number of ranks).
-    """
+    """Check the heads, the layout and the tokens. `ring` and `ulysses` are (this rank, number of ranks)."""
     if (layout.whole.ranks, layout.parts) != (ring[1], ulysses[1]):
         raise ValueError(
             f"the layout is for {layout.whole.ranks} x {layout.parts} ranks, but there are a ring of {ring[1]} and a Ulysses "
@@ -167,27 +153,24 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
 
 
 class _HeadChunks:
-    """The all-to-alls of one call, to heads and back to tokens. The heads of each rank are divided into chunks."""
+    """The all-to-alls of one call, in chunks of the heads of each rank."""
 
     def __init__(self, tokens: Sequence[int], transport: Transport, chunks: int) -> None:
         self.tokens, self.ranks, self.rank, self.chunks = TokenSlice(tuple(tokens)), transport.size, transport.rank, chunks
         self.all_to_all = connect.open_all_to_all(transport)
 
     def to_heads(self, *tensors: Tensor) -> list[Exchange]:
-        """Create one exchange per chunk. The exchange of a chunk collects all tokens of the heads of this chunk.
-
-        Only the shapes and dtypes of the tensors matter.
+        """Create one exchange per chunk, which collects all tokens of its heads. Only the shapes and dtypes of the tensors
+        matter.
         """
         total, shares = sum(self.tokens.counts), self.ranks * self.chunks
-        # `AllToAll.start` requires that all exchanges are created before the first send. One allocation of the receive buffer
-        # is then large enough for all exchanges.
+        # `AllToAll.start` must be called for all exchanges before the first send.
         blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
 
     def receive(self, exchanges: list[Exchange], *tensors: Tensor) -> Iterator[Tensors]:
         """Send the chunks of the tensors, and yield each chunk when it has arrived."""
-        # Chunk i + 1 is sent before this rank waits for chunk i. The messages of chunk i + 1 are therefore in flight while
-        # attention computes chunk i.
+        # Chunk i + 1 is in flight while attention computes chunk i.
         for chunk in range(self.chunks + 1):
             if chunk < self.chunks:
                 exchanges[chunk].send(tensors, HeadSlice(self.ranks, self.chunks, chunk), self.tokens)
@@ -195,10 +178,7 @@ class _HeadChunks:
                 yield exchanges[chunk - 1].wait()
 
     def to_tokens(self, *tensors: Tensor) -> Exchange:
-        """Create the exchange that collects this rank's tokens of all heads.
-
-        Only the shapes and dtypes of the tensors matter.
-        """
+        """Create the exchange that collects this rank's tokens of all heads. Only shapes and dtypes matter."""
         counts = self.tokens.counts
         return self.all_to_all.start(tuple(_resized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.chunks)
 
@@ -212,9 +192,9 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save for the backward pass.
+    """Return out, lse and the tensors to save.
 
-    For each chunk, `saved` contains the gathered q, k and v (unless the all-to-all is recomputed), followed by out and lse.
+    For each chunk, these are the gathered q, k and v (unless the all-to-all is recomputed), and then out and lse.
     """
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
@@ -229,21 +209,18 @@ def _forward_in_chunks(
     q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec, ring: Ring, transport: Transport
 ) -> custom_op.Results:
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
-    # The exchanges of both directions are created before the first send. The outputs of a chunk return while later chunks still
-    # arrive, so messages of both directions are in flight at the same time.
+    # The outputs of a chunk return while later chunks still arrive, so all exchanges are created before the first send.
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # `transport` sends other chunks while the kernels compute this chunk. If the transport uses SMs, the kernels must share
-        # the SMs with the transport.
+        # If `transport` uses SMs, the kernels must share them, because it sends other chunks at the same time.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
         saved += [out, lse] if spec.recompute_all_to_all else [*block, out, lse]
         lses.append(lse)
-    # After `finish`, the other ranks may write into the receive buffer of this rank again. Therefore this rank first waits for
-    # all messages of this call.
+    # After `finish`, the other ranks may write into the receive buffer of this rank again.
     (out,) = outputs.wait()
     heads.all_to_all.finish()
     lse = _lse_to_tokens(torch.cat(lses, 2), spec, transport) if spec.with_lse else lses[0].new_empty(0)
@@ -264,12 +241,11 @@ def _backward_in_chunks(
     inputs: Tensors = ()
     if spec.recompute_all_to_all:
         inputs, saved = tuple(saved[:3]), saved[3:]
-    # For each chunk, `saved` contains (out, lse) if the all-to-all is recomputed, and (q, k, v, out, lse) otherwise.
     per_chunk = 2 if spec.recompute_all_to_all else 5
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
-        # If lse has a gradient on only some of the ranks, the other ranks must still take part in the all-to-all of dlse.
+        # All ranks must take part in the all-to-all of dlse.
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
         dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec, transport).chunk(spec.chunks, 2)]
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
@@ -277,7 +253,7 @@ def _backward_in_chunks(
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
     for chunk, (*block, upstream) in enumerate(heads.receive(outputs, *inputs, dout)):
         *saved_block, out, lse = chunks[chunk]
-        # The gathered q, k and v of this chunk were either received in this pass (`block`) or saved in the forward pass.
+        # q, k and v were received in this pass (`block`) or saved in the forward pass.
         block = block or saved_block
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk])
@@ -288,21 +264,19 @@ def _backward_in_chunks(
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return a tensor that has the shape of the output but occupies almost no memory."""
-    # Callers read only the shape and the dtype. An expanded scalar can have any shape, and its memory contains one element.
+    """Return a tensor with the shape of the output and almost no memory."""
     return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
 
 
 def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
-    """Return tensors that have the shapes of q, k and v but occupy almost no memory."""
+    """Return tensors with the shapes of q, k and v and almost no memory."""
     shares = dout.shape[2] // saved[0].shape[2]
     return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in saved[:3])
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Convert the lse of some heads, (B, sum of tokens, Hq / U), to the lse of some tokens, (B, N, Hq), with an all-to-all.
-
-    The slices of lse have only a few bytes, so this all-to-all uses point-to-point messages.
+    """Convert the lse of some heads, (B, sum of tokens, Hq / U), to that of some tokens, (B, N, Hq), with point-to-point
+    messages.
     """
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
@@ -311,7 +285,7 @@ def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tens
 
 
 def _lse_to_heads(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Send lse (B, N, Hq) in an all-to-all, and return (B, sum of tokens, Hq / U): the inverse of `_lse_to_tokens`."""
+    """The inverse of `_lse_to_tokens`."""
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     ((gathered,),) = heads.receive(heads.to_heads(lse), lse)
     return gathered
@@ -324,7 +298,7 @@ def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]
     chunk = results if spec.recompute_all_to_all else [*block, *results]
     lse = q.new_empty(q.shape[:3] if spec.with_lse else 0, dtype=lse_dtype)
-    # The outputs of an operator must not share memory, so the tensors are copied for every chunk.
+    # The outputs of an operator must not share memory.
     return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(spec.chunks) for x in chunk]
 
 

@@ -1,19 +1,14 @@
-"""The all-to-all of Ulysses (heads <-> sequence).
+"""The all-to-all of Ulysses (heads <-> sequence; Jacobs et al. 2023, https://arxiv.org/abs/2309.14509).
 
-Before an all-to-all to heads, a rank has some tokens of all heads. Afterwards, the rank has all tokens of some heads. The
-all-to-all to tokens is the inverse operation. Every rank of a group sends a slice of its tensors to each other rank, and writes
-the received slices into its own tensors (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` selects the part of a
-tensor that belongs to a rank:
+Every rank sends a slice of its tensors to each other rank, and writes the received slices into its own tensors:
 
                       rank a sends to rank b            rank b writes the slice of rank a
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` contains all exchanges of one call of attention. An `Exchange` fills one set of tensors. Every rank sends one or
-several messages for this set. With several messages, attention can compute some heads while other heads are in flight.
-
-`PointToPointAllToAll` in this module uses sends and receives. `ringattn.comm.nvlink_all_to_all` writes into the memory of other
-GPUs.
+An `AllToAll` contains all exchanges of one call of attention. An `Exchange` fills one set of tensors, with one or several
+messages per rank, so that attention can compute some heads while others are in flight. `PointToPointAllToAll` uses sends and
+receives, and `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
 """
 
 from collections.abc import Callable
@@ -30,10 +25,7 @@ LABEL = "all-to-all"  # the name of the hops of an all-to-all in messages of the
 
 
 class HeadSlice(NamedTuple):
-    """The heads of one rank, or a chunk of these heads.
-
-    The heads of x (B, N, H, ...) are divided into `ranks` equal parts, and each part is divided into `chunks` chunks.
-    """
+    """One of `chunks` chunks of the heads of one of `ranks` ranks, of x (B, N, H, ...)."""
 
     ranks: int
     chunks: int
@@ -44,7 +36,7 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """The tokens of one rank. x (B, sum of tokens, ...) contains the tokens of all ranks, in the order of the ranks."""
+    """The tokens of one rank, of x (B, sum of tokens, ...), which contains the tokens of all ranks in order."""
 
     counts: tuple[int, ...]  # number of tokens of every rank
 
@@ -59,21 +51,18 @@ class Exchange(Protocol):
     """An exchange that fills a set of tensors with messages of all ranks."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send a slice of each tensor of `block` to each rank.
+        """Send the slice `take(x, r)` of each tensor x of `block` to each rank r, which writes it into `put(y, sender)` of its
+        tensor y.
 
-        Rank r receives the slice `take(x, r)` of each tensor x of `block`. Rank r writes this slice into the slice
-        `put(y, sender)` of its tensor y. The tensors of `block` must not be modified before `AllToAll.finish`.
+        The tensors of `block` must not be modified before `AllToAll.finish`.
         """
 
     def wait(self) -> Tensors:
-        """Wait until all messages have arrived, and return the filled tensors.
-
-        This rank must have started all its sends before this call.
-        """
+        """After all sends of this rank: wait until all messages have arrived, and return the filled tensors."""
 
 
 class AllToAll(Protocol):
-    """All exchanges of one call. Every rank must create the same exchanges in the same order."""
+    """All exchanges of one call, which every rank creates in the same order."""
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> Exchange:
         """Create an exchange. A call must create all its exchanges before its first send.
@@ -81,21 +70,21 @@ class AllToAll(Protocol):
         Args:
             into: the contiguous tensors to fill, each of shape (B, n, ...) with n = lengths[rank].
             lengths: the number of tokens n on each rank.
-            sends: how many times each rank calls `Exchange.send` to fill the tensors.
+            sends: how many times each rank calls `Exchange.send`.
         """
 
     def finish(self) -> None:
         """Wait, on the host or on the current CUDA stream, until all sent tensors may be modified."""
 
 
-@lru_cache(maxsize=64)  # the result is cached, because every exchange needs it
+@lru_cache(maxsize=64)
 def expected_messages(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
-    """Return the messages for which `rank` waits. The watchdog lists these messages in its reports."""
+    """Return the messages for which `rank` waits, for reports of the watchdog."""
     return tuple(Message("part", peer, peer, rank, range(n)) for peer, n in enumerate(lengths) if peer != rank)
 
 
 class PointToPointAllToAll:
-    """An all-to-all that uses point-to-point messages. Each send is one exchange of messages."""
+    """An all-to-all in which each send is one exchange of point-to-point messages."""
 
     def __init__(self, transport: MessageTransport) -> None:
         self.transport = transport
@@ -116,13 +105,11 @@ class _PointToPointExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         rank = self.transport.rank
         peers = [peer for peer in range(self.transport.size) if peer != rank]
-        # This rank's own slice needs no message.
         for x, y in zip(block, self.into, strict=True):
             put(y, rank).copy_(take(x, rank))
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
         targets = [(put(y, peer), peer) for peer in peers for y in self.into]
-        # Slices are strided, but messages must be contiguous. Therefore messages are received into contiguous tensors, and
-        # these tensors are copied into the slices afterwards.
+        # Slices are strided, but messages must be contiguous.
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in targets]
         wait = self._start(sent, received)
 
@@ -135,9 +122,7 @@ class _PointToPointExchange:
         self.completions.append(complete)
 
     def _start(self, sent: Addressed, received: Addressed) -> Wait:
-        """Start an exchange of messages. If the exchange cannot start because a rank is gone, the error names this rank."""
-        # The watchdog treats the start and the completion of an exchange as two separate hops. The first hop ends as soon as
-        # all messages are issued.
+        # The start of an exchange is a hop of its own, which ends when all messages are issued.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:

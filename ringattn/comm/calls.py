@@ -1,9 +1,8 @@
 """Record the calls that a rank makes, so that the ranks notice if their calls differ.
 
-All ranks of a group must make the same calls in the same order. Otherwise the results are wrong, or a message does not have the
-size that its receiver expects. Every rank keeps a log of its calls, and publishes the newest part in the job's key-value store.
-`ringattn.comm.watchdog` compares the logs. With gloo, the tag of every message depends on the calls. If they differ, the ranks
-therefore wait until the watchdog finds the difference, and receive no message of a wrong size.
+All ranks of a group must make the same calls in the same order. Every rank publishes the newest part of its log in the job's
+store, and `ringattn.comm.watchdog` compares the logs. With gloo, the tags of messages depend on the calls, so ranks with
+different calls wait until the watchdog finds the difference, instead of receiving a message of a wrong size.
 """
 
 import json
@@ -12,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by name
+Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
-WINDOW = 128  # number of the newest calls in the part of the log that a rank publishes
-MILESTONES = 64  # number of older calls in this part, one of every 128; at the same time, ranks may be at very different calls
-MAX_SETTINGS = 64  # maximum number of different settings whose descriptions are kept
+WINDOW = 128  # number of the newest calls that a rank publishes
+MILESTONES = 64  # number of older calls that it publishes, one of every 128, because ranks may be at very different calls
+MAX_SETTINGS = 64  # maximum number of descriptions of settings
 
 
 class CallLog:
@@ -33,10 +32,9 @@ class CallLog:
         """Append a call to the log.
 
         Args:
-            key: a value that identifies the settings on this rank. The settings are described only if the key is new, because a
-                description takes time. The key must contain the values of tensors, because tensors are compared by identity.
-            describe: a function that returns the settings. The log calls this function if the key is new.
-            cached: the number of tokens in a KV cache, which differs from call to call.
+            key: identifies the settings on this rank, and contains the values of tensors.
+            describe: returns the settings. It is called only if the key is new, because a description takes time.
+            cached: the number of tokens in a KV cache.
         """
         settings = self._settings.get(key)
         if settings is None:
@@ -54,30 +52,30 @@ class CallLog:
 
     @property
     def tag(self) -> int:
-        """A number of 31 bits that depends on all calls so far. It is the same on ranks that have made the same calls."""
+        """A number of 31 bits that is the same on ranks that have made the same calls."""
         return self._fingerprint & 0x7FFFFFFF
 
     @property
     def entries(self) -> list[Entry]:
-        """The calls that other ranks can compare with their own: the milestones, and then the newest calls."""
+        """The milestones, and then the newest calls."""
         recent = list(self._recent)
         return [entry for entry in list(self._milestones) if entry[0] < recent[0][0]] + recent
 
     def encode(self) -> str:
-        """Return `entries` as JSON. Settings that several calls have in common appear only once."""
+        """Return `entries` as JSON, in which the same settings appear only once."""
         entries = self.entries
         settings = list(dict.fromkeys(text for _, _, text, _ in entries))
         return json.dumps([settings, [(*call, settings.index(text), cached) for *call, text, cached in entries]])
 
 
 def decode_log(log: str | bytes) -> list[Entry]:
-    """Return the entries of a log that `CallLog.encode` has encoded."""
+    """Return the entries that `CallLog.encode` has encoded."""
     settings, entries = json.loads(log)
     return [(number, fingerprint, settings[i], cached) for number, fingerprint, i, cached in entries]
 
 
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
-    """Return one sentence that names the first call that differs between the logs of two ranks, or None if no call differs.
+    """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
     If both logs have forgotten this call, the sentence only tells that an earlier call differs.
     """
@@ -92,7 +90,7 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # The fingerprints include all earlier calls, and this call is the same on both ranks.
+        # The fingerprints include all earlier calls.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"
@@ -101,6 +99,6 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
 
 def shorten(value: object) -> str:
-    """Return the value as text. If the text is longer than 80 characters, a checksum replaces the rest."""
+    """Return the value as text, with a checksum in place of what follows 80 characters."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}... (checksum {zlib.crc32(text.encode()):08x})"

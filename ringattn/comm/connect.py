@@ -1,8 +1,8 @@
 """Choose the transport for a process group, and compare the first calls of its ranks.
 
-The first call for a group starts a handshake over the job's key-value store. Every rank publishes its host, its GPU, its speed
-and the settings of its call. Then all ranks read the same information, so all ranks choose the same transport. If the calls of
-the ranks differ, every rank raises an error. Without the handshake, the ranks could hang or return wrong results.
+In the first call for a group, every rank publishes its host, its GPU, its speed and the settings of its call in the job's
+key-value store. All ranks read the same information and choose the same transport. If the calls differ, every rank raises an
+error, instead of hanging or returning wrong results.
 """
 
 import hashlib
@@ -37,15 +37,14 @@ Group = dist.ProcessGroup | SimulatedRank
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
-# Name of the environment variable that replaces the name of this host. Tests on one machine set it to different values, so that
-# ranks behave as if they were on different hosts.
+# replaces the name of this host, so that ranks of a test behave as if they were on different hosts
 HOST_VARIABLE = "RINGATTN_HOST"
 _POLL = 0.005  # seconds between two reads of the store in a handshake
 log = logging.getLogger(__name__)
 
 
 def rank_and_size(group: Group | None) -> tuple[int, int]:
-    """Return the index of this rank in `group` and the number of ranks of `group`. For None, return (0, 1).
+    """Return the index of this rank in `group` and the number of its ranks, (0, 1) for None.
 
     Raises:
         ValueError: `group` is neither a process group nor a simulated rank.
@@ -69,27 +68,22 @@ def connect(
     call: Callable[[], Call] | None = None,
     relays: bool = False,
 ) -> Transport:
-    """Return the transport of the process group with the given name. The name "" stands for a ring of one rank.
+    """Return the transport of the process group with the given name, or of a ring of one rank for "".
 
-    The first call for a group, device and transport performs a handshake, in which all ranks of the group must take part. Later
-    calls return the same transport.
+    The first call for a group, device and transport performs a handshake of all ranks. Later calls return the same transport.
 
     Args:
-        group_name: `ProcessGroup.group_name`. Operators receive the name of a group, because a compiler cannot trace a group.
+        group_name: `ProcessGroup.group_name`, because a compiler cannot trace a group.
         device: the device of the tensors.
-        transport: "nvlink", "p2p" or "auto". With "nvlink", copy engines write into the memory of the other GPUs. With "p2p",
-            the process group sends and receives messages. With "auto", the environment variable RINGATTN_TRANSPORT chooses the
-            transport. If the variable is not set, NVLink is chosen if all ranks are GPUs of one host that can access each
-            other's memory, and "p2p" is chosen otherwise. Ranks may share a GPU only if the environment variable
-            RINGATTN_SHARE_GPUS is 1, see `ringattn.comm.shared_gpus`.
-        call: a function that returns the settings of this call, which must be the same on all ranks. The settings are compared
-            only once, in the handshake.
-        relays: whether neighbours relay the blocks of the ring. If they do, "auto" means "p2p", because NVLink copies do not
-            relay blocks.
+        transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
+            "auto": the value of the environment variable RINGATTN_TRANSPORT, or else NVLink if all ranks are GPUs of one host
+            that can access each other's memory. Ranks may share a GPU only as `ringattn.comm.shared_gpus` explains.
+        call: a function that returns the settings of this call, which the handshake compares.
+        relays: whether neighbours relay the blocks of the ring. Then "auto" means "p2p".
 
     Raises:
-        ValueError: the group has been destroyed, the transport is unknown or unavailable, the settings of the first call differ
-            between ranks, or two ranks use the same GPU and the group uses NCCL.
+        ValueError: the group has been destroyed, the transport is unknown or unavailable, the settings differ between ranks, or
+            two ranks use the same GPU and the group uses NCCL.
         RingFault: a rank of the group did not make its first call within the timeout.
     """
     if not group_name:
@@ -105,17 +99,13 @@ def connect(
     if relays and transport == "auto":
         transport = "p2p"
     key = group_name, device, transport
-    # There is one lock per key, because a thread that waits for the ranks of one group must not block threads that use other
-    # groups. If several threads create a lock for the same key, all of them receive the same lock, because `setdefault` is
-    # atomic.
+    # A thread that waits for one group must not block threads of other groups. `setdefault` is atomic.
     with _locks.setdefault(key, threading.Lock()):
-        # A new process group may have the name of a destroyed group. Therefore a cached connection is valid only for the same
-        # group object.
+        # A new process group may have the name of a destroyed group.
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a group that has been destroyed had the same name
                 _connections[key][1].watchdog.stop()
-            # Another rank may make a call with an earlier connection of the group. The watchdogs of these connections then find
-            # the difference.
+            # If another rank makes a call with an earlier connection of the group, its watchdog finds the difference.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -129,14 +119,14 @@ _connections: dict[tuple[Any, ...], tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def free_messages() -> None:
-    """Free the memory that transports keep for the messages of later passes. Their next passes allocate it again."""
+    """Free the memory that transports keep for the messages of later passes."""
     for _, transport in _connections.values():
         if isinstance(transport, MessageTransport):
             transport.free_messages()
 
 
 def open_all_to_all(transport: Transport) -> AllToAll:
-    """Return the all-to-all of one call. Like `transport`, it either copies over NVLink or sends point-to-point messages."""
+    """Return the all-to-all of one call over `transport`."""
     if isinstance(transport, MessageTransport):
         return PointToPointAllToAll(transport)
     from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory
@@ -147,24 +137,22 @@ def open_all_to_all(transport: Transport) -> AllToAll:
 
 
 class _Identity(NamedTuple):
-    """The information about a rank that the other ranks need."""
+    """What the other ranks need to know about a rank."""
 
     host: str
     gpu: str  # the UUID of the rank's GPU, or "none"
-    flops: float  # the rank's speed of attention, FLOP/s
-    device: str  # type of the device
-    transport: str  # the transport that the rank requests
+    flops: float  # speed of attention, FLOP/s
+    device: str
+    transport: str  # as requested
 
 
 def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, call: Call) -> Transport:
-    """Compare the calls of all ranks, and create the transport that suits all ranks."""
     if group.size() == 1:
         return SingleRankTransport()
-    # The environment variable replaces only "auto", so that an explicit argument always takes precedence.
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
-    # The keys of a handshake do not contain the transport, so that ranks with different transports find the difference.
+    # Ranks with different transports use the same keys, so that they find the difference.
     store = _group_store(group, "handshake")
     store = dist.PrefixStore(_name_handshake(store, group), store)
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device, wanted))]
@@ -177,8 +165,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
                 "same transport, on the same type of device"
             )
     shares_gpus = _check_shared_gpus(ranks, group)
-    # It is possible that only some of the ranks find NVLink unavailable. The ranks exchange their reasons, because all ranks
-    # must choose the same transport.
+    # All ranks must choose the same transport, even if only some of them find NVLink unavailable.
     reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
     reason = next(filter(None, reasons), "")
     if wanted == "nvlink" and reason:
@@ -187,8 +174,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     name = "nvlink" if wanted != "p2p" and not reason else backend
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
     one_host = len({rank.host for rank in ranks}) == 1
-    # The slowest rank determines the speed of a ring. All ranks must use the same speed in the cost model, so that they choose
-    # the same schedule.
+    # The slowest rank determines the speed of a ring, and all ranks must choose the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
     log.info("group of %d ranks over %s (%s)", group.size(), name, why)
     watchdog = Watchdog(store, group.rank(), group.size(), device, lambda: group in _world.pg_map)
@@ -207,20 +193,17 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
-    """Return the store of a group, with a prefix that separates the keys of ringattn from all other keys."""
     store = _get_process_group_store(group)
-    # A clone of the store has its own connection. A watchdog that waits for a key therefore never delays other users of the
-    # store.
+    # A clone has its own connection, so a watchdog that waits never delays other users of the store.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
-    """Return a name that is the same on all ranks of this handshake and differs from the names of all other handshakes.
+    """Return a name that is the same on all ranks of this handshake and differs from those of all other handshakes.
 
-    The store may contain keys of earlier handshakes: of a first call that has raised an error, or of a destroyed group. Every
-    rank therefore publishes a random number, and the list of the numbers of all ranks. The ranks whose lists are equal are in
-    the same handshake.
+    The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, and the list of the
+    numbers of all ranks. Ranks with equal lists are in the same handshake.
 
     Raises:
         RingFault: a rank took no part within the timeout.
@@ -247,7 +230,7 @@ def _no_call(missing: list[int], group: dist.ProcessGroup) -> RingFault:
 
 
 def _identity(device: torch.device, transport: str) -> _Identity:
-    # The host name alone does not identify a machine, because several containers of one image may have the same host name.
+    # Several containers of one image may have the same host name.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     name = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
     host = os.environ.get(HOST_VARIABLE, name)
@@ -256,8 +239,7 @@ def _identity(device: torch.device, transport: str) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. An empty call is not compared with other calls."""
-    # If a rank passes no call to `connect`, as `explain` does, there are no settings of this rank to compare.
+    """Raise ValueError if the calls of the ranks differ. `explain` passes no call."""
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -269,7 +251,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU. If they do, rank 0 of the group logs one warning.
+    """Return whether two ranks use the same GPU, about which rank 0 logs one warning.
 
     Raises:
         ValueError: two ranks use the same GPU, and the group uses NCCL.
@@ -293,14 +275,12 @@ def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool
 
 
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list[Any]:
-    """Return a list with the value of each rank. The ranks exchange the values as JSON over the store.
+    """Return the values of all ranks, which they exchange as JSON over the store.
 
     Raises:
         RingFault: a rank published no value within the timeout.
     """
     keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
-    # Every rank publishes its own value before it waits for the values of the other ranks. Otherwise all ranks would wait
-    # forever.
     store.set(keys[group.rank()], json.dumps(value))
     try:
         store.wait(keys, timedelta(seconds=timeout))
@@ -313,7 +293,7 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
-    """Return the reason why the ranks cannot write into each other's memory, or "" if this rank knows no reason."""
+    """Return why the ranks cannot write into each other's memory, or "" if this rank knows no reason."""
     hosts, gpus = {rank.host for rank in ranks}, [rank.gpu for rank in ranks]
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
@@ -323,8 +303,7 @@ def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
         return f"the ranks are on {len(hosts)} hosts"
     if len(set(gpus)) < len(gpus) and not sharing_is_allowed():
         return f"two ranks use the same GPU and {SHARE_GPUS} is not 1"
-    # Each process may have a different value of CUDA_VISIBLE_DEVICES. This variable may hide the GPUs of other ranks, and the
-    # same device index may stand for different GPUs in different processes. Therefore GPUs are compared by UUID.
+    # CUDA_VISIBLE_DEVICES may differ between processes, so GPUs are compared by UUID.
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if not set(gpus) <= set(local):
         return "not every rank can see the GPUs of all others"

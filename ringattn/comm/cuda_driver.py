@@ -1,8 +1,7 @@
-"""Call functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags.
+"""Functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags, without SMs.
 
-A stream can set a flag, and can wait until a flag is set. A flag is a 32-bit word. None of these operations occupies an SM. The
-operations of one stream run in order. An address refers to device memory, which may be memory of another GPU that is mapped in
-this process. The functions expect streams as raw handles, `torch.cuda.Stream.cuda_stream`.
+A stream can set a flag, a 32-bit word, or wait until it is set, in order with its other operations. Addresses refer to device
+memory, also of other GPUs. Streams are raw handles, `torch.cuda.Stream.cuda_stream`.
 """
 
 import ctypes
@@ -12,16 +11,14 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-# A wait ends when the flag equals the given value (CU_STREAM_WAIT_VALUE_EQ). A write has the default option, with which all
-# devices can see earlier work of the stream before they can see the flag.
+# CU_STREAM_WAIT_VALUE_EQ, and the default of writes: all devices see earlier work of the stream before the flag.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
-# The driver accepts fewer than 256 operations per call. The maximum is an even number, so that a wait and the write that clears
-# the flag are always in the same call.
+# The driver accepts fewer than 256. A wait and the write that clears its flag are always in the same call.
 _MAX_OPERATIONS = 254
 
 
 class _Operation(ctypes.Structure):
-    """The driver's CUstreamBatchMemOpParams (48 bytes): one operation, which waits for or writes a 32-bit value."""
+    """The driver's CUstreamBatchMemOpParams (48 bytes)."""
 
     _fields_ = [
         ("kind", ctypes.c_uint32),
@@ -33,7 +30,7 @@ class _Operation(ctypes.Structure):
 
 
 class _Copy2D(ctypes.Structure):
-    """The driver's CUDA_MEMCPY2D: the description of a strided copy between two device addresses."""
+    """The driver's CUDA_MEMCPY2D."""
 
     _fields_ = [
         (f"{side}{name}", kind)
@@ -52,10 +49,10 @@ class _Copy2D(ctypes.Structure):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    # The library is loaded on first use, because machines without a GPU have no driver.
+    # Machines without a GPU have no driver.
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, stream, uint = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
-    # Without these types, ctypes would pass addresses as 32-bit integers. All functions return an error code of type int.
+    # Otherwise, ctypes would pass addresses as 32-bit integers.
     driver.cuMemcpyAsync.argtypes = pointer, pointer, ctypes.c_size_t, stream
     driver.cuMemcpy2DAsync_v2.argtypes = ctypes.POINTER(_Copy2D), stream
     driver.cuStreamWriteValue32_v2.argtypes = stream, pointer, ctypes.c_uint32, uint
@@ -74,14 +71,11 @@ def copy(target: int, source: int, count: int, stream: int) -> None:
 
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
-    """Copy `count` pieces of `width` bytes with a copy engine.
-
-    The starts of consecutive pieces are `source_pitch` bytes apart in the source and `target_pitch` bytes apart in the target.
-    """
-    # Contiguous pieces are copied by one plain copy, because a plain copy takes less time on the host and on the GPU.
+    """Copy `count` pieces of `width` bytes, whose starts are a pitch apart, with a copy engine."""
+    # A plain copy takes less time on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # Other copies use the same cached description. Therefore the addresses are written into a duplicate of the description.
+    # The cached description is shared.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
@@ -89,32 +83,28 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """Return the description of a copy, without the addresses of the source and the target.
-
-    The description is cached, because setting all of its fields takes as long as the call of the driver.
-    """
+    """Return the description of a copy without addresses. Setting its fields takes as long as the call of the driver."""
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
-    """Write a flag after all earlier work of the stream has finished and has become visible to every device."""
-    # A flag has 32 bits. The number of a hop may exceed this range, so only its lowest 32 bits are written.
+    """Write a flag after all earlier work of the stream has finished and is visible to every device."""
+    # The number of a hop may exceed 32 bits.
     _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 
 
 def set_flags(addresses: Sequence[int], stream: int) -> None:
-    """Set flags to 1 in order, after all earlier work of the stream has finished and has become visible to every device."""
+    """Set flags to 1 in order, after all earlier work of the stream is visible to every device."""
     _run_in_order(_writes(tuple(addresses)), stream)
 
 
 def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
-    """Make later work of the stream wait until each flag is 1. The stream then resets each flag to 0."""
+    """Make later work of the stream wait until each flag is 1, and reset it to 0."""
     _run_in_order(_waits(tuple(addresses)), stream)
 
 
-# The operations are cached, because creating them takes as long as the call of the driver. A ring uses the same flags in every
-# pass.
+# Creating the operations takes as long as the call of the driver, and a ring uses the same flags in every pass.
 @lru_cache(maxsize=4096)
 def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])
@@ -126,10 +116,7 @@ def _waits(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
 
 
 def _batches(steps: Sequence[tuple[int, int, int]]) -> list["ctypes.Array[_Operation]"]:
-    """Divide the operations `steps` into as few driver calls as possible, and therefore into as few graph nodes as possible.
-
-    A step is a tuple (_WAIT or _WRITE, address, value).
-    """
+    """Divide operations (_WAIT or _WRITE, address, value) into as few driver calls, and graph nodes, as possible."""
     operations = [_Operation(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in steps]
     parts = (operations[first : first + _MAX_OPERATIONS] for first in range(0, len(operations), _MAX_OPERATIONS))
     return [(_Operation * len(part))(*part) for part in parts]

@@ -1,7 +1,7 @@
 """Ring passes over NVLink: copy engines write into the memory of other GPUs, and flags signal the arrival of the data.
 
-Every rank has one *receive buffer*, which all layers and calls use. The other ranks have mapped the memory of this buffer
-(torch symmetric memory). The following diagram shows one message from rank A to rank B:
+Every rank has one *receive buffer* for all layers and calls, which the other ranks have mapped (torch symmetric memory). One
+message from rank A to rank B:
 
     A's side stream                                         B's main stream
       wait until the slot is free (wait flags)                ...
@@ -11,18 +11,14 @@ Every rank has one *receive buffer*, which all layers and calls use. The other r
 
 Communication uses no kernels and no SMs, and the host never waits.
 
-Two kinds of flags prevent a sender from overwriting a slot while the receiver still reads the slot. The first kind are *credit*
-flags. The messages of one kind use their slots in turn. The receiver sets a credit flag when the slot has been read, and the
-sender waits for this flag before the slot is reused. The second kind are *ready* flags. At the beginning of a pass, every
-receiver sets a ready flag for each rank from which it will receive a block. A ready flag means that the receiver has finished
-reading the messages of the previous pass. Results need no ready flags. A result is sent back to the rank that sent the block,
-and this rank has already begun the pass.
+Two kinds of flags prevent a sender from overwriting a slot that is still read. The messages of one kind use their slots in
+turn, and the receiver sets a *credit* flag when a slot has been read. At the beginning of a pass, every receiver sets a *ready*
+flag for each rank from which it will receive a block: it has read the messages of the previous pass. Results need no ready
+flags, because a result goes to a rank that has already begun the pass.
 
-Flags are 0 or 1, and there is one flag for each message. The stream that waits for a flag also clears the flag. Flags therefore
-work in the same way when a pass is issued and when a CUDA graph replays the pass.
-
-No deadlock is possible. Each rank issues its work step by step. Work of step t waits only for work that other ranks issue in
-step t or in an earlier step. Therefore no deadlock is possible even if a GPU runs the work of its streams one after the other.
+Flags are 0 or 1, one per message, and the stream that waits for a flag clears it. Flags therefore work in the same way in
+replays of a CUDA graph. No deadlock is possible, even if a GPU runs its streams one after the other, because work of step t
+waits only for work that other ranks issue in step t or earlier.
 """
 
 import logging
@@ -51,15 +47,13 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# The purposes of flags. Every kind of message has one flag of each purpose in every step. Of the ready flags, only those for
-# the blocks of the first step are used.
+# Every kind of message has one flag of each purpose in every step. Only the ready flags of the first blocks are used.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# If all results that a rank receives in a pass need at most 1 GiB, every result has its own slot. One kernel then sums all
-# results at the end of the pass.
+# Up to this size, every result of a pass has its own slot, and one kernel sums them at the end of the pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# The messages of one kind use three slots in turn if each of them has at most 128 MiB. A message may then arrive two steps
-# early. Larger messages use two slots in turn.
+# Up to this size per message, the messages of one kind use three slots in turn, so that one may arrive two steps early. Larger
+# messages use two.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # maximum sends of one call with an all-to-all: each chunk of heads is sent and returned
 MAX_CACHED_ROUTES = 64  # the cache is limited, because packed documents create a new schedule in every training step
@@ -74,14 +68,14 @@ def padded_bytes(x: Tensor, rows: int) -> int:
 
 
 class ReceiveBuffer:
-    """The memory of this rank into which other ranks write, and the addresses of the buffers of all ranks.
+    """The memory of this rank into which other ranks write, and the addresses at which this rank has mapped the buffers of all
+    ranks.
 
-    The addresses are those at which this rank has mapped the buffers. All ranks call `reserve` with the same sizes in the same
-    order, so the buffers of all ranks grow at the same time.
+    All ranks call `reserve` with the same sizes in the same order.
 
     Args:
         transport: the transport between the ranks.
-        user: a name for the user of the buffer, such as "the ring", for log messages and error messages.
+        user: a name for the user of the buffer, such as "the ring", for messages.
         before_release: a function that is called before the memory is released.
     """
 
@@ -107,7 +101,6 @@ class ReceiveBuffer:
         self.transport.synchronise()  # after this call, no rank writes into the old memory
         self.before_release()
         self.memory = None
-        # -(-n >> 21) is n / 2**21 rounded up.
         count = max(1, -(-count >> 21)) << 21  # a whole number of pages of 2 MiB
         log.info("rank %d: %d MiB of receive buffer for %s over NVLink", self.transport.rank, count >> 20, self.user)
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
@@ -120,11 +113,10 @@ class ReceiveBuffer:
 
 
 class Send(NamedTuple):
-    """One outgoing message, the addresses to which its tensors are copied, and the addresses of the flags of the message."""
+    """One outgoing message, and the addresses of its targets and flags."""
 
     message: Message
-    # A send of a block waits for the ready flag of its receiver. If an earlier message of the pass has used the same slot, the
-    # send waits for the credit flag of the slot.
+    # The ready flag of the receiver for a block, and the credit flag of the slot if the pass has used it before.
     wait_flags: list[int]
     targets: list[int]
     arrived: int
@@ -134,8 +126,7 @@ class Send(NamedTuple):
 class RouteStep:
     """The sends, the received tensors and the flags of this rank in one step of a pass."""
 
-    # The flags that this rank sets when the local steps of all earlier steps are done. The first step has ready flags, and all
-    # other steps have credit flags.
+    # The flags that this rank sets when all earlier local steps are done: ready flags in the first step, credit flags later.
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     received: list[Tensors] = field(default_factory=list)  # the tensors of each incoming message in the receive buffer
@@ -150,7 +141,7 @@ Route = tuple[list[RouteStep], bool]  # the steps of one rank in a pass, and whe
 
 
 class Slots:
-    """The position of each message of a schedule in the receive buffers, in bytes. All ranks compute the same positions."""
+    """The position of each message of a schedule in the receive buffers, in bytes, the same on all ranks."""
 
     def __init__(self, schedule: Schedule, templates: Templates) -> None:
         self.templates = templates
@@ -176,16 +167,15 @@ class Slots:
             self.total_bytes += self.counts[kind] * size
 
     def tensor_offsets(self, message: Message) -> list[int]:
-        """Return the offset of each tensor of a message in the slot of the message, followed by the end of the last tensor."""
+        """Return the offset of each tensor of a message in its slot, followed by the end of the last tensor."""
         sizes = (padded_bytes(x, len(message.rows)) for x in self.templates[message.kind])
         return list(accumulate(sizes, initial=0))
 
 
 class NvlinkTransport(Transport):
-    """The transport of a ring of GPUs that can write into each other's memory. All GPUs must be in one host.
+    """The transport of a ring of GPUs in one host that can write into each other's memory. It runs direct schedules.
 
-    This transport runs direct schedules. The constructor waits for all ranks of the group. The arguments are as for
-    `ringattn.comm.p2p.P2PTransport`.
+    The constructor waits for all ranks. The arguments are as for `ringattn.comm.p2p.P2PTransport`.
     """
 
     waits_on_gpu = True
@@ -196,7 +186,7 @@ class NvlinkTransport(Transport):
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
         self.messages = P2PTransport(group, device, store, joined, watchdog)
-        # Blocks and results use separate streams, so that the copy of a block need not wait until a result has been computed.
+        # A copy of a block need not wait until a result has been computed.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
         self._flag_stream = torch.cuda.Stream(device)
         self._allocate()
@@ -207,19 +197,18 @@ class NvlinkTransport(Transport):
         self.graphs = PassGraphs(self.watchdog, self._begin_replay)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
-        # This event is recorded when all tensors of the next sends of a pass have been computed.
+        # recorded when all tensors of the next sends of a pass have been computed
         self.computed = torch.cuda.Event()
-        # This event is recorded at the beginning of the first pass or all-to-all of the call with the number `_started_call`.
+        # recorded at the beginning of the first pass or all-to-all of the call with the number `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
-        # Tensors into which an unfinished all-to-all still writes. After an exception, they must not be freed.
+        # Tensors into which an unfinished all-to-all writes must not be freed after an exception.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The flags are a table with one column per writer. The first rows are for ring passes. Then there is one row for each
-        # send of an all-to-all. The last row contains the ready flags of the all-to-all.
+        # A table with one column per writer: rows for ring passes, one row per send of an all-to-all, and the ready flags of
+        # the all-to-all.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
-        # An all-to-all waits for the ready flags that the previous call has set. There is no call before the first all-to-all,
-        # so the ready flags are set here.
+        # There is no call before the first all-to-all that could set its ready flags.
         self._flags[-self.size :] = 1
         self._initial_flags, self._all_set = self._flags.clone(), torch.ones_like(self._flags)
         self.synchronise()
@@ -250,10 +239,9 @@ class NvlinkTransport(Transport):
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         """See `Transport.release`."""
-        # If the streams of one rank wait for flags that another rank has not set before its exception, this rank sets these
-        # flags itself. The streams then compute and send garbage, which nobody uses. The garbage must not overwrite messages of
-        # earlier calls. Therefore all ranks wait first until the main stream of every rank has come to the call, or has
-        # nothing to do.
+        # If the streams of one rank wait for flags that another rank has not set before its exception, this rank sets them
+        # itself. The streams then send garbage, which nobody uses. So that it does not overwrite messages of earlier calls, all
+        # ranks first wait until the main stream of every rank has come to the call, or has nothing to do.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)
@@ -272,7 +260,7 @@ class NvlinkTransport(Transport):
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
         """Write all flags of this rank from the host."""
-        # The other streams may wait for flags. A copy needs no kernel, whose code might have to be loaded first.
+        # The other streams may wait for flags. A copy needs no kernel, whose code might have to be loaded.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()
@@ -281,7 +269,7 @@ class NvlinkTransport(Transport):
         """Allocate a tensor of zeros that all ranks map. This method waits for all ranks.
 
         Returns:
-            The tensor of this rank, and a list with the address at which this rank has mapped the tensor of each rank.
+            This rank's tensor, and the address at which this rank has mapped the tensor of each rank.
         """
         shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
         handle = symmetric.rendezvous(shared, self.group.group_name)
@@ -291,9 +279,7 @@ class NvlinkTransport(Transport):
 
     def synchronise(self) -> None:
         """Wait until the GPUs of all ranks have finished all their work."""
-        # The first synchronisation waits for the work of this rank. The second synchronisation waits for the barrier, which
-        # NCCL runs on the GPU. If ranks share a GPU, gloo runs the barrier on the host, and the second synchronisation has
-        # nothing to wait for.
+        # The second synchronisation waits for the barrier, which NCCL runs on the GPU.
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         torch.cuda.synchronize(self.device)
@@ -304,15 +290,12 @@ class NvlinkTransport(Transport):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`.
-
-        The flag belongs to the message of `kind` that `writer` sends or reads in step `t`.
-        """
+        """Return the address of a flag in the memory of `rank`, for the message that `writer` sends or reads in step `t`."""
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`. `writer` sets this flag for send `number` of an all-to-all.
+        """Return the address of the flag in the memory of `rank` that `writer` sets for send `number` of an all-to-all.
 
         The number MAX_SENDS stands for the ready flag.
         """
@@ -321,13 +304,12 @@ class NvlinkTransport(Transport):
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
         """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""
         assert len(schedule.steps) <= self._max_steps, "a direct schedule has at most two steps more than there are ranks"
-        # The key does not contain the number of tokens, because the schedule already determines the rows of every message.
+        # The schedule determines the rows of every message.
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in templates[kind])
         if (schedule, shapes) not in self._routes:
             slots = Slots(schedule, templates)
             self.receive_buffer.reserve(slots.total_bytes)
-            # Creating a route takes little time. A full cache is therefore cleared completely, and the cache need not track
-            # which routes were used recently.
+            # Creating a route takes little time.
             if len(self._routes) >= MAX_CACHED_ROUTES:
                 self._routes.clear()
             self._routes[schedule, shapes] = self._plan_steps(schedule, slots), slots.keeps_results
@@ -335,8 +317,7 @@ class NvlinkTransport(Transport):
         return _NvlinkPass(self, *self._routes[schedule, shapes])
 
     def _plan_steps(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
-        # The credit flags of the last messages are set as late as two steps after the last step of the schedule. Therefore the
-        # route has two additional steps.
+        # The last credit flags are set two steps after the last step.
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         for t, step in enumerate(schedule.by_rank[self.rank]):
             steps[t].sends = [self._plan_send(t, message, slots) for message in step.outgoing]
@@ -345,8 +326,7 @@ class NvlinkTransport(Transport):
         for kind in KINDS:
             queue = slots.arrivals.get((self.rank, kind), [])
             for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
-                # Kernels read a block in the step after its arrival. A result is merged at the end of the step in which the
-                # result arrives.
+                # Kernels read a block in the step after its arrival. A result is merged in the step in which it arrives.
                 done = t + (2 if kind == "block" else 1)
                 steps[done].flags.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
         sources = [message.src for _, message in slots.arrivals.get((self.rank, "block"), [])]
@@ -356,7 +336,7 @@ class NvlinkTransport(Transport):
     def _plan_send(self, t: int, message: Message, slots: Slots) -> Send:
         kind, dst = message.kind, message.dst
         queue = [other for _, other in slots.arrivals[dst, kind]]
-        # In a direct schedule, a rank sends at most one block to each other rank.
+        # A rank sends at most one block to each other rank.
         wait_flags = [self._flag(self.rank, READY, kind, 0, dst)] if kind == "block" else []
         if queue.index(message) >= slots.counts[kind]:
             wait_flags.append(self._flag(self.rank, CREDIT, kind, t, dst))
@@ -383,19 +363,17 @@ class _NvlinkPass:
     def __init__(self, transport: NvlinkTransport, steps: list[RouteStep], keeps_results: bool) -> None:
         self.transport, self.steps, self.keeps_results = transport, steps, keeps_results
         self.main = torch.cuda.current_stream(transport.device)
-        # Earlier work of the main stream computes the blocks. The side stream must wait for this work before it copies the
-        # blocks.
+        # The side stream must not copy the blocks before they have been computed.
         begun = transport.start_event()
         begun.record(self.main)
         transport.streams["block"].wait_event(begun)
-        # One pair (event, result) for each result in flight. The memory of the result may be reused after the event.
+        # (event, result) for each result in flight. The memory of the result may be reused after the event.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
         cuda_driver.set_flags(step.flags, self.main.cuda_stream)
-        # The memory of a sent result may be reused when its copy has finished. The main stream waits for the copies of all
-        # results except the newest one, so one copy remains in flight.
+        # Wait for the copies of all sent results except the newest one, before their memory is reused.
         while len(self.sending) > 1:
             event, _ = self.sending.popleft()
             self.main.wait_event(event)
@@ -419,15 +397,14 @@ class _NvlinkPass:
             self.sending.append((sent, block))
 
     def _wait(self, t: int) -> list[Tensors]:
-        # If the next step sends results, the event is recorded after the kernels of this step, which compute these results.
+        # The kernels of this step compute the results that the next step sends.
         if self.steps[t + 1].sends_results:
             self.transport.computed.record(self.main)
         cuda_driver.wait_and_clear_flags(self.steps[t].arrived, self.main.cuda_stream)
         return self.steps[t].received
 
     def end(self) -> None:
-        # After the pass, later work of the main stream may reuse the memory of the sent tensors. Therefore the main stream
-        # waits until all copies have finished.
+        # Later work of the main stream may reuse the memory of the sent tensors.
         for event, _ in self.sending:
             self.main.wait_event(event)
         self.sending.clear()
@@ -435,7 +412,7 @@ class _NvlinkPass:
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
-    """Copy the given rows of x (B, N, ...) to address `target`. If x has no other rows, copy the whole tensor at once."""
+    """Copy the given rows of x (B, N, ...), or all of x if it has no other rows, to address `target`."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if not x.numel():
         return  # A message of an empty batch consists of its flag.

@@ -1,17 +1,12 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one receive buffer for all-to-alls, which all layers and calls use. Each exchange uses its own region of the
-buffer. A region has the same memory layout as the tensors that the exchange fills. A sender copies tokens of some heads
-directly to their final position in the region, without packing them first. After the copy, the sender sets a flag. When all
-flags of an exchange are set, the whole region is copied into ordinary tensors. Kernels read these tensors, and autograd can
-save them.
+Every rank has one receive buffer for all-to-alls. Each exchange uses a region of it, with the memory layout of the tensors to
+fill. A sender copies tokens of some heads to their final position, without packing them, and sets a flag. When all flags of an
+exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
-Flags are 0 or 1, and the stream that waits for a flag also clears the flag. Flags therefore work in the same way when a call is
-issued and when a CUDA graph replays the call. The owner of a receive buffer sets *ready* flags at the end of each call. Other
-ranks write into the buffer only after the owner has set these flags.
-
-No deadlock is possible. All sends of a call are numbered. Work of send i waits only for work that other ranks issue at their
-own send i or at an earlier send.
+Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
+ranks write only after that. No deadlock is possible, because send i waits only for work that other ranks issue at their send i
+or earlier.
 """
 
 from functools import lru_cache
@@ -32,8 +27,8 @@ READY = MAX_SENDS  # the number that stands for the ready flags, which follow th
 class StridedCopy(NamedTuple):
     """A copy of `count` pieces of `width` bytes.
 
-    `target` is an offset from the start of a region, and `source` is an offset from the start of a tensor. A pitch is the
-    distance between the starts of consecutive pieces. All numbers except `count` are in bytes.
+    `target` is an offset in a region, `source` an offset in a tensor, and a pitch the distance between the starts of
+    consecutive pieces, in bytes.
     """
 
     target: int
@@ -51,13 +46,12 @@ Sizes = tuple[int, ...]
 def _strided_copies(
     take: Slice, put: Slice, shape: Sizes, strides: Sizes, heads: Sizes, lengths: Sizes, element_size: int, rank: int
 ) -> list[list[StridedCopy]]:
-    """Return, for each receiving rank, the list of copies that send a slice of a tensor. There is one copy per batch entry.
+    """Return, for each receiving rank, one copy per batch entry that sends a slice of a tensor.
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: the shape (B, N, H, D) and the strides of the tensor to send. The heads of a token are contiguous.
-        heads: (H, D) of the contiguous tensor to fill, which has the shape (B, n, H, D) with n = lengths[receiver].
-        lengths: for each rank, the number of tokens of the tensor to fill.
+        shape, strides: those of the tensor (B, N, H, D) to send, in which the heads of a token are contiguous.
+        heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
         element_size: bytes per element.
         rank: the sender.
     """
@@ -65,7 +59,7 @@ def _strided_copies(
     def offset_and_pitch(x: Tensor, entry: int) -> tuple[int, int]:
         return int(x[entry].storage_offset()) * element_size, x.stride(1) * element_size
 
-    # Slices of tensors on the meta device have offsets and strides, but these tensors occupy no memory.
+    # Tensors on the meta device have offsets and strides, but no memory.
     source_tensor = torch.empty_strided(shape, strides, device="meta")
     copies = []
     for peer, length in enumerate(lengths):
@@ -83,36 +77,28 @@ class NvlinkAllToAll:
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
-        # The send stream copies slices to other ranks. The local stream copies this rank's own slices, and copies finished
-        # exchanges into ordinary tensors.
+        # The local stream copies this rank's own slices, and finished exchanges into ordinary tensors.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
-        self.computed = torch.cuda.Event()  # this event is recorded when the tensors of the next send have been computed
+        self.computed = torch.cuda.Event()  # recorded when the next send has been computed
         self.num_sends = self.total_bytes = 0
-        self.sent: list[Tensors] = []  # this list keeps the sent tensors alive
+        self.sent: list[Tensors] = []  # kept alive
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_NvlinkExchange":
         """See `AllToAll.start`."""
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
-            # All ranks use the same offsets, so that a sender knows the offsets in the buffer of every receiver. Therefore the
-            # size of a region is the size that the rank with the most tokens needs.
+            # All ranks use the same offsets, so a region has the size that the rank with the most tokens needs.
             self.total_bytes += padded_bytes(x, max(lengths))
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Begin a send: make the side streams wait for all earlier work of the main stream.
-
-        Returns:
-            The number of the send. The first send of a call has the number 0.
-        """
+        """Make the side streams wait for all earlier work of the main stream, and return the number of the send, from 0."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
-            # All exchanges of the call exist before the first send, so the total size of their regions is known here.
             self.receive_buffer.reserve(self.total_bytes)
             self.receive_buffer.keep_for_graph()
         assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
-        # The side streams must not read the tensors before the main stream has computed them.
         computed = self.transport.start_event() if number == 0 else self.computed
         computed.record(self.main)
         self.send_stream.wait_event(computed)
@@ -120,12 +106,11 @@ class NvlinkAllToAll:
         return number
 
     def finish(self) -> None:
-        """See `AllToAll.finish`. This method also sets the ready flags of this rank's receive buffer for the next call."""
+        """See `AllToAll.finish`. Other ranks may then write into the receive buffer of this rank for the next call."""
         self.main.wait_stream(self.send_stream)
         self.main.wait_stream(self.local_stream)
         self.sent.clear()
         self.transport.filled.clear()
-        # The ready flags are set last, because the other ranks may overwrite the receive buffer as soon as the flags are set.
         flags = [self.transport.all_to_all_flag(peer, READY, self.transport.rank) for peer in self.transport.others]
         cuda_driver.set_flags(flags, self.main.cuda_stream)
 
@@ -145,7 +130,7 @@ class _NvlinkExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
-        # A strided copy has one pitch between tokens, so the heads of one token must be contiguous.
+        # A strided copy has one pitch between tokens.
         block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
@@ -163,7 +148,7 @@ class _NvlinkExchange:
                 for target, target_pitch, source, source_pitch, width, count in of_tensor[peer]:
                     cuda_driver.copy_rows(region + target, target_pitch, tensor + source, source_pitch, width, count, stream)
 
-        # Rank r starts with rank r + 1, so that no two ranks write to the same GPU at the same time.
+        # No two ranks write to the same GPU at the same time.
         for peer in (*others[transport.rank :], *others[: transport.rank]):
             copy_to(peer, stream)
         cuda_driver.set_flags([transport.all_to_all_flag(peer, number, transport.rank) for peer in others], stream)
@@ -174,11 +159,11 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Issue the copies of the region into the tensors. The copies wait until all messages have arrived."""
+        """Issue copies of the region into the tensors, which wait until all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
-        # The watchdog requires that hops finish in the order in which they start. The main stream waits for the exchanges in
-        # the order of their last sends. Therefore the hop of an exchange starts at its last send.
+        # Hops must finish in the order in which they start, and the main stream waits for exchanges in the order of their last
+        # sends.
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
         flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)

@@ -1,7 +1,6 @@
 """Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank.
 
-If a process group uses gloo for tensors on GPUs, its messages pass through host memory, which is slow. Use such a group only
-for ranks that share a GPU, because NCCL rejects such ranks.
+With gloo, messages of GPUs pass through host memory, which is slow, and useful only for ranks that share a GPU.
 """
 
 import time
@@ -20,30 +19,22 @@ from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 _UNUSED_TAG = 1  # a tag that no message has
-# The minimum timeout of gloo in seconds. The watchdog ends a wait earlier, unless RINGATTN_TIMEOUT has become longer meanwhile.
+# The minimum timeout of gloo in seconds. The watchdog ends a wait earlier, unless RINGATTN_TIMEOUT has become longer.
 MIN_GLOO_TIMEOUT = 60
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the name of the backend that `group` uses for tensors on devices of the given type, or "" if there is none."""
+    """Return the backend of `group` for devices of the given type, or ""."""
     # The text has the form "cpu:gloo,cuda:nccl".
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return backends.get(device_type, "")
 
 
 class P2PTransport(MessageTransport):
-    """A transport that uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
+    """A transport over the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
-    gloo can only send and receive tensors in host memory. With gloo, tensors on GPUs are therefore copied to the host and back.
-    If an exception ends a call, gloo cannot use the connections of unfinished messages again. The transport therefore has gloo
-    connections of its own, and `reset` replaces them. The connections of the caller's process group stay intact.
-
-    Args:
-        group: the ranks of the ring.
-        device: the device of the tensors.
-        store: the store of the group.
-        joined: the interconnect between the ranks, for the cost model.
-        watchdog: the watchdog of the hops.
+    After an exception, gloo cannot use the connections of unfinished messages again. The transport therefore has gloo
+    connections of its own, which `reset` replaces.
     """
 
     def __init__(
@@ -80,21 +71,20 @@ class P2PTransport(MessageTransport):
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         """See `Transport.release`."""
-        # All ranks are at the same place, so all messages arrive.
         while not events[0].query() and not self.watchdog.is_stopped():
             time.sleep(1e-3)
 
     def interrupt(self) -> None:
         """See `MessageTransport.interrupt`."""
         if self._uses_gloo:
-            # gloo has no function that ends a wait. If any message exceeds its timeout, gloo ends the waits for all messages.
+            # If any message exceeds its timeout, gloo ends the waits for all messages.
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
                 )
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Start all sends and receives at once, see `MessageTransport.exchange`."""
+        """See `MessageTransport.exchange`."""
         if self._uses_gloo and any(x.is_cuda for x, _ in (*sends, *receives)):
             return self._exchange_through_host(sends, receives)
         wait = self._exchange(sends, receives)
@@ -102,11 +92,11 @@ class P2PTransport(MessageTransport):
         return wait
 
     def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        """Start to gather a tensor from each rank with one collective call, see `MessageTransport.all_gather`."""
+        """See `MessageTransport.all_gather`."""
         if self._uses_gloo:  # collective calls have no tags
             return super().all_gather(own)
         gathered = own.new_empty(self.size, *own.shape)
-        # `dist.all_gather_into_tensor` makes the same call, but accepts only groups that torch knows.
+        # `dist.all_gather_into_tensor` accepts only groups that torch knows.
         options = AllgatherOptions()
         options.asyncOp = True
         work = self.group._allgather_base(gathered.view(-1), own.view(-1), options)
@@ -118,7 +108,7 @@ class P2PTransport(MessageTransport):
         return gathered, wait
 
     def _exchange_through_host(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Exchange messages like `exchange`, with copies of the tensors in host memory, because gloo cannot read GPU memory.
+        """Exchange copies of the tensors in host memory, because gloo cannot read GPU memory.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -131,7 +121,7 @@ class P2PTransport(MessageTransport):
         sent, received = ([(_empty_on_host(x), peer) for x, peer in messages] for messages in (sends, receives))
         for (x, _), (copy, _) in zip(sends, sent, strict=True):
             copy.copy_(x, non_blocking=True)
-        # gloo reads the copies on the host. If several ranks share a GPU, waiting takes long, so the host waits only once.
+        # If several ranks share a GPU, waiting takes long, so the host waits only once.
         if any(x.is_cuda for x, _ in sends):
             torch.cuda.current_stream().synchronize()
         wait_for_messages = self._exchange(sent, received)
@@ -144,14 +134,13 @@ class P2PTransport(MessageTransport):
         return wait
 
     def _exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        # Both the sender and the receiver of a message know its size, so both of them skip a message that is empty.
+        # Both sides skip empty messages.
         sends, receives = ([(x, peer) for x, peer in messages if x.numel()] for messages in (sends, receives))
         if not sends and not receives:
             return lambda: None
-        # `dist.batch_isend_irecv` makes the same calls, but checks and wraps every message in Python first.
+        # `dist.batch_isend_irecv` checks and wraps every message in Python first.
         group, device = self.group, (sends or receives)[0][0].device
-        # gloo ends a process that receives a message of a wrong size. If the calls of two ranks differ, their tags differ, and
-        # gloo delivers no message. NCCL ignores tags.
+        # gloo ends a process that receives a message of a wrong size, but delivers no message with another tag.
         tag = self.watchdog.tag
         backend = group if self._uses_gloo else group._get_backend(device)
         if not backend.supports_coalescing:  # NCCL does
@@ -165,7 +154,7 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL sends only a part of the messages, so this rank is at a place where no other rank is.
+            # NCCL has sent a part of the messages, so no other rank is at this place.
             self.num_exchanges = -1 - self.rank
             raise
         finally:
@@ -173,19 +162,15 @@ class P2PTransport(MessageTransport):
         return work.wait
 
     def _wait(self, works: list[dist.Work]) -> None:
-        # The watchdog reads this time only if another rank has left the call with an exception.
+        # for the watchdog, if another rank has left the call
         self.waiting_since = time.monotonic()
         for work in works:
             work.wait()
         self.waiting_since = None
 
     def warm_up(self, device: torch.device) -> None:
-        """Make NCCL open the connections that a ring will use.
-
-        NCCL needs seconds to open connections. Without this method, this time would be a part of the first hop.
-        """
-        # Relayed blocks use only the connections between neighbours. Under some masks, a result also returns over another
-        # connection, which NCCL opens in the first pass.
+        """Make NCCL open the connections of a ring, which takes seconds."""
+        # NCCL opens connections for results that are not relayed in the first pass.
         for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))
@@ -194,7 +179,7 @@ class P2PTransport(MessageTransport):
 
 
 def _empty_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor like x in host memory. The memory is pinned if x is on a GPU, so that copies are asynchronous."""
+    """Return a new tensor like x in host memory, pinned if x is on a GPU, so that copies are asynchronous."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
 
 

@@ -1,11 +1,8 @@
-"""Pack the tensors of a block, or of a result, into one message.
-
-A message is one contiguous tensor. The tensors of a block lie one after the other in the bytes of the message:
+"""Pack the tensors of a block, or of a result, into one message, a contiguous tensor:
 
     k, v  --copy-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
 
-The receiver uses views of the message. It can therefore send the block on without a copy, even if it has changed the tensors in
-place.
+The receiver uses views, so it can send the block on without a copy, even after changing it in place.
 """
 
 import math
@@ -14,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 128  # bytes, a cache line of a GPU; in a message, every tensor starts at a multiple of this number
+ALIGNMENT = 128  # bytes, a cache line of a GPU, at which every tensor starts
 
 Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
 Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the message, which are views of it
@@ -29,7 +26,7 @@ class Packing:
 
     @classmethod
     def of(cls, shapes: Shapes, rows: int) -> "Packing":
-        """Return the positions of tensors that have the given number of rows (dimension 1)."""
+        """Return the positions of tensors with `rows` rows (dimension 1)."""
         size = 0
         parts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
         for batch, rest, dtype in shapes:
@@ -41,7 +38,7 @@ class Packing:
 
     @torch.inference_mode(False)  # a later pass outside of inference mode could not modify inference tensors
     def new_message(self, device: torch.device) -> Memory:
-        """Return new memory for a message, and the tensors of the message, which are views of this memory."""
+        """Return new memory for a message, and the tensors of the message, which are views of it."""
         if len(self.parts) == 1:
             ((dtype, shape, *_),) = self.parts
             message = torch.empty(shape, dtype=dtype, device=device)
@@ -51,7 +48,7 @@ class Packing:
         return message, tuple(views[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.parts)
 
     def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the message in whose memory the tensors of `block` lie, or None if they do not lie in one message."""
+        """Return the message in whose memory the tensors of `block` lie, or None."""
         first = block[0]
         if len(block) == 1:
             return first if first.is_contiguous() else None

@@ -1,19 +1,15 @@
 """Reset a ring after an exception inside a call, so that the next call is exact.
 
-An exception can end a call at any place, for example because a kernel runs out of memory or because the user presses Ctrl-C.
-Messages and flags of the call are then in flight, and no later call may receive them. The ranks therefore do the following:
+Messages and flags of the call are then in flight, and no later call may receive them. Therefore:
 
-1. A rank that leaves a call with an exception publishes a record in the job's store: the number of the call and the exception.
+1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
 2. Before its next call, this rank waits until all ranks of the group have published a record.
-3. If every rank has left the same call with an exception of its own, every rank resets its transport. The calls then continue.
-4. Otherwise, some ranks have computed with messages that other ranks have discarded, and the next calls of the ranks would not
-   belong together. Every rank then raises a `RingFault`, in this call and in all later calls of the group.
+3. If every rank has left the same call with an exception of its own, every rank resets its transport.
+4. Otherwise, the next calls of the ranks would not belong together. Every rank raises a `RingFault`, now and in later calls.
 
-A rank without an exception may wait for a message that never comes. Its watchdog reads the records of the other ranks with
-every heartbeat. If the rank waits on the host (gloo), the watchdog interrupts this wait. If the rank waits on a GPU, the wait
-cannot be interrupted, so the watchdogs end all processes with the same message.
-
-A call without an exception publishes nothing and waits for nothing.
+The watchdog of a rank without an exception, which may wait for a message that never comes, reads the records with every
+heartbeat. It interrupts a wait on the host (gloo), and ends the process if the rank waits on a GPU. A call without an exception
+publishes nothing and waits for nothing.
 """
 
 import json
@@ -28,8 +24,7 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# If a rank waits for so many seconds for a message after another rank has left the call, the rank gives up. Until then, the
-# message may still arrive, and the rank may come to an exception of its own.
+# seconds that a rank waits for a message after another rank has left the call; it may still arrive, or cause an exception
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store while a rank waits for the other ranks
 
@@ -38,9 +33,9 @@ class Record(NamedTuple):
     """Why a rank has left a call."""
 
     rank: int
-    call: int  # number of the call among the calls of this rank
+    call: int
     reason: str  # the exception
-    is_own: bool  # False if the exception is only a `RingFault` about another rank
+    is_own: bool  # False for a `RingFault` about another rank
     num_exchanges: int  # see `ringattn.comm.transport.MessageTransport.num_exchanges`
 
     def __str__(self) -> str:
@@ -48,22 +43,17 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """The records of one rank, and the collective reset of its transport.
-
-    Args:
-        store: the store of the group.
-        transport: the transport to reset. Its watchdog calls `look` with every heartbeat.
-    """
+    """The records of one rank, and the collective reset of its transport, whose watchdog calls `look` with every heartbeat."""
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
         self.rank, self.size = transport.rank, transport.size
         self.generation = 0  # number of resets
-        self.call = 0  # number of calls that this rank has begun
-        self.depth = 0  # number of contexts that this rank is in
-        self.left: Record | None = None  # the record of this rank, until the transport has been reset
+        self.call = 0  # calls that this rank has begun
+        self.depth = 0  # contexts that this rank is in
+        self.left: Record | None = None  # until the transport has been reset
         self.fault: str | None = None  # why the transport cannot be used any more
-        self._seen = 0.0  # the time at which this rank has first seen the record of another rank
+        self._seen = 0.0  # when this rank has first seen the record of another rank
         self.draining: threading.Thread | None = None
         self.watchdog.recovery = self
 
@@ -71,7 +61,7 @@ class Recovery:
         """Before a call: reset the transport, because an exception has ended the latest call.
 
         Raises:
-            RingFault: the ranks disagree, see the docstring of the module.
+            RingFault: the ranks disagree.
             RuntimeError: a CUDA graph is being captured.
         """
         if self.watchdog.is_capturing():
@@ -83,14 +73,13 @@ class Recovery:
             self._reset()
 
     def enter(self) -> None:
-        """Record that a call begins."""
         self.depth += 1  # before the number of the call, because `look` must never see the new number outside of the call
         if self.depth == 1:
             self.call += 1
 
     def exit(self, error: BaseException | None) -> None:
-        """Record that a call ends. If `error` has ended it, publish this."""
-        # While a CUDA graph is being captured, work is only recorded, so no message is in flight.
+        """Record that a call ends, and publish the `error` that has ended it."""
+        # While a CUDA graph is being captured, no message is in flight.
         if error is not None and self.left is None and not self.watchdog.is_capturing():
             self._publish(error)
             with suppress(Exception):  # after an error of CUDA, no event can be recorded
@@ -100,7 +89,7 @@ class Recovery:
         self.depth -= 1
 
     def look(self) -> None:
-        """Read the records of the other ranks. If this rank cannot leave the same call with an exception, declare a fault."""
+        """Declare a fault if another rank has left a call, and this rank cannot leave it with an exception of its own."""
         other = self._first_record() if self.left is None else None
         if other is None or other.call > self.call:
             return  # this rank has not come to the call yet
@@ -112,7 +101,7 @@ class Recovery:
             self._declare_fault(other)
 
     def explain(self) -> str | None:
-        """Return why a wait for another rank has failed, if another rank has left the call, and None otherwise."""
+        """Return why a wait for another rank has failed if another rank has left the call."""
         other = self._first_record() if self.fault is None else None
         if other is not None:
             self._declare_fault(other)
@@ -130,7 +119,7 @@ class Recovery:
         )
         record = json.dumps(self.left)
         with suppress(Exception):  # the store is gone, and the exception of the call must not be replaced
-            # The first record of all ranks has a key of its own, so that a heartbeat reads only one key.
+            # The first record has a key of its own, so that a heartbeat reads only one key.
             self.store.compare_set(f"left/{self.generation}", "", record)
             self.store.set(f"left/{self.generation}/{self.rank}", record)
         self.watchdog.forget_hops()
@@ -141,7 +130,7 @@ class Recovery:
         advice = "the ranks no longer make the same calls; create a new process group, or start the job again"
         self.fault = f"ringattn: {other}, but {why}: {advice}"
         with suppress(Exception):  # the store is gone
-            # compare_set returns the text of the first rank, so all ranks raise the same error.
+            # All ranks raise the error of the first rank.
             self.fault = self.store.compare_set("fault", "", self.fault).decode() or self.fault
             if self.transport.waits_on_gpu:
                 self.store.compare_set("verdict", "", self.fault)
@@ -169,9 +158,8 @@ class Recovery:
         self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """In a thread: let the streams of this rank run to their end, although other ranks have not sent all messages.
-
-        The user may wait for the GPU before the next call, so this must not be a part of the next call.
+        """In a thread, because the user may wait for the GPU: let the streams of this rank run to their end, without missing
+        messages.
         """
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
@@ -186,7 +174,7 @@ class Recovery:
         """Declare a fault unless every rank has left the same call with an exception of its own."""
         if self._is_same_exception(records):
             return
-        # The cause is the exception in the earliest call.
+        # The exception in the earliest call is the cause.
         first, *rest = sorted(records, key=lambda record: (not record.is_own, record.call, record.rank))
         other = next(x for x in rest if (x.call, x.num_exchanges, x.is_own) != (first.call, first.num_exchanges, True))
         how = f"{other}" if other.is_own and other.call != first.call else f"rank {other.rank} did not"
@@ -195,14 +183,13 @@ class Recovery:
         self._declare_fault(first, how)
 
     def _meet(self, name: str, thread: threading.Thread | None = None) -> None:
-        """Wait until `thread` has ended and until all ranks have called this method with the same name."""
+        """Wait until `thread` has ended and all ranks have called this method with the same name."""
         if thread is not None:
             self._wait_until(lambda: not thread.is_alive(), [])
         self.store.set(f"{name}/{self.generation}/{self.rank}", "")
         self._wait_for_keys(name)
 
     def _read_records(self) -> list[Record]:
-        """Wait until all ranks have left a call, and return their records."""
         return [Record(*json.loads(self.store.get(key))) for key in self._wait_for_keys("left")]
 
     def _wait_for_keys(self, name: str) -> list[str]:
@@ -211,7 +198,7 @@ class Recovery:
         return keys
 
     def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
-        """Wait until the condition holds. `keys` are the keys of all ranks in the store for which the condition waits."""
+        """Wait until the condition holds, for which `keys` of all ranks in the store must exist."""
         end = time.monotonic() + timeout_seconds()
         while True:
             for key in ("fault", "verdict"):

@@ -1,11 +1,7 @@
-"""Let several ranks use the same GPU, for tests and for learning.
+"""Let several ranks use the same GPU, for tests and for learning, if the environment variable RINGATTN_SHARE_GPUS is 1.
 
-By default, every rank requires its own GPU. If the environment variable RINGATTN_SHARE_GPUS is 1 on all ranks, several ranks
-may use the same GPU. Their rings then use the same copies, flags and streams as rings over NVLink, but every copy stays inside
-the GPU. The results are the same as on several GPUs. The measured speeds are meaningless, because the ranks compete for the
-GPU.
-
-NCCL rejects two ranks on one GPU. The process group must therefore use gloo for tensors on GPUs:
+Their rings use the same copies, flags and streams as rings over NVLink. Measured speeds are meaningless. NCCL rejects two ranks
+on one GPU, so the process group must use gloo:
 
     dist.init_process_group("cpu:gloo,cuda:gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -14,8 +10,7 @@ NCCL rejects two ranks on one GPU. The process group must therefore use gloo for
 import os
 
 SHARE_GPUS = "RINGATTN_SHARE_GPUS"  # name of the environment variable that allows ranks to share GPUs
-# If this variable of torch is 1, several processes may share symmetric memory of one GPU. Torch reads the variable whenever
-# processes exchange the addresses of symmetric memory.
+# torch reads this variable when processes exchange the addresses of symmetric memory.
 _OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -23,7 +18,7 @@ def sharing_is_allowed() -> bool:
     """Return whether the user allows several ranks to use the same GPU.
 
     Raises:
-        ValueError: the value of the environment variable is neither 0 nor 1.
+        ValueError: the environment variable is neither 0 nor 1.
     """
     value = os.environ.get(SHARE_GPUS, "0")
     if value not in ("0", "1"):

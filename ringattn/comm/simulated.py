@@ -1,4 +1,4 @@
-"""Simulate a ring of any size, for tests and for studies of schedules. The ranks of the ring are threads of one process."""
+"""Simulate a ring of any size, for tests and for studies of schedules, in threads of one process."""
 
 import itertools
 import threading
@@ -15,30 +15,28 @@ T = TypeVar("T")
 
 
 class SimulatedRing:
-    """The state that all ranks of a simulated ring use: the semaphore for computing, and the messages between the ranks."""
+    """What all ranks of a simulated ring share: the semaphore for computing, and the messages."""
 
     _ids = itertools.count()
 
     def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
         self.size, self.all_pairs = size, all_pairs
-        # Ranks hold this semaphore while they compute and release it while they wait for a message.
+        # Ranks hold it while they compute and release it while they wait.
         self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
         self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)
         self.ended: set[int] = set()  # the ranks that will send no more messages
-        self.changed = threading.Condition()  # this condition is notified when `messages` or `ended` changes
+        self.changed = threading.Condition()  # notified when `messages` or `ended` changes
 
     def send(self, src: int, dst: int, number: int, message: Tensor) -> None:
-        """Send message `number` from `src` to `dst`."""
         with self.changed:
             self.messages[src, dst, number] = message
             self.changed.notify_all()
 
     def receive(self, src: int, dst: int, number: int) -> Tensor:
-        """Return message `number` from `src` to `dst`. Other ranks compute while this rank waits for the message."""
+        """Return message `number` from `src` to `dst`. Other ranks compute while this rank waits."""
         key = src, dst, number
         if key not in self.messages:
-            # A rank that waits for a message releases the semaphore. Otherwise the sender could not compute the message.
             self.compute_slots.release()
             try:
                 with self.changed:
@@ -50,25 +48,25 @@ class SimulatedRing:
         return self.messages.pop(key)
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Record that `ranks` will send no more messages, and wake the other ranks that wait for such messages."""
+        """Record that `ranks` will send no more messages, and wake the ranks that wait for them."""
         with self.changed:
             self.ended.update(ranks)
             self.changed.notify_all()
 
 
 class SimulatedRank(MessageTransport):
-    """One rank of a simulated ring. This class is a transport, and public calls also accept an instance as a process group."""
+    """One rank of a simulated ring: a transport, and a process group for public calls."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
         self.interconnect = interconnect("simulated")._replace(all_pairs=ring.all_pairs)
-        # The messages between two ranks are numbered, so that several exchanges may be in flight and may complete in any order.
+        # Several exchanges may be in flight and complete in any order.
         self.sent, self.expected = ([itertools.count() for _ in range(ring.size)] for _ in range(2))
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Send copies of the tensors at once. The returned function receives the messages."""
-        # The messages contain copies, because senders may modify their tensors immediately after the exchange.
+        # Senders may modify their tensors immediately.
         for tensor, dst in sends:
             self.ring.send(self.rank, dst, next(self.sent[dst]), tensor.clone())
         expected = [(tensor, src, next(self.expected[src])) for tensor, src in receives]
@@ -80,8 +78,7 @@ class SimulatedRank(MessageTransport):
         return wait
 
 
-# The ranks of all running simulated rings, by `group_name`. An operator receives this name instead of the name of a process
-# group.
+# The ranks of all running simulated rings, by `group_name`.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
 
 
@@ -92,13 +89,10 @@ def simulate(
 
     Args:
         ranks: the number of ranks.
-        function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad or torch.autocast, do not apply
-            inside these threads: enter them in `function`.
+        function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
         all_pairs: whether every rank can reach every other rank directly, or only its neighbours.
-        in_turns: whether only one rank computes at a time, while all other ranks wait for messages or for their turn. With
-            in_turns=False, many threads compute at the same time. The computation is then several times slower, and some
-            kernels do not support several threads. in_turns=False is required only if ranks wait for each other by other means
-            than messages of the ring.
+        in_turns: whether only one rank computes at a time. Several threads are slower together, and some kernels do not support
+            them. Pass False only if ranks wait for each other by other means than messages of the ring.
 
     Raises:
         ValueError: an argument is invalid.
@@ -111,8 +105,7 @@ def simulate(
         raise ValueError(f"function={shown(function)}: it must be a function of (rank, group)")
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list[Any] = [None] * ranks
-    # When one rank fails, other ranks also fail, because they wait for messages that this rank never sends. The first failure
-    # is therefore the cause.
+    # The first failure is the cause of the others.
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:

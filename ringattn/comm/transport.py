@@ -1,7 +1,6 @@
-"""Define the interface of all transports, and the base class of the transports that exchange messages.
+"""The interface of all transports, and the base class of those that exchange messages.
 
-A transport is one rank's connection to the other ranks of a ring. The transport sends and receives the messages of a schedule
-step by step:
+A transport is one rank's connection to the other ranks of a ring. It sends and receives the messages of a schedule:
 
     ring_pass = transport.begin(schedule, templates)
     for t in range(steps):
@@ -10,14 +9,12 @@ step by step:
         incoming = wait()                        # blocks that the next step computes with
     ring_pass.end()
 
-`MessageTransport` turns each step into one exchange of messages. A message is one contiguous tensor, into which
-`ringattn.comm.packing` packs all tensors of a block or of a result. A rank packs its own block once per pass. A block or a
-result that a neighbour relays is sent on without a copy. Consecutive passes with equal shapes reuse the memory of their
-messages.
+In `MessageTransport`, each step is one exchange of messages, into which `ringattn.comm.packing` packs blocks and results. A
+rank packs its own block once per pass, and sends on without a copy what neighbours relay. Consecutive passes with equal shapes
+reuse the memory of their messages.
 
-`ringattn.comm.p2p` implements `MessageTransport` for NCCL and gloo, and `ringattn.comm.simulated` implements it for threads of
-one process. `ringattn.comm.nvlink` does not exchange messages, because it writes directly into the memory of other GPUs.
-`ringattn.comm.connect` chooses the transport for a process group.
+`ringattn.comm.connect` chooses a transport: `p2p` (NCCL and gloo), `simulated` (threads of one process), or `nvlink`, which
+writes into the memory of other GPUs.
 """
 
 from collections import deque
@@ -40,16 +37,12 @@ WaitForBlocks = Callable[[], list[Tensors]]  # a function that waits for the mes
 Wait = Callable[[], object]  # a function that waits until all messages have arrived and all sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends, and (contiguous tensor, sender) for receives
 
-# The maximum number of results that a pass keeps until its end. If more results return to a rank, each result is merged when it
-# arrives, because every kept result needs memory.
+# More results than this are merged when they arrive, because every kept result needs memory.
 MAX_KEPT_RESULTS = 3
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
-    """Return views of the given rows (dimension 1) of each tensor.
-
-    A tensor that has only len(rows) rows already contains exactly the given rows, and is returned unchanged.
-    """
+    """Return views of the given rows (dimension 1) of each tensor, or the tensor if it has only so many rows."""
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
 
@@ -61,10 +54,8 @@ class RingPass(Protocol):
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
-        `outgoing` contains one block for each outgoing message of the step, in the order of the messages. A block to send must
-        be contiguous. It contains either exactly the rows of its message or all rows of its owner. A block must not be modified
-        between the start of this exchange and the start of exchange t + 2. The received blocks remain valid until exchange t +
-        2 starts.
+        `outgoing` contains one contiguous block per outgoing message, with exactly its rows or all rows of its owner. It must
+        not be modified before exchange t + 2 starts. The received blocks remain valid until then.
         """
 
     def end(self) -> None:
@@ -100,7 +91,7 @@ class Transport:
     def mark(self) -> tuple[Any, ...]:
         """After an exception, return events that occur when the streams of this rank have run to their end.
 
-        If no stream can be waiting for another rank, return an empty tuple.
+        The tuple is empty if no stream can be waiting for another rank.
         """
         return ()
 
@@ -108,21 +99,21 @@ class Transport:
         """After all ranks have left a call, let the streams of this rank run to their end.
 
         Args:
-            events: the events that `mark` has returned.
+            events: the result of `mark`.
             meet: a function that waits until all ranks have called it.
         """
 
     def reset(self, generation: int) -> None:
         """Forget all messages of earlier calls. `generation` is the number of this reset.
 
-        The streams of all ranks have run to their end. All ranks call this method at the same time.
+        All ranks call this method at the same time, after their streams have run to their end.
         """
 
 
 class in_call:
-    """A context for one call over the given transports. If an exception ends the call, they are reset before their next call.
+    """A context for one call over the given transports. After an exception, they are reset before their next call.
 
-    Contexts may be nested. The inner context then belongs to the call of the outer context.
+    A nested context belongs to the call of the outer context.
     """
 
     __slots__ = ("transports",)
@@ -143,10 +134,10 @@ class in_call:
 
 
 def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Return communicate(). If the network raises an error, raise a `RingFault` that names the missing rank instead."""
+    """Return communicate(). For an error of the network, raise a `RingFault` that names the missing rank."""
     try:
         return communicate()
-    # OutOfMemoryError is a RuntimeError, but it is not an error of the network.
+    # OutOfMemoryError is a RuntimeError.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -157,7 +148,7 @@ def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop |
 
 
 def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Wait for the messages of a hop, record in the watchdog that the hop is finished, and return the received tensors."""
+    """Wait for the messages of a hop, record its end in the watchdog, and return the received tensors."""
     result = report_faults(wait, transport, hop)
     transport.watchdog.finished(hop)
     return result
@@ -169,15 +160,15 @@ class _Outgoing(NamedTuple):
     dst: int
     rows: range
     packing: Packing
-    is_own: bool  # whether the message contains rows of this rank's own block
-    is_last: bool  # whether no later step sends the same rows of this rank's own block
+    is_own: bool  # whether it contains rows of this rank's own block
+    is_last: bool  # whether no later step sends these rows again
 
 
 class _PlannedStep(NamedTuple):
     """The messages of one rank in one step."""
 
     sends: tuple[_Outgoing, ...]
-    # The sender of each incoming message, the positions of its tensors, and whether it is a result for this rank.
+    # (sender, positions of the tensors, whether it is a result for this rank)
     receives: tuple[tuple[int, Packing, bool], ...]
 
 
@@ -190,7 +181,7 @@ class _MessagePlan(NamedTuple):
 
 @lru_cache(maxsize=64)  # all layers of a model use the same plan
 def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes) -> _MessagePlan:
-    """Return the messages of a rank. `block` and `result` contain the shapes of the tensors of a block and of a result."""
+    """Return the messages of a rank. `block` and `result` are the shapes of the tensors of a block and of a result."""
     own_rows = [[m.rows for m in step.outgoing if m.kind == "block" and m.owner == rank] for step in schedule.by_rank[rank]]
     packings: dict[tuple[str, int], Packing] = {}
 
@@ -217,9 +208,9 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 
 
 class MessageTransport(Transport):
-    """A transport in which every message is one contiguous tensor. Subclasses implement the method `exchange`."""
+    """A transport in which every message is one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of the latest exchange if the GPU runs all exchanges in order, and 0 otherwise. After an exception, ranks with
+    # The number of the latest exchange if the GPU runs all exchanges in order, and 0 otherwise. Ranks that left a call at
     # different numbers would wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # since when the host has waited for a message, or None
@@ -239,7 +230,7 @@ class MessageTransport(Transport):
         """Start to gather a contiguous tensor of equal shape from each rank.
 
         Returns:
-            A tensor (ranks, *own.shape) with the tensors in the order of the ranks, and a function that waits for them.
+            A tensor (ranks, *own.shape), and a function that waits for it.
         """
         gathered = own.new_empty(self.size, *own.shape)
         gathered[self.rank] = own
@@ -267,11 +258,11 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return memory of earlier messages that a pass of `plan` can use. The pass returns this memory when it ends.
+        """Return memory of earlier messages that a pass of `plan` can use, and that it returns when it ends.
 
-        The process group orders its messages after all earlier work of the current stream. Memory can therefore be used again
-        without any wait, but only on the same stream. If torch's allocator managed the memory, NCCL's stream would delay the
-        reuse of every message. A CUDA graph contains the addresses of its messages, so its messages have their own memory.
+        Messages follow all earlier work of the current stream, so this memory needs no wait, but only on the same stream.
+        torch's allocator would wait for NCCL's stream. The messages of a CUDA graph have their own memory, because it contains
+        their addresses.
         """
         stream = 0
         if device.type == "cuda":
@@ -286,11 +277,7 @@ class MessageTransport(Transport):
 class _MessagePass:
     """A ring pass in which every step is one exchange of messages.
 
-    Args:
-        transport: the transport of the messages.
-        plan: the messages of the pass.
-        device: the device of the tensors.
-        spare: memory for messages. When the pass ends, this memory contains all messages of the pass.
+    `spare` is memory for messages, to which the pass returns all its messages when it ends.
     """
 
     def __init__(
@@ -298,7 +285,7 @@ class _MessagePass:
     ) -> None:
         self.transport, self.device, self.spare = transport, device, spare
         self.steps, self.keeps_results = plan
-        self._own_messages: dict[range, Tensor] = {}  # the packed rows of this rank's own block that are sent again later
+        self._own_messages: dict[range, Tensor] = {}  # packed rows of the own block that are sent again
         self._kept: list[tuple[Packing, Memory]] = []  # memory that the pass uses until its end
         self._in_use: deque[list[tuple[Packing, Memory]]] = deque()  # the other memory of the latest two steps
 
@@ -306,7 +293,7 @@ class _MessagePass:
         step = self.steps[t]
         self._in_use.append([])
         if len(self._in_use) > 2:
-            # The messages of step t - 2 have been sent on, and the kernels that read them have been launched.
+            # The kernels that read the messages of step t - 2 have been launched.
             self._release(self._in_use.popleft())
         sends = [(self._pack(message, block), message.dst) for message, block in zip(step.sends, outgoing, strict=True)]
         receives: Addressed = []

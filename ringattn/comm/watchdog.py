@@ -1,9 +1,8 @@
 """A watchdog that ends the whole run if a rank dies or hangs. One message names the rank, the hop and the operation.
 
-The watchdog records every hop when the hop is issued and when the hop has finished. On a GPU, the stream writes the number of
-the last finished hop to host memory, so the watchdog can read this number without a CUDA call. A thread on each rank publishes
-heartbeats in the job's store. A heartbeat shows that the rank is alive, and contains the number of its finished hops. If a hop
-does not finish in time, the thread finds out which rank is behind, prints this diagnosis, and ends the process.
+It records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to host
+memory. A thread on each rank publishes heartbeats in the job's store, with the number of finished hops. If a hop does not
+finish in time, the thread finds out which rank is behind, prints this, and ends the process.
 """
 
 import atexit
@@ -38,7 +37,7 @@ _COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps a
 
 
 def timeout_seconds() -> float:
-    """Return the timeout of a hop in seconds: the value of the environment variable RINGATTN_TIMEOUT, or 600 by default.
+    """Return the timeout of a hop: the environment variable RINGATTN_TIMEOUT, or 600 seconds.
 
     Raises:
         ValueError: the value is not a positive, finite number.
@@ -58,7 +57,7 @@ class RingFault(RuntimeError):
 
 
 class Hop:
-    """A hop in progress. The text that describes the hop is composed only when the text is printed or published."""
+    """A hop in progress, which is described only when its text is printed or published."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
@@ -72,7 +71,7 @@ class Hop:
 
 
 class NoWatchdog:
-    """A watchdog that does nothing, for rings that cannot lose a rank and for hops that are not watched."""
+    """A watchdog that does nothing, for rings that cannot lose a rank."""
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None: ...
 
@@ -93,12 +92,12 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The latest heartbeat of a rank. The default values describe a rank that has published no heartbeat."""
+    """The latest heartbeat of a rank, by default before its first heartbeat."""
 
-    clock: float = 0.0  # the time of the heartbeat on the clock of the rank; every heartbeat has a different value
+    clock: float = 0.0  # on the rank's clock; every heartbeat has a different value
     issued: int = 0  # number of issued hops
-    finished: int = 0  # number of the last finished hop
-    latest: str = "its start"  # description of the hop that was issued last
+    finished: int = 0
+    latest: str = "its start"  # the hop that was issued last
 
 
 class Watchdog:
@@ -118,16 +117,16 @@ class Watchdog:
         group_exists: Callable[[], bool] = lambda: True,
     ) -> None:
         self.store, self.rank, self.size, self.group_exists = store, rank, size, group_exists
-        timeout_seconds()  # this call raises an error for an invalid timeout before the ring is used
+        timeout_seconds()  # raises an error for an invalid timeout before the ring is used
         self.in_flight: deque[Hop] = deque()
         self.issued = 0
         self.latest: Hop | str = _Heartbeat().latest
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
-        # The memory is pinned, so that the GPU can write the number of the last finished hop into it.
+        # The GPU writes into pinned memory.
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
         self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of the last finished hop
-        self._progress = (0, time.monotonic())  # the latest known value of `_last_finished`, and the time of its last change
+        self._progress = (0, time.monotonic())  # the latest `_last_finished`, and when it changed
         self._calls = CallLog()
         self._generation = 0  # number of resets after exceptions
         self._lock = threading.Lock()  # held while hops are removed from `in_flight`
@@ -137,9 +136,8 @@ class Watchdog:
         atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
-        """Record that a hop is issued, and return the hop.
-
-        While a CUDA graph is being captured, return None, because replays of the graph are not watched.
+        """Record that a hop is issued, and return it, or None while a CUDA graph is being captured, whose replays are not
+        watched.
         """
         if self.is_capturing():
             return None
@@ -149,26 +147,21 @@ class Watchdog:
         return hop
 
     def is_capturing(self) -> bool:
-        """Return whether the current stream captures a CUDA graph."""
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def finished(self, hop: Hop | None) -> None:
-        """Record that the hop ends. On a GPU, the hop ends when all earlier work of the current stream has finished."""
+        """Record that the hop ends, on a GPU when all earlier work of the current stream has finished."""
         if hop is None:
             return
         if self.on_gpu:
-            # This code runs for every hop and must be fast, so it uses the raw handle of the stream. torch.cuda.current_stream
-            # would create an object.
+            # torch.cuda.current_stream would create an object, for every hop.
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             cuda_driver.write_flag(ctypes.addressof(self._last_finished), hop.number, stream)
         else:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
     def record_call(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
-        """Record a call of attention before its first message, see `CallLog.record`.
-
-        The thread publishes the calls with the next heartbeat and compares them, because publishing takes longer than a call.
-        """
+        """Record a call of attention before its first message, see `CallLog.record`. The thread publishes it later."""
         self._calls.record(key, describe, cached)
 
     @property
@@ -177,7 +170,7 @@ class Watchdog:
         return self._calls.tag
 
     def cancel(self, hop: Hop | None) -> None:
-        """Stop watching a hop for which this rank no longer waits, for example because an exception has ended the pass."""
+        """Stop watching a hop for which this rank no longer waits."""
         with self._lock, suppress(ValueError):  # the hop may have finished already
             if hop is not None:
                 self.in_flight.remove(hop)
@@ -188,17 +181,14 @@ class Watchdog:
             self.in_flight.clear()
 
     def restart(self) -> None:
-        """After a collective reset, count the hops and the calls from 0 again, as all other ranks do."""
+        """After a collective reset, count the hops and the calls from 0 again."""
         with self._lock:
             self.issued, self._last_finished.value, self._progress = 0, 0, (0, time.monotonic())
             self._calls = CallLog()
             self._generation += 1  # after the log, so that the thread never publishes the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """Return the exception to raise if an error has ended `hop`. The exception names the missing rank.
-
-        If `hop` is None, return None.
-        """
+        """Return the exception that names the missing rank, if an error has ended `hop`."""
         if hop is None:
             return None
         with suppress(Exception):  # the store is gone, which `_diagnose` reports
@@ -211,10 +201,7 @@ class Watchdog:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Stop the thread, and wait until it has ended.
-
-        Without this wait, Python might exit while the thread is inside a call of the store, which would abort the process.
-        """
+        """Stop the thread and wait for it. If Python exits while a thread is inside a call of the store, the process aborts."""
         self._stopped.set()
         for thread in (self._thread, self.recovery and self.recovery.draining):
             if thread is not None and thread is not threading.current_thread():
@@ -228,19 +215,19 @@ class Watchdog:
                 return
             with self._lock:
                 hop = self._overdue_hop()
-            # The store ends together with the rank that hosts the store. Calls of the store then raise various exceptions. The
-            # thread ignores these exceptions, because the hop in progress will become overdue anyway.
+            # The store ends together with its rank, and its calls then raise various exceptions. The hop in progress becomes
+            # overdue anyway.
             with suppress(Exception):
                 self._send_heartbeat()
                 self._publish_calls()
-                # All ranks compare their calls with those of rank 0, so a difference between any two ranks is found.
+                # A difference between any two ranks is found.
                 if self.rank and (difference := self._find_difference([0])):
                     self.store.compare_set("verdict", "", f"{difference}; the run ends here")
                 if self.recovery is not None:
                     self.recovery.look()
                 if self.store.check(["verdict"]):
                     verdict = self.store.get("verdict").decode()
-                    # The main thread gets some time to raise its own exception. If calls differ, no call raises one.
+                    # The main thread may raise its own exception, but not if calls differ.
                     time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
                     if self.group_exists():
                         self._exit(verdict)
@@ -248,10 +235,9 @@ class Watchdog:
                 self._exit(self._diagnose(hop))
 
     def _overdue_hop(self) -> Hop | None:
-        """Return the oldest hop in progress if no hop has finished within the timeout, and None otherwise."""
+        """Return the oldest hop in progress if no hop has finished within the timeout."""
         last, now = self._last_finished.value, time.monotonic()
-        # The counter wraps around at 2**32. A hop is finished if the counter minus the number of the hop, modulo 2**32, is less
-        # than half of this range.
+        # The counter wraps around at 2**32.
         while self.in_flight and (last - self.in_flight[0].number) % _COUNTER_RANGE < _COUNTER_RANGE // 2:
             self.in_flight.popleft()
         if last != self._progress[0] or not self.in_flight:
@@ -278,16 +264,12 @@ class Watchdog:
         return None
 
     def _diagnose(self, hop: Hop) -> str:
-        """Return one sentence that names the rank that is behind.
-
-        The first rank that finds a diagnosis publishes this diagnosis as the verdict for all ranks.
-        """
+        """Return one sentence that names the rank that is behind: the verdict of the first rank with a diagnosis."""
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
-            # compare_set stores the text only if no other rank has stored a verdict in the meantime. compare_set returns the
-            # stored text. All ranks therefore print the same verdict.
+            # compare_set stores the text if there is none yet, and returns the stored text.
             difference = self._find_difference(range(self.size))
             text = f"{difference or f'ringattn: {self._find_culprit(hop)}'}; {waiting}"
             return self.store.compare_set("verdict", "", text).decode() or text
@@ -295,9 +277,8 @@ class Watchdog:
             return f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}"
 
     def _find_culprit(self, hop: Hop) -> str:
-        """Describe all dead ranks. If all ranks are alive, describe the rank that has issued or finished the fewest hops."""
-        # If the clock in the heartbeats of a rank changes during the observation, the rank is alive. Clocks of different hosts
-        # are never compared.
+        """Describe all dead ranks, or the rank that has issued or finished the fewest hops."""
+        # A rank whose clock changes is alive. Clocks of different hosts are never compared.
         before = self._read_heartbeats()
         deadline = time.monotonic() + DEAD_AFTER
         alive: set[int] = set()
@@ -319,11 +300,10 @@ class Watchdog:
         return f"rank {slowest} is stuck in {before[slowest].latest}"
 
     def _read_heartbeats(self) -> list[_Heartbeat]:
-        """Return the latest heartbeat of every rank."""
         keys = [f"life/{rank}" for rank in range(self.size)]
         return [_Heartbeat(*json.loads(self.store.get(key))) if self.store.check([key]) else _Heartbeat() for key in keys]
 
     def _exit(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        # sys.exit would end only this thread. The main thread may be blocked in a CUDA call that never returns.
+        # sys.exit would end only this thread, and the main thread may be blocked in a CUDA call.
         os._exit(1)

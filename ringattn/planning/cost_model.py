@@ -1,7 +1,6 @@
-"""Predict the cost of a ring pass from the computation and the messages of the busiest rank in every step.
+"""Predict the cost of a ring pass from the work and the messages of the busiest rank in every step.
 
-The cost model reads speeds from a table and never measures them at run time, so that every rank, and every run, makes the same
-choice.
+Speeds are read from a table and never measured at run time, so that all ranks, and all runs, make the same choice.
 """
 
 from collections.abc import Callable
@@ -18,30 +17,28 @@ FLOPS_PER_HBM_BYTE = 150
 # Fixed time to start and drain one step of a pass on a GPU, in seconds. The values were fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# The number of FLOPs that take as long as merging one byte of a partial result. In the forward pass, the kernels read and write
-# states at the speed of HBM. The value for the backward pass was fitted to rings of two and four H200s.
+# FLOPs that take as long as merging one byte of a partial result. In the forward pass, states are read and written at the speed
+# of HBM. The value for the backward pass was fitted to rings of two and four H200s.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# The time of an all-to-all inside a host, divided by the time that its bytes need on the link. The factor is larger than 1,
-# because the data is copied out of the receive buffers, and because kernels wait for these copies. The factor was fitted to
-# runs on four H200s with and without an all-to-all.
+# The time of an all-to-all inside a host, divided by the time of its bytes on the link. Copies out of the receive buffers make
+# it larger than 1. It was fitted to runs on four H200s.
 ALL_TO_ALL_FACTOR = 2.5
 
 
-# The routes of blocks and results. With "relay", neighbours relay them. With "direct", they go directly to the rank that needs
-# them. With "auto", they go directly if the ranks are in one host.
+# The routes of blocks and results: relayed by neighbours, directly to the rank that needs them, or direct inside one host.
 ROUTES = ("auto", "relay", "direct")
 
 
 class Interconnect(NamedTuple):
-    """The connection between the ranks of a ring, and the speed of the ranks. Every rank uses the same values."""
+    """The connection between the ranks of a ring, and the speed of the ranks, the same on every rank."""
 
     name: str
-    all_pairs: bool  # whether every pair of ranks exchanges messages directly, so that no rank relays blocks
-    bytes_per_second: float  # bytes per second that a rank can send while it receives equally many bytes
-    latency: float  # seconds per message, in addition to the time that the bytes of the message need
+    all_pairs: bool  # whether messages go directly to any rank, so that no rank relays blocks
+    bytes_per_second: float  # that a rank can send while it receives equally many
+    latency: float  # seconds per message, in addition to the time of its bytes
     flops: float = 5e14  # speed of attention on one rank, FLOP/s
-    uses_sms: bool = False  # whether kernels move the messages and therefore occupy SMs that attention could use
+    uses_sms: bool = False  # whether kernels move the messages and occupy SMs
 
     def with_route(self, route: str) -> "Interconnect":
         """Return the interconnect of a ring that uses a route of `ROUTES`."""
@@ -70,7 +67,7 @@ def attention_flops(device: torch.device) -> float:
     """Return the approximate speed of 16-bit attention on `device`, in FLOP/s."""
     if device.type != "cuda":
         return 5e10
-    # The keys are major compute capabilities: 8 is Ampere and Ada, 9 is Hopper and 10 is Blackwell.
+    # 8 is Ampere and Ada, 9 is Hopper, 10 is Blackwell.
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(torch.cuda.get_device_capability(device)[0], 6e13)
 
 
@@ -83,7 +80,7 @@ class HopCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time of the step in seconds. Computation and communication overlap, so this is the larger of the two times."""
+        """The time of the step in seconds. Computation and communication overlap."""
         return max(self.compute, self.communication)
 
 
@@ -97,19 +94,16 @@ def hop_costs(
     """Return the cost of every step of a schedule.
 
     Args:
-        schedule: what each rank sends and computes.
         row_bytes: bytes per row of a circulating block and of a result.
         flops: a function that returns the costs of local steps in FLOPs.
-        interconnect: the interconnect between the ranks.
-        rank: the rank whose cost is returned. With None, each number of a `HopCost` is the maximum over all ranks.
+        rank: the rank whose cost is returned. With None, each number is the maximum over all ranks.
     """
     shape = len(schedule.steps), schedule.ranks
     local_steps, messages = schedule.local_steps, schedule.messages
     compute = np.zeros(shape)
     np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
-    # The size of a message depends only on the kind of the message and the number of its rows.
     size = messages.rows * np.array(row_bytes)[messages.is_result]
-    # Links are full duplex, so the messages that a rank sends and the messages that it receives count separately.
+    # Links are full duplex, so sent and received messages count separately.
     sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
     for i, end in enumerate((messages.src, messages.dst)):
         np.add.at(sizes[i], (messages.step, end), size)

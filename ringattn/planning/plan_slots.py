@@ -12,13 +12,12 @@ class PlanSlots:
     """The memory of a plan that a CUDA graph reads.
 
     Args:
-        plan: a plan with `Plan.is_fixed` for some mask and layout, with which the passes of the graph have run once. All later
-            plans have layouts with the same numbers of rows.
-        device: the device of the memory.
+        plan: a plan with `Plan.is_fixed`, with which the passes of the graph have run once. All later plans have layouts with
+            the same numbers of rows.
 
     Attributes:
-        requests: what the passes have requested from `plan`. Later plans can be prepared for these requests.
-        plan: the plan to capture, see `ringattn.planning.rank_plan.use_plan`.
+        requests: what the passes have requested from `plan`, for later plans.
+        plan: the plan to capture, see `rank_plan.use_plan`.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

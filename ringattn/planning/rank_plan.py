@@ -1,7 +1,6 @@
 """Compute the work of one rank from a mask and a layout: the intervals of every pair of shards, and the schedules.
 
-`ringattn.mask.intervals_at` has already applied causality, windows and documents to the intervals of a mask. The functions
-in this module only translate these intervals from positions of the sequence into rows of the shards.
+The intervals of `ringattn.mask.intervals_at` are only translated from positions of the sequence into rows of shards.
 """
 
 import logging
@@ -27,14 +26,13 @@ from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
-# A rank splits the work on its own block. The first step contains this share of the work and hides the first hop. The last step
-# contains the rest of the work and hides the last hop.
+# The first step contains this share of the work on the own block and hides the first hop. The rest hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The state ring is chosen only if the KV ring is predicted to take at least 1.03 times as long. The table of speeds is not
-# accurate enough to predict smaller differences. The KV ring needs less time on the host, because it launches fewer kernels.
+# The KV ring must be predicted to take at least 1.03 times as long before the state ring is chosen. The table of speeds is not
+# more accurate, and the KV ring launches fewer kernels.
 KV_RING_MARGIN = 1.03
-# The tensors that circulate, and the tensors that return to their owner, by the direction and the schedule of a pass.
+# The tensors that circulate, and those that return to their owner.
 CIRCULATING = {
     ("forward", "kv"): ("k, v", ""),
     ("forward", "state"): ("q", "m, l, o"),
@@ -46,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """The inputs of one kernel call: some query rows of a rank, and some key rows of the same rank or of another rank."""
+    """The inputs of one kernel call: some query rows of a rank, and some key rows of the same or of another rank."""
 
     intervals: Intervals  # one interval per query row; the bounds are indices of key rows
     layout: Layout
@@ -54,7 +52,7 @@ class BlockPair:
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
-        """Two int32 tensors: the positions of the query rows and the positions of the key rows in the whole sequence."""
+        """Two int32 tensors: the positions of the query rows and of the key rows in the whole sequence."""
         return self._cached["positions"]
 
     @cached_property
@@ -66,19 +64,18 @@ class BlockPair:
 
 
 class Plan:
-    """A plan for all ring passes of one rank with one mask and one layout. All layers use the plan that `get_plan` returns.
+    """The plan of one rank for all ring passes with one mask and one layout. All layers use the plan of `get_plan`.
 
     Args:
-        mask, layout, rank: the mask, the layout of the ring, and this rank.
         device: the device of the intervals.
         is_fixed: whether the schedules must not depend on the mask, because a CUDA graph has captured them, see
-            `ringattn.planning.plan_slots`. Every rank then computes with all rows of every block, and the kernels skip what
-            the mask excludes. "auto" selects the KV ring.
+            `ringattn.planning.plan_slots`. Every rank then computes with all rows of every block, and the kernels skip what the
+            mask excludes. "auto" selects the KV ring.
     """
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device, is_fixed: bool = False) -> None:
         self.mask, self.layout, self.rank, self.device, self.is_fixed = mask, layout, rank, device, is_fixed
-        # The number of (query, key) pairs of the whole sequence. If batch entries have different masks, this is their mean.
+        # (query, key) pairs of the whole sequence, as the mean over batch entries
         self.pairs = float(overlaps(mask, layout).pairs.sum())
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._block_pairs: dict[tuple[Any, ...], dict[LocalStep, BlockPair]] = {}
@@ -91,10 +88,9 @@ class Plan:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
             all_pairs: whether every pair of ranks is connected directly.
-            row_multiple: every range of rows in the schedule starts and ends at a multiple of this number, with one exception:
-                a range of queries ends at the last query of its rank at the latest. A range of keys may extend beyond the last
-                key, so the tensors of a circulating block must be padded. FP8 blocks need such ranges, because 128 rows share a
-                scale and a tile of values.
+            row_multiple: every range of rows starts and ends at a multiple of this number. A range of queries ends at the last
+                query of its rank at the latest. A range of keys may extend beyond the last key, so their blocks must be padded.
+                In FP8, 128 rows share a scale and a tile of values.
         """
         key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
@@ -112,7 +108,7 @@ class Plan:
         return self._schedules[key]
 
     def block_pairs(self, name: str, schedule: Schedule) -> dict[LocalStep, BlockPair]:
-        """Return a block pair for each local step of this rank in `schedule`, which is the schedule called `name`."""
+        """Return a block pair for each local step of this rank in `schedule`, the schedule called `name`."""
         if (name, schedule) not in self._block_pairs:
             local_steps = [local_step for step in schedule.by_rank[self.rank] for local_step in step.local_steps]
             self._block_pairs[name, schedule] = {x: self._block_pair(name, x) for x in local_steps}
@@ -124,21 +120,18 @@ class Plan:
         return Requests(tuple(self._choices), tuple(tables))
 
     def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
-        """Return the arguments of `schedule`, and the block pairs, for all schedules whose block pairs have been requested."""
+        """Return the arguments of `schedule` and the block pairs of all schedules whose block pairs have been requested."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
 
     def prepare(self, requests: "Requests") -> None:
-        """Compute in advance everything that calls have requested from another plan.
-
-        Future passes then do not wait for the computation of these values.
-        """
+        """Compute in advance everything that calls have requested from another plan."""
         for key in requests.choices:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # The two plans may have different numbers of local steps, because their masks differ. A local step without a
-            # counterpart in the other plan prepares its tables when a pass uses the local step for the first time.
+            # The masks of the plans differ, so the numbers of local steps may differ. A further local step prepares its tables
+            # when it is used.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -151,7 +144,7 @@ class Plan:
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
-        """Return a copy of this plan with other intervals, which are on `device` and in the order of `masks`."""
+        """Return a copy of this plan with other intervals on `device`, in the order of `masks`."""
         plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {
@@ -166,30 +159,24 @@ class Plan:
         (query_rank, query_rows), (key_rank, key_rows) = (circulating, resident) if name == "state" else (resident, circulating)
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
         bounds = _local_intervals(self.mask, self.layout, query_rank, key_rank)
-        # The kernel receives only a slice of the keys. Therefore the bounds of the intervals are counted from the start of the
-        # slice and clamped to the length of the slice.
+        # The kernel receives only a slice of the keys.
         lo, hi = ((x[:, queries].int() - keys.start).clamp_(0, len(key_rows)) for x in bounds)
-        # wait=False copies the intervals to the GPU without blocking the host.
+        # wait=False does not block the host.
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False, is_replaced=self.is_fixed)
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
-        """Return the number of chunks of heads for this rank's tensors, see `workload.head_chunks_for_memory`.
-
-        The number is the same on all ranks.
-        """
+        """Return `workload.head_chunks_for_memory` for this rank's tensors, the same number on all ranks."""
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     def flops(self, work: Work, name: str, local_steps: LocalSteps, relays: bool = False) -> np.ndarray:
-        """Return the costs of local steps in FLOPs, one number per local step. The local steps may belong to any rank.
+        """Return the costs of local steps of any ranks, in FLOPs.
 
-        If a rank's own block is computed in two parts, each part is assumed to contain its planned share of the (query, key)
-        pairs of the block. In the state ring, the cost includes the memory traffic of the merges, which is converted to FLOPs.
-        `relays` says whether neighbours relay the results. If they do, the merges move more bytes.
+        Each part of a rank's own block is assumed to contain its planned share of the pairs. In the state ring, the cost
+        includes the memory traffic of the merges, which is larger if neighbours relay the results (`relays`).
         """
         _, rank, owner, start, stop = local_steps
-        # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
-        # owner of the circulating block.
+        # The queries of the state ring, and the keys of the KV ring, belong to the owner of the circulating block.
         ranks = (owner, rank) if name == "state" else (rank, owner)
         table = overlaps(self.mask, self.layout)
         first, last = (x[ranks] for x in (table.queries if name == "state" else table.keys))
@@ -201,11 +188,10 @@ class Plan:
         return work.batch * (work.pair_flops * table.pairs[ranks] * share + FLOPS_PER_HBM_BYTE * traffic)
 
     def merge_bytes(self, work: Work) -> float:
-        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass.
+        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass, for both rings.
 
-        The estimate is the same for the state ring and for the KV ring. For each rank, the estimate counts the overlaps of the
-        rank's queries with the keys of all other ranks. Each overlap adds the bytes of the result for the queries, which the
-        state ring merges, and the bytes of the result for the keys, which the KV ring merges.
+        For each overlap of its queries with the keys of another rank, it counts the result for the queries (merged in the state
+        ring) and the result for the keys (merged in the KV ring).
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         table = overlaps(self.mask, self.layout)
@@ -220,19 +206,15 @@ class Plan:
         return hop_costs(schedule, (block, result), lambda steps: self.flops(work, name, steps, relays), interconnect, rank)
 
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Return "state" if queries circulate, and "kv" if keys and values circulate.
+        """Return `name`, or for "auto" the schedule that `_choose` chooses: "state" if queries circulate, "kv" if keys and
+        values do.
 
-        If `name` is not "auto", the method returns `name`. For "auto", the method chooses the KV ring unless the state ring has
-        a clearly lower predicted time. Over gloo, the method always chooses the state ring, because speed is not important
-        there. On a single rank, it always chooses the KV schedule, because this schedule needs no merge.
-
-        The method logs the choice once.
+        The choice is logged once.
         """
         key = name, work, interconnect
         if key not in self._choices:
             self._choices[key], _ = self._choose(*key)
-            # With packed documents, the predicted times change in every training step. Without this check, there would be a
-            # message in every step.
+            # With packed documents, the predicted times change in every training step.
             if self.layout.ranks > 1 and (work.direction, self._choices[key]) not in _logged:
                 _logged.add((work.direction, self._choices[key]))
                 log.info(self.describe_choice(*key))
@@ -259,10 +241,7 @@ class Plan:
         return sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
 
     def describe_choice(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Return one line with the choice, its reason, the route, the transport, and the predicted cost of each schedule.
-
-        The arguments are those of `choose_schedule`.
-        """
+        """Return one line with the choice, its reason, the route, the transport, and the predicted cost of each schedule."""
         chosen, reason = self._choose(name, work, interconnect)
         block, result = CIRCULATING[work.direction, chosen]
         moved = f"({block}) and the results ({result})" if result else f"({block})"
@@ -278,7 +257,7 @@ class Plan:
 
 
 class Requests(NamedTuple):
-    """The choices and tables that calls have requested from a plan. They depend only on the shapes and options of the calls."""
+    """The choices and tables that calls have requested from a plan, which depend only on shapes and options."""
 
     choices: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.choose_schedule`
     schedules: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
@@ -288,10 +267,8 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals (lo, hi) of the queries of `query_rank`. The bounds are indices of the key rows of `key_rank`.
-
-    This function does not apply causality, windows or documents, because `ringattn.mask.intervals_at` has already applied them.
-    This function only translates positions into rows. lo and hi are integers (B or 1, query rows) on the CPU.
+    """Return the intervals (lo, hi) of the queries of `query_rank` in key rows of `key_rank`: integers (B or 1, query rows) on
+    the CPU.
     """
     lo, hi = _rows_before_bounds(mask, layout, query_rank)
     return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))
@@ -311,9 +288,9 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlaps(NamedTuple):
-    """The work of attention between all pairs of ranks, as arrays that are indexed with [query rank, key rank].
+    """The work between all pairs of ranks, as arrays that are indexed with [query rank, key rank].
 
-    An array of ranges is (2, ranks, ranks). It contains the first row and the end of each range. An empty range has two zeros.
+    An array of ranges (2, ranks, ranks) contains the first row and the end of each range, or two zeros.
     """
 
     queries: np.ndarray  # from the first to the last query row that attends to one of the keys
@@ -327,21 +304,20 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
-    # In the transposed mask, the rows are keys and the columns are queries.
+    # In the transposed mask, the rows are keys.
     return Overlaps(queries.transpose(0, 2, 1) * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
     """Return the first column and the end of the columns that the rows of each rank attend to: int64 (2, ranks, column ranks).
 
-    If no row of a rank attends to a column of another rank, the two numbers have no meaning.
+    Without any such column, the two numbers have no meaning.
     """
     by_column_rank = []
     lo, hi = runs.before
     for rank in range(runs.layout.ranks):
         (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
-        # In a piece without gaps, the intervals of neighbouring rows overlap, so together they are one interval of positions.
-        # In a stripe, there may be columns between the intervals of two rows.
+        # In a piece without gaps, the intervals of neighbouring rows overlap. In a stripe, there may be columns between them.
         visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
         start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
         stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
@@ -351,13 +327,11 @@ def _visible_columns(runs: Runs) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
-    """Return the rows of each owner's block that each rank needs, as a table that is indexed with [owner][rank].
+    """Return the rows of each owner's block of "queries" or "keys" that each rank needs, indexed with [owner][rank].
 
-    `circulating` says whether the blocks contain "queries" or "keys". A rank needs a row if the mask allows at least one pair
-    of this row and a row that the rank holds.
+    A rank needs a row if the mask allows at least one pair of this row and a row that the rank holds.
     """
     queries, keys, _ = overlaps(mask, layout)
-    # The row index of `overlaps` is the owner of the queries, and the column index is the owner of the keys.
     first, end = (queries if circulating == "queries" else keys.transpose(0, 2, 1)).tolist()
     return tuple(tuple(map(range, *row)) for row in zip(first, end, strict=True))
 
@@ -370,7 +344,7 @@ def _all_rows(layout: Layout) -> tuple[Need, tuple[int, ...]]:
 
 
 def _extend(need: Need, multiple: int) -> Need:
-    """Extend every range of rows, so that it starts and ends at a multiple of `multiple`. An empty range remains empty."""
+    """Extend every non-empty range of rows to multiples of `multiple`."""
     return tuple(
         tuple(range(x.start // multiple * multiple, -(-x.stop // multiple) * multiple) if x else x for x in row) for row in need
     )
@@ -379,15 +353,14 @@ def _extend(need: Need, multiple: int) -> Need:
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
     """Return, for each rank, the row at which its own block is split. The first part contains FIRST_SHARE of the work."""
-    # If keys circulate, the rows of the own block are keys, so the work must be counted per key.
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs
     wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
-    # The runs in which the first parts end, and the number of pairs of these runs that belong to the first parts.
+    # The runs in which the first parts end, and the pairs of these runs that belong to the first parts.
     last = (done + pairs).searchsorted(wanted)
     runs, wanted = runs.select(last), wanted - done[last]
-    # A binary search for the number of rows of these runs that belong to the first parts.
+    # Binary search for the rows of these runs that belong to the first parts.
     low, high = np.zeros_like(ranks), runs.count
     while (high - low > 1).any():
         middle = ((low + high) // 2).clip(min=1)
@@ -399,13 +372,12 @@ def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...
     return tuple(x // multiple * multiple for x, multiple in zip(points.tolist(), multiples, strict=True))
 
 
-# The threads of autograd and the threads of simulated ranks may request the same plan at the same time. Without the lock, each
-# thread would compute the plan.
+# Threads of autograd and of simulated ranks may request the same plan.
 _planning_lock = threading.Lock()
 
 
 def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    """Return the plan of `rank` for `mask` and `layout`. Recent plans are cached."""
+    """Return the plan of `rank` for `mask` and `layout`."""
     with _planning_lock:
         plans = _plans(mask, layout)
         if (rank, device) not in plans:
@@ -414,7 +386,7 @@ def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Pla
 
 
 def free_plans() -> None:
-    """Free the plans of `get_plan`, and let `Plan.choose_schedule` log its choices again."""
+    """Free the plans of `get_plan`, and let choices be logged again."""
     with _planning_lock:
         _plans.cache_clear()
     _logged.clear()
@@ -428,10 +400,7 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plan(plan: Plan) -> Generator[None]:
-    """Let all calls in this context use `plan`, whatever their masks and layouts are.
-
-    If they are captured in a CUDA graph, the caller must keep the plan as long as the graph.
-    """
+    """Let all calls in this context use `plan`, whatever their masks and layouts are. A captured CUDA graph needs the plan."""
     global _forced
     _forced = plan
     try:
@@ -448,8 +417,7 @@ def forced_plan() -> Plan | None:
 _forced: Plan | None = None  # all threads share the plan, because a backward pass runs in a thread of autograd
 
 
-# The cache is small, because each plan holds intervals in the memory of the device. With packed documents, every training step
-# has a new mask and therefore a new plan.
+# Each plan holds intervals in the memory of the device, and packed documents need a new plan in every training step.
 @lru_cache(maxsize=4)
 def _plans(mask: Mask, layout: Layout) -> dict[tuple[int, torch.device], Plan]:
     return {}

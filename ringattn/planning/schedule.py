@@ -1,8 +1,7 @@
-"""Schedules of ring passes. A schedule is plain data: it lists the messages of each hop and the computations of each rank.
+"""Schedules of ring passes: plain data that lists the messages of each hop and the computations of each rank.
 
-Every rank owns one block, which circulates among the other ranks during a ring pass. A rank computes with a block only if the
-mask allows at least one (query, key) pair. The other ranks compute the *result* of a block, and this result returns to the
-owner of the block. The following table lists the tensors of each pass:
+Every rank owns one block, which circulates among the other ranks. They compute the *result* of the block, which returns to the
+owner:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -10,23 +9,19 @@ owner of the block. The following table lists the tensors of each pass:
     kv forward        k, v                   none              m, l, o
     kv backward       k, v                   dk, dv            dq
 
-There are two kinds of schedules. `ringattn.ring.run_schedule` executes schedules of both kinds:
+There are two kinds of schedules:
 
-    relay     Each rank sends a block on to its neighbour. A result follows one hop behind its block. The last rank that
-              computes with the block sends the result to the owner. Relay schedules suit rings that span several hosts.
-    direct    Every pair of ranks is connected. Each rank receives a block from the owner of the block, and sends the result
-              directly back to this owner. In each round, every rank receives the block of one other rank and computes the
-              result of this block, so no link carries two blocks at a time.
+    relay     Neighbours relay each block, and its result follows one hop behind. The last rank that computes with the block
+              sends the result to the owner. Relay schedules suit rings that span several hosts.
+    direct    Each rank receives a block from its owner, and sends the result directly back. In each round, every rank receives
+              the block of one other rank, so no link carries two blocks at a time.
 
-In step t, a rank sends the blocks that step t + 1 needs, and the results that step t - 1 computed. All these messages are in
-flight while step t computes. A rank's own block needs no hop. If the pass has no results, each rank computes with its own block
-in the first step, and this computation hides the first hop. If the pass has results, each rank computes with a first part of
-its own block in the first step, and with the rest in the last step. The first part hides the first hop, and the rest hides the
-return of the last results.
+In step t, a rank sends the blocks that step t + 1 needs and the results of step t - 1, while it computes step t. If the pass
+has no results, each rank computes with its own block in the first step, which hides the first hop. Otherwise, it computes with
+a first part of its own block in the first step, and with the rest in the last step, which hides the return of the last results.
 
-A schedule contains only computations for which the mask allows at least one (query, key) pair. In direct schedules, a block is
-sent only to the ranks that need the block, and a message contains only the rows that its receiver needs. In relay schedules, a
-block is relayed only as far as the last rank that needs it.
+A schedule contains only computations for which the mask allows a (query, key) pair. A direct message contains only the rows
+that its receiver needs, and a relayed block goes only to the last rank that needs it.
 """
 
 from collections.abc import Sequence
@@ -40,13 +35,13 @@ Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows o
 
 
 class Message(NamedTuple):
-    """One message of one hop. A message contains some or all rows of a block or of a result."""
+    """One message of one hop, with some or all rows of a block or of a result."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
     src: int
     dst: int
-    rows: range  # the rows of the owner's block that are sent
+    rows: range
 
 
 class LocalStep(NamedTuple):
@@ -58,7 +53,7 @@ class LocalStep(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of all ranks. The messages of a step are in flight while the ranks compute the local steps of this step."""
+    """One step of all ranks. Its messages are in flight while the ranks compute its local steps."""
 
     local_steps: tuple[LocalStep, ...]
     messages: tuple[Message, ...] = ()
@@ -94,7 +89,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The schedule of one ring pass: the list of steps, in which each step contains the work of all ranks."""
+    """The schedule of one ring pass."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -104,7 +99,7 @@ class Schedule:
 
     @cached_property
     def by_rank(self) -> "_StepsByRank":
-        """The steps of each rank: by_rank[rank][t] contains the local steps and the messages of `rank` in step t."""
+        """The steps of each rank, by_rank[rank][t]."""
         return _StepsByRank(self.steps)
 
     @cached_property
@@ -126,7 +121,7 @@ class Schedule:
 
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
-    """The steps of each rank. They are computed for one rank at a time, because a process usually needs only its own steps."""
+    """The steps of each rank, computed for one rank at a time, because a process usually needs only its own."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         super().__init__()
@@ -152,22 +147,20 @@ def hull(ranges: Sequence[range]) -> range:
 
 @lru_cache(maxsize=64)
 def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule in which owners send their blocks directly, and the other ranks send results directly back.
+    """Return the schedule in which owners send their blocks, and the other ranks send results, directly.
 
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: for each rank, the row at which its own block is split. In a pass with results, a rank computes with the
-            rows before the split point in the first step, and with the other rows in the last step. With None, a rank computes
-            with its whole own block in the last step.
+        split_points: for each rank, the row at which its own block is split in a pass with results. With None, the whole own
+            block is computed in the last step.
     """
     rounds = _rounds(need)
     returns = results and bool(rounds)
     first, rest = _own_local_steps(need, split_points, returns)
     computed = [first, *rounds, rest]
     steps: list[Step] = []
-    # A block is sent in step t. The receiver computes with the block in step t + 1, and sends the result in step t + 2.
-    # Therefore a pass with results has one more step than a pass without results.
+    # A block is sent in step t and computed in step t + 1, and its result is sent in step t + 2.
     for t in range(len(rounds) + 1 + returns):
         messages = []
         if t < len(rounds):
@@ -181,16 +174,15 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 def _rounds(need: Need) -> list[list[LocalStep]]:
     """Return the rounds of a direct schedule. Each round assigns one other owner to every rank that has work under the mask.
 
-    In round s of the pairing by rotation, rank r computes with the block of rank r - s, modulo P. If P is a power of two, there
-    is also the pairing by XOR, in which rank r computes with the block of rank r XOR s. The function leaves out all rounds in
-    which no rank has work. The number of these rounds depends on the pairing, and the pairing with fewer rounds is chosen.
+    In round s, rank r computes with the block of rank r - s modulo P, or, if P is a power of two, of rank r XOR s. Rounds
+    without work are left out, and the pairing with fewer rounds is chosen.
     """
     ranks = range(len(need))
-    # A pairing is a list of rounds. Element r of a round is the owner for rank r.
+    # Element r of a round is the owner for rank r.
     pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
     if len(need) & (len(need) - 1) == 0:
-        # In the pairing by XOR, two ranks receive each other's blocks in the same round, so the link between them is used in
-        # both directions. Therefore it comes first: of two pairings with equally many rounds, min() returns the first one.
+        # With XOR, two ranks receive each other's blocks in the same round, which uses both directions of their link. It comes
+        # first, so that min() prefers it.
         pairings.insert(0, [[rank ^ s for rank in ranks] for s in ranks[1:]])
     with_work = [[x for x in pairing if any(need[owner][rank] for rank, owner in enumerate(x))] for pairing in pairings]
     return [
@@ -200,10 +192,10 @@ def _rounds(need: Need) -> list[list[LocalStep]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return two lists of local steps in which ranks compute with their own blocks.
+    """Return the local steps in which ranks compute with their own blocks, of the first step and of the last step of the
+    schedule.
 
-    The first list is for the first step of the schedule, and the second list is for the last step. The blocks are split only if
-    `returns` is true, which means that ranks send results back to the owners of the blocks.
+    The blocks are split only if results return to their owners.
     """
     first: list[LocalStep] = []
     rest: list[LocalStep] = []
@@ -211,7 +203,7 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
         rows = need[rank][rank]
         split = split_points[rank] if split_points else rows.start
         if not returns:
-            split = rows.stop  # the last step need not hide the return of results, because there are no results
+            split = rows.stop
         split = min(max(split, rows.start), rows.stop)
         first.append(LocalStep(rank, rank, range(rows.start, split)))
         rest.append(LocalStep(rank, rank, range(split, rows.stop)))
@@ -222,23 +214,19 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
     """Return the schedule in which neighbours relay blocks with as few messages as possible.
 
-    Each block is relayed up to the last rank that needs the block. The block contains every row that at least one other rank
-    needs. All blocks move in the same direction around the ring, and the direction with fewer messages is chosen. The arguments
-    are the same as for `direct`.
+    A block contains every row that at least one other rank needs, and is relayed up to the last rank that needs it. All blocks
+    move in the same direction, the one with fewer messages. The arguments are those of `direct`.
     """
     schedules = (_one_way(need, results, split_points, direction) for direction in (1, -1))
-    # If both directions have equally many messages, min() returns the first direction.
     return min(schedules, key=lambda schedule: sum(len(step.messages) for step in schedule.steps))
 
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # distances[r] lists, for each rank that computes with the block of rank r, the number of hops after which the block reaches
-    # this rank. first[r] is the smallest of these numbers, and extent[r] is the largest. Both are 0 if no other rank computes
-    # with the block.
+    # distances[r] lists the numbers of hops after which the block of rank r reaches the ranks that compute with it. first[r] is
+    # the smallest and extent[r] the largest of them, or 0.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
-    # A relayed block has the same rows on every hop, so it must contain every row that at least one other rank needs.
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
     returns = results and final > 0
@@ -254,8 +242,7 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
             if t < extent[owner]:
                 messages.append(Message("block", owner, here, after, rows))
             if results and extent[owner] and first[owner] < t <= extent[owner] + 1:
-                # The result follows its block one hop behind. The last rank that computes with the block sends the result
-                # directly to the owner.
+                # The last rank that computes with the block sends the result directly to the owner.
                 messages.append(Message("result", owner, before, here if t <= extent[owner] else owner, rows))
             if 1 <= t <= extent[owner] and need[owner][here]:
                 local_steps.append(LocalStep(here, owner, rows))

@@ -1,8 +1,6 @@
-"""Choose the number of ranks per all-to-all for which attention on U x R ranks is predicted to take the least time.
+"""Choose the number U of ranks per all-to-all for which attention on U x R ranks is predicted to take the least time.
 
-U is the number of ranks of an all-to-all, and R is the number of ranks of a ring. The prediction uses the table of speeds in
-`ringattn.planning.cost_model`, so that all ranks, and all runs, make the same choice. The choice of a schedule in
-`ringattn.planning.rank_plan` uses the same table.
+The ring has R ranks. As in `ringattn.planning.cost_model`, all ranks and all runs make the same choice.
 """
 
 import math
@@ -19,24 +17,21 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
 
-# The minimum number of rows (tokens x heads) per chunk. The kernels of a smaller chunk would leave SMs idle.
+# The minimum number of rows (tokens x heads) per chunk. A smaller chunk would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
 MAX_HEAD_CHUNKS = 32  # the maximum number of chunks of heads per call
-# Two predicted times count as equal if they differ by at most 1%, because the table of speeds is not more accurate.
+# Two predicted times count as equal if they differ by at most 1%.
 EQUAL_TIMES = 1.01
-# `best_ulysses_degree` makes a full plan for at most this many ranks and this many positions. For more ranks or positions, the
-# function uses an approximation.
+# `best_ulysses_degree` approximates plans for more ranks or positions.
 MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return the number of copies of each key head that the all-to-all sends.
-
-    After the all-to-all, a rank has heads / ulysses query heads. The copies ensure that every rank also has all key heads that
-    its query heads use.
+    """Return the number of copies of each key head that the all-to-all sends, so that a rank has all key heads of its query
+    heads.
     """
-    # The query heads of a rank (per_rank) must be divided evenly among its key heads. Therefore the number of query heads per
-    # copy of a key head must divide per_rank.
+    # The query heads of a rank must be divided evenly among its key heads, so the number of query heads per copy must divide
+    # per_rank.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)
 
@@ -44,8 +39,7 @@ def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
     """Return the number of chunks into which the heads of a rank are divided.
 
-    The chunks are sent and computed one after the other, so that the all-to-all of one chunk overlaps with the attention of
-    another chunk. Attention does not hide the arrival of the first chunk and the return of the last chunk.
+    The all-to-all of one chunk overlaps with the attention of another chunk.
 
     Args:
         rows: the number of a rank's tokens after the all-to-all, summed over all batch entries.
@@ -57,9 +51,8 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
-    """Return the bytes that a rank sends per token and batch entry in a forward pass and a backward pass together.
-
-    The number is correct if the queries of every rank attend to keys of all ranks.
+    """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if no mask excludes a
+    rank.
 
     Args:
         q, k, v: the tensors of the call; only the numbers of heads, the head dims and the dtype matter.
@@ -67,11 +60,10 @@ def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> f
     """
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
-    # q and out have query heads, and k and v have key heads. The gradients have the same sizes as these four tensors.
+    # q, out, k and v are sent, and then their gradients.
     elements = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
     all_to_all_bytes = 2 * elements * q.element_size() * (ulysses - 1) // ulysses
-    # After the all-to-all, a rank has 1 / U of the heads and U times as many rows. The bytes per hop of the ring therefore do
-    # not depend on U.
+    # A rank then has 1 / U of the heads and U times as many rows, so the bytes per hop of the ring do not depend on U.
     directions = forward_work(q, k, v).row_bytes, backward_work(q, k, v).row_bytes
     return all_to_all_bytes + (ring - 1) * sum(min(sum(row.state), sum(row.kv)) for row in directions)
 
@@ -91,35 +83,30 @@ def best_ulysses_degree(
 ) -> int:
     """Return the U for which the predicted time of a forward pass and a backward pass is lowest.
 
-    U must divide `ranks` and Hq. The predicted time has two parts. The first part is the time of a ring of R = `ranks` / U
-    ranks. This is the sum of the times that `Plan.costs` predicts for the hops, the overhead of the steps, and the time for
-    merging partial results. The second part is the time of the all-to-alls that attention does not hide, see `exposed_seconds`.
-    Among all values of U whose predicted time is at most 1% above the lowest predicted time, the function returns the smallest
-    U. Every rank that passes the same arguments computes the same U.
+    U must divide `ranks` and Hq. The predicted time is the time of the ring (the hops of `Plan.costs`, the overhead of the
+    steps and the merging of partial results) plus the time of the all-to-alls that attention does not hide. Of all U whose time
+    is at most 1% above the lowest, the smallest is returned. All ranks compute the same U.
 
-    The computation takes about a second for 64 ranks. For more than 64 ranks, the function considers only values of U that
-    divide the number of ranks per host, and returns the U for which the ranks send the fewest bytes. In this case, the function
-    counts bytes with `bytes_per_row`, which takes neither masks nor speeds into account.
+    The computation takes about a second for 64 ranks. For more ranks, only values of U that divide the number of ranks per host
+    are considered, and the one for which ranks send the fewest bytes (`bytes_per_row`) is returned.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence. Only shapes and dtypes matter,
-            so the tensors may be on the "meta" device.
-        mask: which keys each query may attend to. If the mask has no documents, a long sequence is planned as a shorter one.
+            so they may be on the "meta" device.
+        mask: which keys each query may attend to. Without documents, a long sequence is planned as a shorter one.
         ranks: the number of ranks, U x R.
-        host: the number of ranks per host. The ranks of one host have consecutive numbers, and so do the ranks of one
-            all-to-all.
-        near, far: the interconnect between ranks of the same host, and the interconnect between ranks of different hosts.
-        layout: the kind of the layout of the ring, one of `layout.KINDS`. With "auto", `balanced_layout` chooses the layout.
+        host: the number of ranks per host. The ranks of a host, and of an all-to-all, have consecutive numbers.
+        near, far: the interconnect inside a host, and between hosts.
+        layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
     """
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]
-    # The time for planning grows with the square of the number of ranks.
+    # The time for planning is quadratic in the number of ranks.
     if ranks > MAX_PLANNED_RANKS:
         inside = [u for u in candidates if min(ranks, host) % u == 0]
         return min(inside, key=lambda u: bytes_per_row(q, k, v, u, ranks // u))
     options = dict(mask=mask, ranks=ranks, host=host, near=near, far=far, layout=layout, schedule=schedule)
     seconds = {u: sum(attention_seconds(q, k, v, ulysses=u, **options)) for u in candidates}
-    # If several candidates are equally good, the smallest U is chosen, because every rank then has more heads.
     return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
 
 
@@ -139,15 +126,14 @@ def attention_seconds(
 ) -> tuple[float, float]:
     """Return the predicted seconds of a forward pass and of a backward pass with all-to-alls of `ulysses` ranks.
 
-    The other arguments are those of `best_ulysses_degree`, which explains the prediction.
+    The other arguments are those of `best_ulysses_degree`.
     """
     joined, host = (near, ranks) if ranks <= host else (far, host)
     key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], ulysses)
     rows = q.shape[0] * q.shape[1] * ulysses // ranks
     chunks = head_chunks_for_overlap(rows, q.shape[2] // ulysses, key_heads // ulysses) if ulysses > 1 else 1
     shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
-    # Tensors on the meta device have shapes and dtypes but no memory. One row per tensor suffices, because the cost model
-    # counts bytes and FLOPs per row.
+    # One row per tensor suffices, because the cost model counts bytes and FLOPs per row.
     *chunk, out = [q.new_empty(q.shape[0], 1, n // (ulysses * chunks), d, device="meta") for n, d in shapes]
     attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // ulysses), joined, schedule)
     bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
@@ -157,13 +143,10 @@ def attention_seconds(
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the time in seconds that the two all-to-alls of a chunk of heads take together. The time is 0 if U is 1.
+    """Return the seconds that both all-to-alls of a chunk of heads take together.
 
-    Args:
-        bytes_to_each: the bytes that a rank sends to each other rank in both all-to-alls together.
-        ulysses: U.
-        host: the number of ranks per host.
-        near, far: the interconnect between ranks of the same host, and the interconnect between ranks of different hosts.
+    `bytes_to_each` is what a rank sends to each other rank in both of them. The other arguments are those of
+    `best_ulysses_degree`.
     """
     inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
@@ -171,16 +154,10 @@ def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Inte
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Return the time in seconds that the all-to-alls add to the time of attention.
+    """Return the seconds that the all-to-alls add to the time of attention. Both times are per chunk.
 
-    Attention never hides the arrival of the first chunk and the return of the last chunk. These two all-to-alls together take
-    as long as the two all-to-alls of one chunk. All other all-to-alls run at the same time as attention, and add time only if
-    they take longer than attention.
-
-    Args:
-        chunks: the number of chunks.
-        attention: the time of attention per chunk, in seconds.
-        all_to_all: the time of both all-to-alls per chunk, in seconds.
+    Attention never hides the arrival of the first chunk and the return of the last chunk. All other all-to-alls add time only
+    if they take longer than attention.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -188,16 +165,10 @@ def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
 def _ring_seconds(
     chunk: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Interconnect, schedule: str
 ) -> tuple[float, ...]:
-    """Return the times of the forward pass and of the backward pass of a chunk of heads.
+    """Return the times of the forward pass and of the backward pass of a chunk (q, k, v) of heads.
 
-    A long sequence without documents is planned as a shorter sequence, in which each position represents `scale` positions.
-
-    Args:
-        chunk: q, k and v; only the numbers of heads, the head dims and the dtype matter.
-        mask: the mask of the whole sequence.
-        ring: (kind of layout, number of positions, number of ranks).
-        joined: the interconnect between the ranks.
-        schedule: as for `ring_attention`.
+    `ring` is (kind of layout, number of positions, number of ranks). A long sequence without documents is planned as a shorter
+    one, in which each position represents `scale` positions.
     """
     kind, seq_len, ranks = ring
     length = seq_len if mask.documents else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from ringattn.kernels import fp8
 
-# The minimum FLOPs of the forward pass of one chunk of heads (about 0.1 s on an H200). A call is split into as many chunks of
-# heads as this minimum allows, because the peak memory falls with the number of chunks. For chunks of this size, the time to
-# start and drain one more ring pass is negligible.
+# The minimum FLOPs of the forward pass of one chunk of heads (about 0.1 s on an H200). More chunks need less memory. The time
+# to start and drain one more ring pass is negligible for chunks of this size.
 HEAD_CHUNK_FLOPS = 5e13
 
 
@@ -20,10 +19,7 @@ class RowBytes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of the forward pass or of the backward pass of one call.
-
-    The numbers do not depend on which operand circulates.
-    """
+    """The work of the forward pass or of the backward pass of one call, whichever operand circulates."""
 
     direction: str  # "forward" or "backward"
     batch: int
@@ -34,15 +30,13 @@ class Work(NamedTuple):
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
 
-        Traffic is not counted if the matrix products of the same kernel hide it. In the forward pass, this applies to the state
-        that the kernel writes, and to a state that its epilogue merges. The epilogue merges the results of a rank's own
-        queries. The result for another rank is merged by a separate kernel. If ranks send results directly to the owner, the
-        owner reads each result once, because one kernel merges all results at the end of the pass. If neighbours relay results,
-        every merge reads two states and writes one. In the backward pass, kernels clear and read the sums of dq, and then write
-        dq or accumulate into dq.
+        Traffic that the matrix products of the same kernel hide is not counted, such as the state that the forward kernel
+        writes or that its epilogue merges. The epilogue merges the results of a rank's own queries. The results for other ranks
+        are merged by separate kernels: the owner reads each direct result once, and every merge of relayed results reads two
+        states and writes one. The backward kernels clear and read the sums of dq, and then read and write dq.
 
         Args:
-            own: whether the circulating queries are the queries of the rank that computes the local step.
+            own: whether the circulating queries are those of the rank that computes the local step.
             relays: whether neighbours relay the blocks and the results.
         """
         if self.direction == "backward":
@@ -58,15 +52,14 @@ class Work(NamedTuple):
 
 
 def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
-    """Return the FLOPs per (query, key) pair of all heads. The forward pass computes two matrix products."""
+    """Return the FLOPs of the forward pass per (query, key) pair of all heads."""
     return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Work:
     """Return the work of the forward pass, which computes two matrix products per (query, key) pair and head.
 
-    q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring. With precision="fp8", q, k and v
-    circulate as one byte per element and one byte per row and head for the scale, see `ringattn.operands`.
+    With precision="fp8", q, k and v circulate as one byte per element, and one byte per row and head for the scale.
     """
     heads, size = q.shape[2], q.element_size()
     queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
@@ -80,31 +73,24 @@ def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Wo
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the backward pass, which computes five matrix products per (query, key) pair and head.
-
-    q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv circulate in the KV ring.
-    """
+    """Return the work of the backward pass, which computes five matrix products per (query, key) pair and head."""
     heads, size = q.shape[2], q.element_size()
     queries, outputs, keys = q.shape[2:].numel(), heads * v.shape[3], k.shape[2:].numel() + v.shape[2:].numel()
     state_size = max(size, 4)
     blocks = (queries + outputs) * size + heads * 2 * state_size
     row_bytes = RowBytes(state=(blocks, queries * state_size), kv=(keys * size, keys * state_size))
-    # Three of the five products (scores, dq and dk) have the head dim of q. The other two products (dp and dv) have the head
-    # dim of v. A product costs 2 FLOPs per pair and dimension.
+    # Three products (scores, dq and dk) have the head dim of q, and two (dp and dv) have the head dim of v.
     return Work("backward", q.shape[0], row_bytes, 6 * queries + 4 * outputs)
 
 
 def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
-    """Return the number of chunks into which the heads of a call are divided. The call runs one ring pass per chunk.
-
-    Several chunks need less memory, because only one chunk is in progress at a time.
+    """Return the number of chunks into which the heads of a call are divided. Only one chunk at a time needs memory.
 
     Args:
         q, k, v: the tensors of the call; only their shapes matter.
         pairs: the number of (query, key) pairs per batch entry and head, as the mean over all ranks.
     """
-    # A chunk consists of whole key heads and all query heads that use these key heads. Therefore the number of chunks must
-    # divide the number of key heads.
+    # A chunk consists of whole key heads and all query heads that use them.
     key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 

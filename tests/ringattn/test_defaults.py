@@ -21,7 +21,6 @@ from ringattn import (
     flash_attention,
     ring_attention,
     simulate,
-    trace,
     ulysses_attention,
 )
 from tests.ringattn.rings import Case
@@ -74,15 +73,11 @@ def decode_on_ranks(defaults: Callable) -> list[Tensor]:
 
 def layouts() -> list[Tensor]:
     layout = balanced_layout(Mask.causal(documents=[1000, 3096]), 4096, 2)
-    problem = trace.Problem.five_tokens()
     return [
         *(layout.positions(rank) for rank in range(2)),
         LAYOUT.unshard([LAYOUT.shard(CASE.q, rank) for rank in range(2)]),
         *Mask.causal(window=3).intervals(9, 4),
         torch.tensor(bytearray(str(explain(CASE.q, CASE.k, CASE.v, layout=LAYOUT, mask=MASK)).encode()), device="cpu"),
-        torch.tensor(
-            [x.out for x in (trace.trace_tiles(problem, 2), trace.trace_ring(problem, 2, 2))], device="cpu", dtype=torch.float64
-        ),
     ]
 
 

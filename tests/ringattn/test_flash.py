@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import BlockMask, Mask, flash, flash_attention
+from ringattn import BlockMask, Layout, Mask, flash, flash_attention
 from ringattn.kernels import fp8, interval_mask
 from ringattn.kernels.dropout import Dropout, keep_mask
+from ringattn.spec import AttentionSpec
 from tests.kernels.problems import spread_heads
 
 OPERATOR = torch.ops.ringattn.flash_attention.default
@@ -208,10 +209,10 @@ def test_gradients_of_large_scores_with_fp8_have_the_right_size() -> None:
 
 def test_the_operator_passes_the_checks_of_torch() -> None:
     """Schema, fake tensors and autograd, as torch.library.opcheck tests them."""
-    keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    settings = 64, Mask.full().lengths, True, 4, 0.5
-    torch.library.opcheck(OPERATOR, (*inputs(7, 9), keep, *settings, 0.1, 3, "blockwise", "ieee"))
-    torch.library.opcheck(OPERATOR, (*inputs(7, 9), None, *settings, 0.0, 0, "auto", "fp8"))
+    create = partial(AttentionSpec.create, Mask.causal(window=4), Layout.contiguous(9, 1), scale=0.5)
+    blocks = {"keep": torch.ones(1, 1, 1, 1, dtype=torch.bool), "block_size": 64}
+    torch.library.opcheck(OPERATOR, (*inputs(7, 9), *create(dropout_p=0.1, seed=3, backend="blockwise", **blocks)))
+    torch.library.opcheck(OPERATOR, (*inputs(7, 9), *create(precision="fp8")))
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "reference"])
@@ -219,8 +220,8 @@ def test_results_are_contiguous(backend: str) -> None:
     """A compiler assumes contiguous results, even of transposed inputs such as those of `scaled_dot_product_attention`."""
     tensors = [torch.randn(2, 3, 7, 4).transpose(1, 2).requires_grad_() for _ in range(3)]
     out, lse = flash_attention(*tensors, is_causal=True, backend=backend, return_lse=True)
-    settings = None, 0, Mask.full().lengths, True, 0, 0.5, 0.0, 0, backend, "ieee"
-    gradients = torch.ops.ringattn.flash_attention_backward([*tensors, out, lse], out, None, *settings)
+    spec = AttentionSpec.create(Mask.causal(), Layout.contiguous(7, 1), scale=0.5, backend=backend)
+    gradients = torch.ops.ringattn.flash_attention_backward([*tensors, out, lse], out, None, *spec)
     assert all(x.is_contiguous() for x in (out, lse, *gradients))
 
 
