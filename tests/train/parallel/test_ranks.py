@@ -119,6 +119,7 @@ def test_ranks_share_gpus_only_on_request(gpus, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv(SHARE_GPUS, "0")
     monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # NCCL needs real GPUs
     for local_ranks, shares in (("2", False), ("3", True)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
         connect_ranks(share_gpus=True)
