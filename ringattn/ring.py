@@ -158,7 +158,7 @@ def _zeros(*like: Tensor) -> Tensors:
 
 
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Make a method of `Ring` run one ring pass per chunk of heads. A pass of a short shard may be replayed from a CUDA graph."""
+    """Make a method of `Ring` run one ring pass per chunk of heads. Passes of short shards may be replayed from CUDA graphs."""
 
     @wraps(run)
     def run_chunks(ring: "Ring", *inputs: Any) -> Tensors:

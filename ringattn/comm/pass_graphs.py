@@ -10,13 +10,14 @@ Only the NVLink transport replays passes. A captured message of NCCL prevents th
 
 import logging
 from collections.abc import Callable, Hashable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ringattn.comm.transport import Tensors
-from ringattn.comm.watchdog import Watchdog
+from ringattn.comm.watchdog import NoWatchdog, Watchdog
 
 # A plan that is used less often is not worth a capture, which takes about 0.1 s. With packed documents, every training step has
 # a new plan, which each layer uses once per pass.
@@ -37,17 +38,17 @@ class PassGraphs:
         begin_replay: a function that is called before every replay.
     """
 
-    def __init__(self, watchdog: Watchdog, begin_replay: Callable[[], None]) -> None:
+    def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
         self.watchdog, self.begin_replay = watchdog, begin_replay
         # For each plan, the number of passes so far or the captured pass, by settings and shapes.
-        self._by_plan: WeakKeyDictionary[Hashable, dict[tuple, int | CapturedPass]] = WeakKeyDictionary()
+        self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Free all graphs. The addresses or the flags that they use have changed on all ranks."""
         self._by_plan.clear()
 
     def run(
-        self, plan: Hashable, settings: tuple, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]
+        self, plan: Hashable, settings: tuple[Any, ...], function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]
     ) -> Tensors:
         """Return function(*inputs), a ring pass, or the same results from a replay.
 
