@@ -45,9 +45,8 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over a sequence whose tokens are sharded over the ranks of `group`.
 
-    Every rank calls this function with its own tokens. The call is one differentiable operator. It computes exact attention,
-    with partial results in fp32 (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135; Liu et al. 2023, Ring
-    Attention, https://arxiv.org/abs/2310.01889).
+    Every rank calls this function with its own tokens. The call is one differentiable operator. Attention is exact, and partial
+    results are fp32 (Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889).
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; N = layout.rows(rank), which may be 0.
@@ -55,32 +54,26 @@ def ring_attention(
             `torch.autocast`, they are cast to the autocast dtype.
         layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
-        scale: positive factor on the scores before the softmax; None for D ** -0.5.
-        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1. The number of ranks and the layout do not change
-            which entries are dropped.
-        seed: seed of the dropout, the same on all ranks. Use a different seed for every layer and step.
-        first_head: the index of q's first head among all heads of the layer, for the dropout; 0 unless several rings share the
-            heads.
-        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto": each pass uses the KV
-            ring, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
-        route: "relay" (neighbours relay messages), "direct" (each message goes directly to the rank that needs it), or "auto"
-            ("direct" inside one host). With "relay", a ring uses NCCL or gloo instead of NVLink copies.
+        scale, dropout_p, backend: as for `flash_attention`. The dropout does not depend on the ranks and the layout.
+        seed: seed of the dropout, the same on all ranks, but different for every layer and step.
+        first_head: the index of q's first head among all heads of the layer, for the dropout of rings that share the heads.
+        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto": the KV ring for each
+            pass, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
+        route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
-        backend: the kernels, see `ringattn.kernels.backends`.
-        precision: as in `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens, in blocks of
-            128 rows of its shard, and they circulate in FP8. States circulate in fp32, and the blocks of the backward pass in
-            the dtype in which it computes.
+        precision: as for `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens, in blocks of
+            128 rows of its shard, and they circulate in FP8.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype, or (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). For a query that
-        may attend to no key, out is 0 and lse is -inf.
+        out (B, N, Hq, Dv) in q's dtype, or (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query that may
+        attend to no key has out = 0 and lse = -inf.
 
     Raises:
         ValueError: arguments contradict each other. All of them are checked before any work starts.
-        RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If the host is waiting for
-            a GPU that waits for another rank, the process prints the reason and exits instead.
+        RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU waits for another
+            rank, the process prints the reason and exits instead.
     """
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
@@ -100,12 +93,11 @@ def ring_attention(
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
-    """Prepare the plan of future calls with a new mask while the GPU is still busy with the previous step.
-
-    Otherwise, the first call with the mask computes its plan, which takes milliseconds, or up to a second for many ranks.
+    """Prepare the plan of future calls with a new mask while the GPU is still busy. Planning takes up to a second for many
+    ranks.
 
     Args:
-        mask, layout: those of the future calls. For a layout that is split for Ulysses, pass `layout.whole`.
+        mask, layout: those of the future calls; `layout.whole` for a layout that is split for Ulysses.
         like: the mask and the layout of earlier calls with the same shapes, options, group and device.
 
     Raises:
@@ -115,7 +107,6 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     if not isinstance(like, (tuple, list)) or len(like) != 2:
         raise ValueError(f"like={shown(like)}: it must be a pair (mask, layout) of earlier calls")
     try:
-        # The device of tensors has an index.
         device = torch.empty(0, device=torch.device(device)).device
     except (TypeError, RuntimeError):
         raise ValueError(f"device={shown(device)}: it must be a device of this machine, such as q.device") from None
@@ -130,20 +121,17 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.Results:
-    # Only the forward pass provides its settings for the handshake, because it connects the ring.
     ring = Ring.of(spec, q.device, partial(spec.as_call, "forward", q, k, v))
     out, lse = ring.forward(q.contiguous(), k.contiguous(), v.contiguous())
     return out, lse, []
 
 
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> Tensors:
-    # autograd may pass expanded tensors, for example as the gradient of a sum.
     tensors = (x if x is None else x.contiguous() for x in (*saved, dout, dlse))
     return Ring.of(spec, dout.device).backward(*tensors)
 
 
 def pairs_per_rank(batch: int, num_queries: int, num_keys: int, spec: AttentionSpec) -> float:
-    """Return the number of (query, key) pairs of the whole call, divided by the number of ranks."""
     return spec.count_pairs(batch) / spec.ranks
 
 

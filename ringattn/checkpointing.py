@@ -69,8 +69,6 @@ class _Context:
 
 
 class _Save(_Context):
-    """The context of the forward pass."""
-
     def run(self, attend: Attend) -> tuple[Any, ...]:
         results = attend() if self.outer is None else self.outer.run(attend)
         # The saved tensors are detached, because they would form a reference cycle with the graph, which refers to this
@@ -96,7 +94,7 @@ class _Reuse(_Context):
                 f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
                 "checkpointed function must do the same every time it is called"
             )
-        # A saved tensor shares its memory with the result, which the forward pass may have modified in place.
+        # The forward pass may have modified the result, which shares its memory, in place.
         if _versions(results) != versions:
             raise RuntimeError(
                 "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "

@@ -22,7 +22,6 @@ from ringattn.checkpointing import reuse_or_compute
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
-# The names of types that operator schemas call otherwise.
 _SCHEMA_TYPES = {Tensor | None: "Tensor?", int: "SymInt", list[int]: "SymInt[]"}
 Results = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -30,17 +29,14 @@ Results = tuple[Tensor, Tensor, list[Tensor]]
 def _inputs_and_results(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: list[Tensor], spec: Any
 ) -> list[Tensor]:
-    """Return the tensors to save for the backward pass of an operator without extra tensors."""
     return [q, k, v, out, lse]
 
 
 def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-    """Return results of the right shapes and dtypes for an operator without extra tensors."""
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype)), []
 
 
 def _fake_gradients(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Any) -> tuple[Tensor, ...]:
-    """Return gradients of the right shapes and dtypes for an operator that saves its inputs."""
     return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
@@ -56,18 +52,15 @@ def register(
 ) -> Callable[..., Results]:
     """Register the operator `ringattn::name`, and return a function that calls it.
 
-    The operator (q, k, v, settings) -> (out, lse, extra) is differentiable in q, k and v. The shapes are q (B, Nq, Hq, D), k
-    (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv), out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq), fp32 or fp64. `extra` contains
-    further tensors for the backward pass.
+    The operator (q, k, v, settings) -> (out, lse, extra) is differentiable in q, k and v, whose shapes are those of
+    `flash_attention`. `extra` contains further tensors for the backward pass.
 
     Args:
         spec_type: a NamedTuple with the settings, whose flattened fields become arguments of the operator.
         forward: forward(q, k, v, spec) -> (out, lse, extra).
         backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse may be None.
-        pairs: pairs(batch, num_queries, num_keys, spec) returns the number of (query, key) pairs per head, for
-            `torch.utils.flop_counter`.
-        to_save: to_save(q, k, v, out, lse, extra, spec) returns the tensors that the backward pass receives as `saved`: first
-            one with queries, and then one with keys.
+        pairs: pairs(batch, num_queries, num_keys, spec) returns the number of (query, key) pairs per head, to count FLOPs.
+        to_save: to_save(q, k, v, out, lse, extra, spec) returns `saved`: first a tensor with queries, and then one with keys.
         fake_forward, fake_backward: like `forward` and `backward`, but without computing attention.
     """
     _define(name, spec_type)
@@ -78,9 +71,7 @@ def register(
 
     def gradients(ctx: Any, saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
         saved = list(saved[: ctx.count])
-        # The gradients are not materialised, so autograd may pass None for dout.
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
-        # A direct call saves the time of the dispatcher.
         if _is_plain(*saved, dout):
             return backward(saved, dout, dlse, ctx.spec)
         return backward_operator(saved, dout, dlse, *to_flat(ctx.spec))
@@ -97,7 +88,6 @@ def register(
             saved = to_save(q, k, v, out, lse, extra, spec)
             # lse rarely has a gradient, and a gradient of zeros would need an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
-            # The extra tensors are outputs only for compilers.
             ctx.mark_non_differentiable(*extra)
             # autograd then raises an error if a caller modifies the tensors of the spec before the backward pass.
             ctx.save_for_backward(*saved, *[x for x in to_flat(spec) if isinstance(x, Tensor)])
@@ -133,13 +123,11 @@ def register(
         return differentiable(q, k, v, spec)
 
     def with_spec(function: Callable[..., Any]) -> Callable[..., Any]:
-        # A schema can contain only tensors, numbers, strings and lists.
         def with_flat_arguments(*arguments: Any) -> Any:
             return function(*arguments[:3], unflatten(spec_type, arguments[3:]))
 
         return with_flat_arguments
 
-    # Composite kernels run on every device.
     _library.impl(name, with_spec(forward), "CompositeExplicitAutograd")
     _library.impl(name, with_spec(differentiable), "Autograd")
     _library.impl(f"{name}_backward", with_spec(backward), "CompositeExplicitAutograd")
@@ -194,7 +182,6 @@ def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> 
     The forward pass has two matrix products per pair, and the backward pass five, including the recomputation of the scores.
     """
 
-    # The tensors of a mask have values even if q, k and v are fake tensors.
     pairs = unset_fake_temporarily()(pairs)
 
     @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)

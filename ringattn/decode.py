@@ -1,7 +1,7 @@
-"""Decoding: attention of a few new queries to a cache of keys and values that is sharded over the ranks.
+"""Decoding: attention of a few new queries, the same on all ranks, to a cache that is sharded over the ranks.
 
-The queries are the same on all ranks. Every rank computes their partial state (m, l, o) for its shard, sends it to all other
-ranks, and merges the states (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
+Every rank computes the partial state of the queries for its shard, and merges the states of all ranks (Flash-Decoding, Dao et
+al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
 from functools import partial
@@ -33,20 +33,18 @@ from ringattn.mask import as_window
 from ringattn.paged_cache import PagedKVCache
 from ringattn.spec import autocast, check_layout, resolve_scale
 
-Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N): each query attends to the rows [lo, hi) of the cache
+Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N)
 
-UNUSED = torch.iinfo(torch.int64).max  # the position of a row that is not in use
+UNUSED = torch.iinfo(torch.int64).max  # the position of an unused row
 
 
 class KVCache:
     """One rank's shard of the keys and values of a growing sequence.
 
-    `prefill` stores this rank's shard, in any layout. `append` adds each new block of tokens to the rank that holds the fewest,
-    so the lengths of equal shards differ by at most one block afterwards. Every rank knows which rank holds which tokens, so no
-    messages are needed. The memory is allocated once, when the cache receives the first keys.
+    `prefill` stores a shard in any layout, and `append` adds each new block to the rank that holds the fewest tokens. Every
+    rank knows which rank holds which tokens, so no messages are needed. The memory is allocated once, with the first keys.
 
-    On one rank, `append` also accepts the rows at which to store the tokens, as a tensor on the GPU. A CUDA graph can then
-    append tokens, and every replay appends the next token:
+    On one rank, a CUDA graph can append tokens to rows that are on the GPU:
 
         rows = torch.zeros(1, dtype=torch.int64, device="cuda")  # the position of the new token
         with torch.cuda.graph(graph):
@@ -55,7 +53,7 @@ class KVCache:
             out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
             rows += 1
 
-    `length` does not count tokens that are stored in this way, and a later `append` without `rows` may overwrite them.
+    `length` does not count these tokens, and a later `append` without `rows` may overwrite them.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -81,7 +79,7 @@ class KVCache:
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # The arguments of the latest call of `decode_attention`, and its prepared function. The same arguments skip the checks.
+        # the arguments of the latest call, which skip the checks, and its prepared function
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 
@@ -90,11 +88,7 @@ class KVCache:
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Store this rank's keys and values of a whole sequence as the first tokens. No gradients flow through the cache.
-
-        Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's tokens, as for `ring_attention`.
-            layout: the layout of the sequence.
+        """Store this rank's keys and values (B, N, Hkv, D or Dv) of a whole sequence as the first tokens, without gradients.
 
         Raises:
             ValueError: the cache is not empty, the sequence exceeds the capacity, or the layout does not suit the cache or k
@@ -123,17 +117,15 @@ class KVCache:
                 self._owners[layout.positions(rank)] = rank
 
     def append(self, k: Tensor, v: Tensor, *, rows: Tensor | None = None) -> None:
-        """Add the next tokens of the sequence. All ranks pass the same tokens, and each rank stores its own part of the tokens.
+        """Add the next tokens, without gradients. Each new block goes to the rank that holds the fewest tokens.
 
         Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the keys and values of the next N tokens.
-            rows: the rows of the cache at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache. With
-                None, the tokens follow the tokens of earlier calls. With `rows`, the call does not wait for the GPU, and it
-                does not change `length`. `rows` requires a cache on one rank, whose memory earlier calls have allocated.
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, on all ranks.
+            rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, only on one rank.
+                The call then does not wait for the GPU and does not change `length`. Rows must be below the capacity.
 
         Raises:
-            ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens,
-                attention does not support their shape or dtype, or the cache does not accept `rows`.
+            ValueError: the tokens exceed the capacity or do not suit the earlier tokens, or `rows` is not supported.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -143,7 +135,6 @@ class KVCache:
             self._write(k, v, rows)
             return
         self._reserve(k, v, num_tokens, 0)
-        # Every rank assigns the tokens of all ranks, so that all ranks know `rows` and `length`.
         begin, end = self.rows[self.rank], self.length + num_tokens
         if self.ranks == 1:
             self.rows[0] = end
@@ -169,8 +160,8 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Each block goes to the rank with the fewest tokens, and among equal ranks to the lowest. Rank r holds rows[r] + j *
-        # block tokens when it receives its j-th block, so the blocks are assigned in the order of these numbers.
+        # Each block goes to the lowest of the ranks with the fewest tokens. Rank r holds rows[r] + j * block tokens when it
+        # receives its j-th block.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -191,7 +182,7 @@ class KVCache:
                 stored[torch.arange(len(rows), device=rows.device)[:, None], rows] = new
 
     def truncate(self, length: int) -> None:
-        """Remove the newest tokens, so that the first `length` tokens remain. All ranks must make the same call.
+        """Keep the first `length` tokens. All ranks must make the same call.
 
         Raises:
             ValueError: the length is not an integer between 0 and the number of tokens in the cache.
@@ -202,18 +193,15 @@ class KVCache:
             self.rows = [length]
         elif len(self._owners):
             self.rows = torch.bincount(self._owners[:length], minlength=self.ranks).tolist()
-        # The number of remaining tokens of the block is unknown, so the next token starts a new block.
         self._received = self.block
         if self._k is not None:
-            # A kernel may load unused rows before it masks them.
             removed = slice(self.rows[self.rank], before)
             self._k[:, removed] = self._v[:, removed] = 0
             self._positions[removed] = UNUSED
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's (k, v, positions), including unused rows. The first `rows[rank]` rows are in use, sorted by position
-        (int64, CPU).
+        """This rank's (k, v, positions). The first `rows[rank]` rows are in use, sorted by position (int64, CPU).
 
         Raises:
             ValueError: the cache has never held a token.
@@ -229,19 +217,15 @@ class KVCache:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, None]:
-        """This rank's keys and values, and None for the page table."""
         return *self.shard[:2], None
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Check that new tokens suit the cache, and allocate its memory if necessary.
-
-        Memory is allocated on the first call. If the cache is empty but its memory has fewer than `rows` rows, new memory is
-        allocated.
+        """Check that new tokens suit the cache, and allocate its memory on the first call, or if it is empty and has fewer than
+        `rows` rows.
         """
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
-            # The lengths of the shards may differ by one block.
             rows = max(rows, self.capacity if self.ranks == 1 else -(-self.capacity // self.ranks) + self.block)
             # Some backends load unused rows before they mask them, and 0 * NaN is not 0.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
@@ -267,28 +251,25 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute causal attention of the newest tokens, whose keys and values the cache already contains.
+    """Compute causal attention of the newest tokens, whose keys and values the cache already contains, without gradients.
 
-    Every rank of `group` calls this function. All ranks merge states of fp32 (fp64 for fp64 inputs) in the same order, so the
-    result has the same bits on all ranks. No gradients are computed. The ranks compare their settings in the first call for a
-    group, but never the queries, so all ranks must sample tokens with the same seed.
+    Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks compare their settings in
+    the first call for a group, but never the queries, so all ranks must sample tokens with the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens of each sequence, the same on all ranks; Hkv divides Hq. The dtype is
-            that of the cache. Under `torch.autocast`, q is cast to the autocast dtype, as are keys and values when a cache
-            receives them.
-        cache: this rank's shard of the cache. In a `PagedKVCache`, the output of a sequence without tokens is 0.
+        q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq. The dtype is that of the
+            cache. Under `torch.autocast`, q is cast, as are keys and values when a cache receives them.
+        cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of newest keys that a query attends to, including the key at its own position. None for all keys.
+        window: the number of newest keys that a query attends to, including its own. None for all keys.
         bounds: (lo, hi), which replaces the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
             rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from one
-            query to the next. The GPU reads them, so a CUDA graph can capture the call, and batch entries can have their own
-            lengths, windows and documents. Values are not checked. Rows outside the cache are ignored.
-        sinks: the number of attention sinks, the first tokens of the sequence, to which all later tokens attend even if the
-            window does not reach them (Xiao et al. 2023). With `bounds`, an int32 tensor (1 or B,), contiguous, on the device
-            of the queries: query i then also attends to each of the first `sinks` rows that comes before row hi[i].
-        scale: positive factor on the scores before the softmax; None for D ** -0.5.
-        backend: the kernels, see `ringattn.kernels.backends`.
+            query to the next. The GPU reads them, so a CUDA graph can capture the call. Values are not checked; rows outside
+            the cache are ignored.
+        sinks: the number of attention sinks, the first tokens, to which all later tokens attend even outside the window (Xiao
+            et al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
+            the first `sinks` rows before row hi[i].
+        scale, backend: as for `flash_attention`.
 
     Returns:
         out (B, N, Hq, Dv) in the dtype of the cache, on every rank.
@@ -313,7 +294,6 @@ def decode_attention(
     call += (num_sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
     if is_new or cache.ranks > 1:
-        # A repeated call on one rank does not need the default scale.
         factor = resolve_scale(q, scale)
     if is_new:
         _check(q, cache, group, factor, backend)
@@ -333,21 +313,18 @@ def decode_attention(
     assert isinstance(cache, KVCache)  # a PagedKVCache is never sharded
     assert group is not None
     k, v, _ = cache.operands
-    # The ranks do not compare the values of bounds and sinks, because their rows differ.
     described_sinks = num_sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
     describe = partial(_as_call, q, cache, window, described_sinks, factor)
     transport = connect.connect(group.group_name, q.device, call=describe)
     key = q.shape, k.shape[2:], v.shape, q.dtype, window, described_sinks, factor, cache.block, cache.layout
     with in_call(transport):
         transport.watchdog.record_call(key, describe, cached=cache.length)
-        # All ranks pass the same q, so all ranks return here.
         if not len(q):
             return q.new_zeros(*q.shape[:3], v.shape[3])
         return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, transport)
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: Any, scale: float) -> Call:
-    """Return all settings that must be the same on all ranks, by their names in error messages."""
     k, v, _ = cache.shard
     shape: Call = {
         "the call": "decode_attention",
@@ -367,7 +344,6 @@ def _check(
     scale: float,
     backend: str,
 ) -> None:
-    """Check all arguments that are usually the same for every token."""
     k, v, page_table = cache.operands
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):
@@ -384,7 +360,6 @@ def _check(
 
 
 def _check_kinds(bounds: Bounds, window: int | None, sinks: object) -> Tensor | None:
-    """Check the types of the arguments of a call with bounds, and return the sinks."""
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2 or not all(isinstance(x, Tensor) for x in bounds):
         raise ValueError(f"bounds={shown(bounds)}: it must be a tuple of two int32 tensors (lo, hi)")
     if window is not None:
@@ -397,7 +372,6 @@ def _check_kinds(bounds: Bounds, window: int | None, sinks: object) -> Tensor | 
 def _rows_of_window(
     cache: Cache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of sinks."""
     if is_capturing(device):
         raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
     if cache.ranks == 1:
@@ -407,7 +381,6 @@ def _rows_of_window(
     _check_num_queries(num_queries, length)
     sinks, window = _limit(sinks, window, length)
     at = torch.arange(length - num_queries, length, device="cpu")
-    # Positions are sorted, and unused rows have the largest possible position.
     lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
     if sinks is not None:
         sinks = int(torch.searchsorted(positions, sinks))
@@ -418,7 +391,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the result of `_rows_of_window` for one rank, where the row of a token is its position in its sequence."""
+    """Return `_rows_of_window` for one rank, where the row of a token is its position."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
@@ -432,8 +405,8 @@ def _check_num_queries(num_queries: int, num_tokens: int) -> None:
 
 
 def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | None, int]:
-    """Return the sinks and the window, limited to the length of the sequence, because both may exceed int64."""
-    # Without a window, all queries attend to the sinks anyway.
+    """Return the sinks and the window, limited to `length`, because both may exceed int64."""
+    # Without a window, all queries attend to the sinks.
     return min(sinks, length) if sinks and window else None, min(window or length, length)
 
 
@@ -442,7 +415,7 @@ def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
-    # Each row is padded to 16 bytes, because kernels are launched faster with aligned addresses.
+    # Kernels are launched faster with addresses at multiples of 16 bytes.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")
     numbers[2] = sinks or 0
@@ -454,7 +427,6 @@ def _upload(
 def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport) -> Tensor:
     """Merge the states of all ranks, and return the output (B, N, Hq, Dv) in `dtype` on every rank."""
     m, l, o = state
-    # With few queries, the time depends mainly on the number of messages. Therefore m, l and o are one message.
     own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
     hop = transport.watchdog.start("decoding", 0, 1, ())
     gather = partial(transport.messages.all_gather, own)

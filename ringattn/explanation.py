@@ -65,12 +65,10 @@ def explain(
     joined = joined.with_route(route)
     rank = this_rank if rank is None else as_integer("rank", rank, high=layout.ranks - 1, remedy=", a rank of the layout")
     mask.check(layout.seq_len, q.shape[0])
-    # No kernel uses this plan, so the plan is created on the CPU. The plan therefore occupies no GPU memory, and `explain`
-    # needs no GPU.
+    # The plan is on the CPU, so `explain` needs no GPU.
     plan = get_plan(mask, layout, rank, torch.device("cpu"))
     lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
-        # All chunks have the same shapes, so the description of the first chunk is valid for every chunk.
         q, k, v = (head_chunk(x, count) for x in (q, k, v))
         lines.append(f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass each; this is one")
     for work in (forward_work(q, k, v, precision), backward_work(q, k, v)):
@@ -125,8 +123,7 @@ def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
-    # The communication and the computation of a hop start at the same time. The communication therefore adds time only if it
-    # takes longer than the computation.
+    # Communication adds time only if it takes longer than the computation.
     exposed = cost.communication - cost.compute
     hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
     return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

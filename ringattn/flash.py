@@ -17,7 +17,6 @@ from ringattn.kernels.validation import check_dense, check_flag
 from ringattn.mask import Mask, shared_intervals
 from ringattn.spec import AttentionSpec, autocast, check_attention, resolve_scale
 
-# These masks are created once, because every mask holds a tensor.
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
 
 
@@ -39,8 +38,7 @@ def flash_attention(
     """Compute softmax(scale * q k^T + mask) v tile by tile, with memory that is linear in the number of tokens.
 
     The call is differentiable (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU, the last
-    bits of dq may differ from run to run, except under `torch.use_deterministic_algorithms(True)`, with which the backward pass
-    takes longer. All other results are bitwise reproducible.
+    bits of dq may differ from run to run, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
 
     Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before.
 
@@ -49,11 +47,9 @@ def flash_attention(
     last key, and not the first query with the first key.
 
     Args:
-        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. All have one dtype (fp16, bf16, fp32 or
-            fp64). Under `torch.autocast`, they are cast to the autocast dtype. All values must be finite: a NaN in v may affect
-            queries of the same tile that do not attend to its key.
-        mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position, as
-            in FlashAttention:
+        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. dtypes and autocast as for `ring_attention`.
+            A NaN in v may affect queries of the same tile that do not attend to its key.
+        mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
@@ -61,22 +57,19 @@ def flash_attention(
         is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. With None, every call with dropout draws a seed from torch's default generator on the
-            CPU. `torch.compile` and CUDA graphs require a seed. All replays of a graph drop the same entries.
-        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. Lists of blocks
-            are computed once per version of `blocks.keep`. A replay of a CUDA graph that writes `blocks.keep` does not change
-            the version, so pass a copy after the replay.
+        seed: the seed of the dropout. With None, every call draws a seed from torch's default generator on the CPU, which
+            `torch.compile` and CUDA graphs do not accept. All replays of a graph drop the same entries.
+        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. A replay of a
+            CUDA graph that writes `blocks.keep` does not change its version, so pass a copy after the replay.
         backend: the kernels, see `ringattn.kernels.backends`.
-        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
-            forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), and the output has an error of a few percent.
-            The backward pass computes the gradients of attention for the rounded inputs, without FP8, in the dtype of the
-            inputs, or in bf16 for fp16, which cannot represent all rounded inputs. "fp8" supports neither dropout nor `blocks`.
-            It saves time only on a Hopper GPU, with head dims 64, 128 and 256.
+        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". Then the forward
+            pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few percent. The backward pass
+            computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. Neither
+            dropout nor `blocks` is supported. Only Hopper GPUs save time, with head dims 64, 128 and 256.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out (B, Nq, Hq, Dv) in q's dtype, or (out, lse), in which lse (B, Nq, Hq) is fp32 (fp64 for fp64 inputs). For a query
-        that may attend to no key, out is 0 and lse is -inf.
+        As `ring_attention`, with Nq rows.
 
     Raises:
         ValueError: arguments contradict each other, or a CUDA graph captures a call with dropout and without a seed. All
@@ -119,10 +112,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Draw the seed of a dropout from torch's default generator on the CPU.
-
-    Activation checkpointing restores the state of this generator, so the recomputation of a call draws the same seed.
-    """
+    """Draw a seed from torch's default generator on the CPU, whose state activation checkpointing restores."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):
@@ -134,8 +124,7 @@ def _draw_seed(device: torch.device) -> int:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-# A larger cache would keep the intervals of earlier masks in GPU memory. The key contains the lengths of the documents as
-# integers, because tensors are hashed by identity.
+# A larger cache would keep intervals in GPU memory. Tensors are hashed by identity.
 @lru_cache(maxsize=8)
 def _intervals(
     documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
@@ -146,7 +135,7 @@ def _intervals(
 
 @cached_on_device(maxsize=8)
 def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
-    """Return the last `num_tokens` positions of a sequence of `seq_len` tokens, int32."""
+    """Return the last `num_tokens` positions of a sequence, int32."""
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
@@ -163,24 +152,21 @@ def _block_mask(keep: Tensor, size: int) -> BlockMask:
     mask = _block_masks.get(key)
     if mask is None:
         mask = _block_masks[key] = BlockMask(keep, size)
-        # A dict keeps the order of insertion, so the first key is the oldest entry.
         if len(_block_masks) > _MAX_BLOCK_MASKS:
             _block_masks.pop(next(iter(_block_masks)), None)
     return mask
 
 
 def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[Intervals, float], dict[str, Any]]:
-    """Return (intervals, scale) and the options of the kernels."""
     num_queries, num_keys = q.shape[1], k.shape[1]
     documents = tuple(spec.documents.tolist())
     intervals = _intervals(documents, spec.is_causal, spec.window, num_queries, num_keys, q.device)
     dropout = None
     if spec.dropout_p:
-        # The dropout of an entry depends on positions, so `flash_attention` and `ring_attention` drop the same entries.
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, query_positions, key_positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
-    # Otherwise, the caches of this file could release the tensors before a captured graph is replayed.
+    # The caches could release the tensors before a captured graph is replayed.
     keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options
@@ -195,8 +181,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
-    # A query may have no keys. The gradients of its constant out and lse have no effect, but they may be NaN, for example if
-    # `torch.logaddexp` merged two such lse, and 0 * NaN would be NaN.
+    # Gradients of queries without keys may be NaN, for example if `torch.logaddexp` merged two such lse, and 0 * NaN is NaN.
     if spec.keep is not None or q.shape[1] > k.shape[1]:
         has_no_keys = lse == float("-inf")
         dout = dout.masked_fill(has_no_keys[..., None], 0.0)
@@ -213,7 +198,6 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Atte
 
 
 def _pairs(batch: int, num_queries: int, num_keys: int, spec: AttentionSpec) -> float:
-    # The share of pairs is approximated by the share of blocks that are kept.
     kept = 1 if spec.keep is None else spec.keep.float().mean().item()
     return kept * spec.count_pairs(batch, num_queries)
 

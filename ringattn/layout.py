@@ -8,7 +8,7 @@ The rank of each of twelve positions, for P = 3 ranks:
     assigned     1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length, each assigned to a rank; see `ringattn.load_balance`
 
 The lengths of contiguous and zigzag chunks differ by at most one position. The last assigned chunk may be shorter. A rank may
-hold no position. `Layout.split` divides each shard among a group of U ranks.
+hold no position.
 """
 
 from collections.abc import Sequence
@@ -54,17 +54,14 @@ class Layout:
 
     @classmethod
     def contiguous(cls, seq_len: int, ranks: int) -> "Layout":
-        """Return the layout in which rank r holds chunk r of P."""
         return cls("contiguous", seq_len, ranks)
 
     @classmethod
     def zigzag(cls, seq_len: int, ranks: int) -> "Layout":
-        """Return the layout in which rank r holds chunks r and 2P-1-r of 2P."""
         return cls("zigzag", seq_len, ranks)
 
     @classmethod
     def striped(cls, seq_len: int, ranks: int) -> "Layout":
-        """Return the layout in which rank r holds the positions r, r + P, r + 2P, ..."""
         return cls("striped", seq_len, ranks)
 
     @classmethod
@@ -108,15 +105,11 @@ class Layout:
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # A caller may need an ordinary tensor with values, even in inference mode or under a compiler.
+    # The caller gets an ordinary tensor with values, even in inference mode or under a compiler.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
-        """Return the global positions of a rank's rows, int64, in ascending order.
-
-        Raises:
-            ValueError: the layout has no such rank.
-        """
+        """Return the global positions of a rank's rows, int64, in ascending order."""
         self._check_rank(rank)
         return self._positions(rank).clone()
 
@@ -126,7 +119,6 @@ class Layout:
     def _positions(self, rank: int) -> Tensor:
         """Return `positions` without copying the cached tensor, which must not be modified."""
         begin, count = self.pieces(rank)
-        # The numbers of the rows start at 0 in each piece.
         rows = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
         return torch.from_numpy(np.repeat(begin, count) + self.stride * rows)
 
@@ -140,15 +132,11 @@ class Layout:
         """Return (begin, count) of the non-empty pieces of a rank's shard: int64 (pieces,), read-only.
 
         Piece i contains the positions begin[i] + j * stride for j = 0 to count[i] - 1.
-
-        Raises:
-            ValueError: the layout has no such rank.
         """
         self._check_rank(rank)
         if self.parts > 1:
             whole, part = self.whole, rank % self.parts
             begin, count = whole.pieces(rank // self.parts)
-            # The rows of this part, clamped to each piece.
             rows = int(count.sum())
             first, end = part * rows // self.parts, (part + 1) * rows // self.parts
             before = count.cumsum() - count
@@ -168,11 +156,7 @@ class Layout:
         return begin, count
 
     def rows(self, rank: int) -> int:
-        """Return the number of rows (positions) that a rank holds.
-
-        Raises:
-            ValueError: the layout has no such rank.
-        """
+        """Return the number of rows (positions) that a rank holds."""
         self._check_rank(rank)
         return _rows(self, rank)
 
@@ -259,7 +243,6 @@ class Layout:
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
-    """Raise ValueError unless `x` is a tensor that has a dimension `dim`."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         raise ValueError(f"x is a {type(x).__name__}: it must be a dense tensor")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
@@ -268,26 +251,25 @@ def _check_dim(x: Tensor, dim: int) -> None:
 
 @cached(maxsize=16)  # every call of a layer parses the same few strings
 def _chunks(kind: str) -> tuple[int, list[int]]:
-    """Parse "assigned-<rows>:<rank>,<rank>,...". Return the number of rows of a chunk, and the list of the ranks."""
+    """Parse "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
     return int(rows), [int(owner) for owner in owners.split(",")]
 
 
-# A compiler can trace a call of this function, because the function is global and computes only with integers.
+# A compiler can trace this global function of integers.
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
     """Return `len(layout.positions(rank))`."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
-        # Each part ends at the rounded bound at which the next part begins. The lengths of the parts therefore differ by at
-        # most one, and their sum is `whole`.
+        # The lengths of the parts differ by at most one, and their sum is `whole`.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
         size, owners = _chunks(layout.kind)
-        # Only the last chunk of the sequence may be shorter, so only the owner of this chunk has fewer rows.
+        # Only the last chunk may be shorter.
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":
-        # -((r - S) // P) is (S - r) / P rounded up. This is the number of the positions r, r + P, r + 2P, ... that are below S.
+        # (S - r) / P rounded up, the number of the positions r, r + P, r + 2P, ... below S
         return max(0, -((rank - layout.seq_len) // layout.ranks))
     return sum(end - begin for begin, end in layout._bounds(rank))

@@ -1,11 +1,8 @@
-"""Find the layout that gives every rank the same work under a mask.
+"""Find the layout that gives every rank the same work under a mask, in tiles of 128 queries x 128 keys with an unmasked pair.
 
-The unit of work is a tile of 128 queries x 128 keys with at least one unmasked pair. A rank computes the tiles of its queries
-in the KV ring, and the tiles of its keys in the state ring. Both numbers must be the same on all ranks.
-
-No fixed layout suits packed documents of many lengths: contiguous and zigzag layouts do not balance them, and the striped
-layout makes most tiles of short documents nearly empty. Therefore chunks of the sequence are assigned to ranks one by one, from
-the most expensive chunk to the cheapest, in rounds of one chunk per rank.
+A rank computes the tiles of its queries in the KV ring, and those of its keys in the state ring. No fixed layout balances
+packed documents of many lengths with few nearly empty tiles. Therefore chunks of the sequence are assigned to ranks one by one,
+from the most expensive to the cheapest, in rounds of one chunk per rank.
 """
 
 from functools import lru_cache
@@ -20,9 +17,9 @@ from ringattn.mask import Mask, check_mask, intervals_at
 from ringattn.runs import RowsBefore, positions_of_rows, reduce_by_rank
 
 TILE = 128
-MAX_CHUNKS = 64  # chunks per rank; with 64 chunks, the work is well balanced and the assignment takes only milliseconds
-MIN_CHUNKS = 8  # chunks per rank; with fewer chunks, the memory of the ranks could differ too much
-# A layout counts as balanced if its busiest rank has at most 1.04 times an equal share of the work.
+MAX_CHUNKS = 64  # per rank: the work is well balanced, and the assignment takes milliseconds
+MIN_CHUNKS = 8  # per rank: with fewer, the memory of the ranks could differ too much
+# A balanced layout may give its busiest rank 1.04 times an equal share of the work.
 SLACK = 1.04
 
 
@@ -39,37 +36,28 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     by_key_rank = []
     for rank in range(layout.ranks):
         begin, end = before_lo.rows(rank), before_hi.rows(rank)
-        # -(-n // m) rounds up.
         counts = np.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
         by_key_rank.append(reduce_by_rank(np.add, counts, num_tiles))
     return torch.from_numpy(np.stack(by_key_rank, 1))
 
 
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
-    """Return the layout whose busiest rank has the least work under `mask`.
+    """Return the layout whose busiest rank has the least work under `mask`, computed in a few milliseconds, the same on all
+    ranks.
 
-    The candidates are, in this order, the contiguous layout, the zigzag layout, a layout of chunks that are assigned for this
-    mask, and the striped layout. The first candidate whose busiest rank has at most 1.04 times an equal share of the work is
-    returned, because layouts with fewer pieces need fewer messages and fewer partly masked tiles. If there is none, the
-    candidate with the least work on its busiest rank is returned. All ranks compute the same layout, in a few milliseconds.
-
-    The shards of an assigned layout differ in length by less than two chunks of S / (64 P) rows, rounded up to a multiple of
-    128.
-
-    Args:
-        mask: the mask of the training step. The work of all batch entries is added.
-        seq_len: S, the number of positions.
-        ranks: P.
+    The first of the contiguous, the zigzag, an assigned and the striped layout whose busiest rank has at most 1.04 times an
+    equal share is preferred, because fewer pieces need fewer messages. Assigned shards differ in length by less than two chunks
+    of S / (64 P) rows, rounded up to a multiple of 128.
 
     Raises:
-        ValueError: `mask` is not a `Mask`, its documents do not sum to `seq_len`, or `seq_len` or `ranks` is less than 1.
+        ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.
     """
     check_mask(mask)
     return _balanced_layout(mask, as_integer("seq_len", seq_len, 1), as_integer("ranks", ranks, 1))
 
 
 def always_has_equal_shards(seq_len: int, ranks: int) -> bool:
-    """Return whether `balanced_layout` gives all ranks the same number of positions, whatever the mask is."""
+    """Return whether `balanced_layout` gives all ranks the same number of positions under any mask."""
     if ranks == 1:
         return True
     may_assign = seq_len >= MIN_CHUNKS * TILE * ranks
@@ -97,7 +85,7 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first row and the last row of every tile of `rows` rows."""
+    """Return the first and the last row of every tile of `rows` rows."""
     first = np.arange(0, rows, TILE)
     return first, (first + TILE).clip(max=rows) - 1
 
@@ -105,17 +93,15 @@ def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
 def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     tiles_per_chunk = _tiles_per_chunk(seq_len, ranks)
     costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
-    # The cheap chunks of later rounds can still balance the loads. The sort is stable, so that all ranks compute the same
-    # order.
+    # The sort is stable, so that all ranks compute the same order.
     order = (-costs.sum(1)).argsort(kind="stable")
     load, owners = np.zeros((2, ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # Every rank receives one chunk of a round, so only the deviations from the mean cost count.
+        # Only the deviations from the mean cost of a round count.
         excess = costs[chunks] - costs[chunks].mean(0)
         taken = 0.0 * load[0]  # infinite for ranks that already have a chunk of this round
         for i in (-(excess**2).sum(1)).argsort(kind="stable"):
-            # Choose the rank with the least load of the kind (queries or keys) in which this chunk is expensive.
             rank = (excess[i] @ load + taken).argmin()
             owners[chunks[i]] = rank
             load[:, rank] += excess[i]
@@ -129,8 +115,6 @@ def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)
     begin, end = lo // TILE, -(-hi // TILE)
-    # The number of query tiles whose intervals begin at a key tile, minus the number of those whose intervals end before it, is
-    # the change of the number of query tiles that attend to it.
     starts, stops = (np.bincount(x.ravel(), minlength=len(first) + 1) for x in (begin, end))
     tiles = np.stack(((end - begin).sum(0), (starts - stops).cumsum()[:-1]), 1).astype(np.float64)
     return np.add.reduceat(tiles, np.arange(0, len(tiles), tiles_per_chunk))

@@ -50,10 +50,9 @@ def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
 class Mask:
     """The keys that each query may attend to. `Mask.causal` and `Mask.full` create masks.
 
-    Two attributes follow from the fields. `lengths` contains the document lengths of all batch entries in one int64 tensor.
-    `totals` contains the number of tokens of each batch entry. `check` reads only the totals, so torch.compile does not compile
-    again for documents with the same total. The attributes are not dataclass fields, because code that copies a mask field by
-    field, such as FSDP, calls the constructor with the fields.
+    `lengths` contains the document lengths of all batch entries in one int64 tensor, and `totals` their sums per batch entry,
+    on which alone torch.compile guards. They are no fields, because code that copies a mask, such as FSDP, calls the
+    constructor with the fields.
     """
 
     is_causal: bool
@@ -69,10 +68,8 @@ class Mask:
         if any(total > UNLIMITED for total in self.totals):
             raise ValueError(f"documents sum to {max(self.totals)} tokens: the sum must be at most 2**62")
         lengths = [length for entry in self.documents or () for length in entry]
-        # Under a fake-tensor mode, torch.tensor would create a tensor without values, and the mask may be used after the mode
-        # has ended. A compiler cannot trace `unset_fake_temporarily`.
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
-        with torch.inference_mode(False), real:  # a mask that is created during evaluation can then be used in training as well
+        with torch.inference_mode(False), real:  # for later use in training
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     def __reduce__(self):
@@ -83,10 +80,9 @@ class Mask:
         """Return a mask in which a query attends to the key at its own position and to all keys before it.
 
         Args:
-            window: the number of newest keys that a query attends to, including the key at its own position. None for all keys.
-            documents: lengths of packed documents, which sum to S. A query attends to keys of its own document only. Pass one
-                list or tensor for all batch entries, or one per batch entry; for cu_seqlens, pass `cu_seqlens.diff()`. None for
-                one document.
+            window: the number of newest keys that a query attends to, including its own. None for all keys.
+            documents: lengths of packed documents, which sum to S, as one list or tensor for all batch entries, or one per
+                batch entry; for cu_seqlens, `cu_seqlens.diff()`. A query attends to keys of its own document only.
 
         Raises:
             ValueError: the window is not an integer of at least 1, or a length is not an integer of at least 0.
@@ -101,7 +97,7 @@ class Mask:
         return cls(False, window, _per_entry(documents))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
-        """Check that the documents describe `batch` sequences of `seq_len` tokens; with None, any number of sequences.
+        """Check that the documents describe `batch` (None for any number of) sequences of `seq_len` tokens.
 
         Raises:
             ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
@@ -124,10 +120,8 @@ class Mask:
         """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
         hi[:, i] - 1.
 
-        Args:
-            seq_len: the number of positions.
-            num_queries: the number of queries, which are at the last positions; None for one query per position. With more
-                queries than positions, the first queries have negative positions.
+        The queries are at the last of `seq_len` positions, or with None at all of them. Surplus queries have negative
+        positions.
 
         Raises:
             ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
@@ -136,36 +130,28 @@ class Mask:
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
-        """Return the number of (query, key) pairs of each batch entry, or one number for all. The arguments are those of
-        `intervals`.
-        """
+        """Return the number of (query, key) pairs of each batch entry, or one number. Arguments as for `intervals`."""
         first = _first_query(self, seq_len, num_queries)
         starts = np.unique(np.clip(np.concatenate(((first, seq_len), *kinks(self, seq_len))), first, seq_len))
-        # lo and hi are arithmetic progressions between these positions.
         lo, hi = (x + y for x, y in zip(*(intervals_at(self, seq_len, x) for x in (starts[:-1], starts[1:] - 1)), strict=True))
         return ((hi - lo) * np.diff(starts) // 2).sum(1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
-        """Return the mask with the given `lengths` of the documents of all batch entries, as in the attribute `lengths`."""
+        """Return the mask with these `Mask.lengths`."""
         ends = [i + 1 for i, total in enumerate(accumulate(lengths)) if total % seq_len == 0]
         entries = tuple(tuple(lengths[begin:end]) for begin, end in pairwise([0, *ends]))
         return cls(is_causal, window, entries or None)
 
 
 def as_window(window: object) -> int | None:
-    """Return `window` as an int of at most 2**62, or None.
-
-    Raises:
-        ValueError: the window is neither None nor an integer of at least 1.
-    """
+    """Return `window` as an int of at most 2**62, or None. Raise ValueError unless it is an integer of at least 1."""
     if window is None:
         return None
     return min(as_integer("window", window, 1, None, "; window=None means no window"), UNLIMITED)
 
 
 def check_mask(mask: Mask) -> None:
-    """Raise ValueError unless `mask` is a `Mask`."""
     if not isinstance(mask, Mask):
         raise ValueError(
             f"mask is a {type(mask).__name__}: it must be a ringattn.Mask, in which every query attends to one interval of "
@@ -176,14 +162,13 @@ def check_mask(mask: Mask) -> None:
 @lru_cache(maxsize=8)
 @unset_fake_temporarily()  # the cached tensors must be real tensors, because a later call may need their values
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Return `Mask.intervals` without copying the cached tensors, which must not be modified."""
+    """Return `Mask.intervals` as cached tensors, which must not be modified."""
     first = _first_query(mask, seq_len, num_queries)
     lo, hi = intervals_at(mask, seq_len, np.arange(first, seq_len))
     return torch.from_numpy(lo), torch.from_numpy(hi)
 
 
 def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
-    """Return the position of the first of `num_queries` queries. With None, every position has a query."""
     seq_len = as_integer("seq_len", seq_len)
     num_queries = None if num_queries is None else as_integer("num_queries", num_queries)
     if mask.documents is not None and (num_queries or 0) > seq_len:
@@ -213,17 +198,16 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
 
 
 def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
-    """Return the positions at which lo or hi jump, start to grow or stop growing: int64, one array per batch entry.
+    """Return the positions, unsorted and perhaps outside the sequence, between which lo and hi are constant or grow by 1 per
+    position.
 
-    Between them, lo and hi are constant or grow by 1 per position. They are not sorted, and some may lie outside the sequence.
-    The arguments are those of `intervals_at`.
+    There is one int64 array per batch entry. The arguments are those of `intervals_at`.
     """
     before, after = _reach(mask, transposed)
     return [np.concatenate((edges, edges[:-1] + before, edges[1:] - (after + 1), [-after])) for edges in _edges(mask, seq_len)]
 
 
 def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
-    """Return how many keys before and after its own position a query may attend to, if its document is long enough."""
     # The limit prevents an overflow.
     reach = min(mask.window or UNLIMITED, UNLIMITED) - 1
     before, after = reach, 0 if mask.is_causal else reach
@@ -232,6 +216,5 @@ def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _edges(mask: Mask, seq_len: int) -> tuple[np.ndarray, ...]:
-    """Return the first position of every document, and `seq_len`: int64, one array per batch entry."""
     mask.check(seq_len)
     return tuple(np.cumsum((0, *entry)) for entry in mask.documents or ((seq_len,),))

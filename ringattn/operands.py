@@ -58,7 +58,6 @@ class PlainOperands:
         self.queries, self.keys = (q,), (k, v)
 
     def attend(self, queries: Tensors | None, keys: Tensors | None, *arguments: Any, **options: Any) -> Tensors:
-        """See `Operands.attend`."""
         (q,), (k, v) = queries or self.queries, keys or self.keys
         return dispatch.forward(q, k, v, *arguments, **options)
 
@@ -92,7 +91,6 @@ class QuantizedOperands:
         dropout: None = None,
         **options: Any,
     ) -> Tensors:
-        """See `Operands.attend`."""
         q = self.q if queries is None else _queries(*queries)
         k, v = (self.k, self.v) if keys is None else _keys(*keys)
         return dispatch.forward_fp8(q, k, v, *arguments, dtype=self.dtype, **options)

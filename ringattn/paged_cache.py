@@ -1,7 +1,6 @@
 """A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
 
-All sequences take pages of equal size from one pool. Row i of a sequence is row i % page_size of the page whose number is in
-column i // page_size of the page table:
+Row i of a sequence is row i % page_size of the page whose number is in column i // page_size of the page table:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
@@ -23,9 +22,8 @@ PAGE_UNIT = 64  # page sizes are multiples of it, so that a tile of keys of the 
 class PagedKVCache:
     """The keys and values of several growing sequences, one per batch entry, which `decode_attention` accepts like a `KVCache`.
 
-    The memory is allocated once, when the cache receives the first keys. Sequences take pages when they grow, and `truncate`
-    returns pages. As in `KVCache`, `append` accepts rows on the GPU, whose pages must be reserved before a graph is replayed.
-    `reserve` changes the page table in place, so a captured graph reads the new pages:
+    Sequences take pages when they grow, and `truncate` returns pages. As in `KVCache`, `append` accepts rows on the GPU, whose
+    pages must be reserved before a graph is replayed. `reserve` changes the page table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -36,10 +34,10 @@ class PagedKVCache:
         cache.reserve([length + 1 for length in cache.lengths])
         graph.replay()
 
-    `lengths` does not count these tokens. A token whose page is not reserved is lost without an error.
+    A token whose page is not reserved is lost without an error.
 
     Attributes:
-        lengths: the number of tokens of each sequence.
+        lengths: the number of tokens of each sequence, without those of graphs.
         free_pages: the number of pages that no sequence uses.
         page_table: int32 (batch, pages per sequence), on the device of the cache; None before the first `append`.
     """
@@ -77,21 +75,19 @@ class PagedKVCache:
         self._decode: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """As in `KVCache`."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def append(self, k: Tensor, v: Tensor, *, entry: int | None = None, rows: Tensor | None = None) -> None:
-        """Add the next tokens of all sequences, or of one sequence, for example a prompt. No gradients flow through the cache.
+        """Add the next tokens of all sequences, or of one sequence, without gradients.
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence. With `entry`, B is 1.
             entry: the index of the only sequence that grows. None for all sequences.
-            rows: the rows of the sequences at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache,
-                below the capacity. The call then does not wait for the GPU and does not change `lengths`.
+            rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, below the capacity.
+                The call then does not wait for the GPU and does not change `lengths`.
 
         Raises:
-            ValueError: too few pages are free, the tokens exceed the capacity or do not suit the earlier tokens, or attention
-                does not support their shape or dtype.
+            ValueError: too few pages are free, or the tokens exceed the capacity or do not suit the earlier tokens.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -110,7 +106,7 @@ class PagedKVCache:
             self.lengths[i] += num_tokens
 
     def reserve(self, lengths: list[int]) -> None:
-        """Take the pages that the sequences need for these numbers of tokens, so that replays of a graph can append tokens.
+        """Take the pages for these numbers of tokens, so that replays of a graph can append tokens.
 
         Raises:
             ValueError: too few pages are free, or a length exceeds the capacity. Then no sequence takes a page.
@@ -121,11 +117,7 @@ class PagedKVCache:
         self._reserve({i: as_integer("a length", length) for i, length in enumerate(lengths)})
 
     def truncate(self, entry: int, length: int) -> None:
-        """Keep the first `length` tokens of a sequence, and return its unused pages. With 0, a new sequence may use the entry.
-
-        Raises:
-            ValueError: there is no such sequence, or the length is not an integer between 0 and its length.
-        """
+        """Keep the first `length` tokens of a sequence, and return unused pages. With 0, a new sequence may use the entry."""
         entry = self._index(entry)
         length = as_integer("length", length, high=self.lengths[entry], remedy=", the tokens of the sequence")
         kept, before = -(-length // self.page_size), self._num_pages[entry]
@@ -158,7 +150,6 @@ class PagedKVCache:
             check_new_tokens((k, v), (self._k, self._v), batch)
 
     def _reserve(self, lengths: dict[int, int]) -> None:
-        """Take the pages that sequences need for the given lengths, by index."""
         longest = max(lengths.values(), default=0)
         if longest > self.capacity:
             raise ValueError(f"{longest} tokens exceed the capacity {self.capacity} of a sequence: create a larger cache")

@@ -12,18 +12,12 @@ one hop behind. Four ranks, full attention, blocks relayed by neighbours; "Q3 K0
     queries   --------->---------->---------->             sent one step ahead of the computation that needs them
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
-While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight, so communication is hidden as long
-as a step of attention takes longer than a hop. A rank computes with a first part of its own queries in step 0, and with the
-rest in the last step, while the last states return to their owners.
+While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. In the KV ring, keys and values
+circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the schedules, with and without relays.
 
-In the KV ring, keys and values circulate, and the queries and their state stay on their rank. If the transport connects every
-pair of ranks, blocks come directly from their owners and results return directly to them. `ringattn.planning.schedule` makes
-both kinds of schedules, and `ringattn.operands` the FP8 blocks of a forward pass with precision="fp8".
-
-`run_schedule` contains all of the communication. The four passes below it (`_forward_state`, `_forward_kv`, `_backward_state`
-and `_backward_kv`) only define what circulates, what one local step computes, and how partial results are merged. Partial
-results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop. Where a backward pass needs delta = rowsum(dout * out)
-- dlse, the kernels also accept (out, dlse).
+`run_schedule` contains all of the communication. The four passes below it only define what circulates, what one local step
+computes, and how partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
+Where a backward pass needs delta = rowsum(dout * out) - dlse, the kernels also accept (out, dlse).
 """
 
 from collections.abc import Callable
@@ -54,7 +48,7 @@ from ringattn.spec import AttentionSpec
 from ringattn.state import PartialState
 
 Compute = Callable[[LocalStep, Tensors, Tensors | None], Tensors | None]
-Arrivals = list[tuple[range, Tensors]]  # (rows of the owner's block, result) for each result that has returned to its owner
+Arrivals = list[tuple[range, Tensors]]  # (rows of the owner's block, returned result)
 
 
 def run_schedule(
@@ -70,17 +64,14 @@ def run_schedule(
     """Send the blocks as the schedule says, compute with them, and accumulate the results at the owners of the blocks.
 
     Args:
-        schedule: what each rank sends, receives and computes at each step.
-        transport: this rank's connection to the others.
         circulating: this rank's block, contiguous: (q,) in the forward pass of the state ring, (k, v) in the KV ring.
-        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and `block`, which
-            contains exactly the rows of the local step. With `into`, the same rows of `own_result`, it accumulates in place.
-            Otherwise it returns a new partial result, or None in a pass without results.
-        own_result: the result of this rank's own block, updated in place. The caller initialises it to the identity of `merge`.
+        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and exactly the rows of
+            the local step. With `into`, the same rows of `own_result`, it accumulates in place. Otherwise it returns a new
+            partial result, or None in a pass without results.
+        own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
-        merge_arrivals: merge_arrivals(arrivals) is called at the end of the pass with the results that have returned to this
-            rank and were not merged yet: all of them if the transport can keep them, and none otherwise. With None, every
-            result is merged when it arrives.
+        merge_arrivals: merge_arrivals(arrivals) merges the results that have returned to this rank at the end of the pass, if
+            the transport can keep them. Otherwise, and with None, every result is merged when it arrives.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -89,17 +80,16 @@ def run_schedule(
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
     # The examples determine the shapes and dtypes of the receive buffers.
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
-    blocks: dict[int, Tensors] = {rank: circulating}  # the blocks at this rank in the current step, by owner
-    results: dict[int, Tensors] = {}  # the partial results that this rank sends in one of the next steps, by owner
+    blocks: dict[int, Tensors] = {rank: circulating}  # in the current step, by owner
+    results: dict[int, Tensors] = {}  # to send in one of the next steps, by owner
     arrivals: Arrivals = []
     for t, step in enumerate(steps):
-        # The messages of this step are in flight while its kernels run.
         outgoing = [results.pop(m.owner) if m.kind == "result" else blocks[m.owner] for m in step.outgoing]
         hop = transport.watchdog.start(label, t, len(steps), step.incoming)
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
-                # A partial result for another rank must be in new tensors, because this rank sends it in a later step.
+                # A partial result for another rank is sent in a later step, so it needs new tensors.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
@@ -111,7 +101,6 @@ def run_schedule(
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
-        # Release the blocks of this step before the incoming blocks are stored.
         blocks = {rank: circulating}
         for message, block in zip(step.incoming, complete_hop(wait, transport, hop), strict=True):
             owner = message.owner
@@ -122,7 +111,7 @@ def run_schedule(
             elif owner == rank:
                 merge(take_rows(own_result, message.rows), block)
             else:
-                # A relayed result passes through this rank, which may have computed another partial result for the owner.
+                # This rank may have computed another partial result for the owner.
                 results[owner] = merge(block, results[owner]) if owner in results else block
     if merge_arrivals is not None:
         merge_arrivals(arrivals)
@@ -130,20 +119,15 @@ def run_schedule(
 
 
 def _add(a: Tensors, b: Tensors) -> Tensors:
-    """Add `b` to the partial gradients `a`, in place, and return `a`."""
     return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
 
 
 def _merge_states(a: Tensors, b: Tensors) -> Tensors:
-    """Merge `b` into the partial softmax state `a`, in place, and return `a`."""
     return dispatch.merge_states(a, [(0, b)])
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
-    """Append the sums of this rank's own gradients and those that have arrived from other ranks to `sums`, in the dtypes of
-    `like`.
-    """
-    # One kernel reads all arrivals and writes the rounded sum.
+    """Append the sums of this rank's own gradients and the arrived ones to `sums`, in the dtypes of `like`."""
     for i, (own_part, like_part) in enumerate(zip(own, like, strict=True)):
         parts = [(rows.start, block[i]) for rows, block in arrivals]
         sums.append(dispatch.sum_partials(own_part, parts, like_part.dtype))
@@ -151,7 +135,6 @@ def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arr
 
 def _zeros(*like: Tensor) -> Tensors:
     """Return zeros with the shapes of the given tensors and the dtype of states."""
-    # One kernel clears the memory of all tensors.
     sizes = [x.numel() for x in like]
     flat = torch.zeros(sum(sizes), dtype=state_dtype(like[0].dtype), device=like[0].device)
     return tuple(part.view(x.shape) for part, x in zip(flat.split(sizes), like, strict=True))
@@ -178,11 +161,10 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
         for i in range(count):
             chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in (q, *others))
             chunk = run(ring.of_heads(i * (q.shape[2] // count)), *chunk_inputs)
-            # The first chunk determines the dtypes and the last dimensions.
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
             for x, y in zip(results, chunk, strict=True):
                 head_chunk(x, count, i).copy_(y)
-            del chunk, x, y  # the next chunk can reuse the memory of these tensors
+            del chunk, x, y  # the next chunk can reuse their memory
         return results
 
     return run_chunks
@@ -190,11 +172,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 @dataclass(frozen=True)
 class Ring:
-    """The settings of a ring pass: the plan, the transport and the spec of the call.
-
-    The tensors of every method are contiguous and hold this rank's tokens: q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv,
-    Dv), out and dout (B, N, Hq, Dv), lse, dlse and delta (B, N, Hq).
-    """
+    """The plan, the transport and the spec of a call. The tensors of every method are contiguous, as in `ring_attention`."""
 
     plan: Plan
     transport: Transport
@@ -203,9 +181,8 @@ class Ring:
 
     @classmethod
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
-        """Return the ring that `spec` describes. The first call for a group performs a handshake, see `connect.connect`."""
+        """Return the ring that `spec` describes. The first call for a group performs a handshake."""
         transport = connect.connect(spec.group, device, spec.transport, call, relays=spec.route == "relay")
-        # A tuple can be the key of a cache. The tensor of the lengths is always on the CPU.
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
         if (plan := forced_plan()) is None:
             plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
@@ -213,18 +190,12 @@ class Ring:
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
-        """Return a ring for a chunk of the heads.
-
-        Args:
-            first_head: the index of the chunk's first head among this ring's heads, for the dropout.
-            all_to_all_uses_sms: whether the field of the same name becomes True.
-        """
+        """Return a ring for a chunk of the heads, whose first head has the index `first_head` among this ring's heads."""
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
     @property
     def interconnect(self) -> Interconnect:
-        """The interconnect between the ranks, with the route of the spec."""
         return self.transport.interconnect.with_route(self.spec.route)
 
     @property
@@ -243,7 +214,7 @@ class Ring:
 
     @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-        """Return out in q's dtype, and lse in fp32 (fp64 for fp64 inputs)."""
+        """Return out in q's dtype, and lse."""
         work = forward_work(q, k, v, self.spec.precision)
         chosen = self.plan.choose_schedule(self.spec.schedule, work, self.interconnect)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
@@ -254,14 +225,12 @@ class Ring:
     ) -> Tensors:
         """Return dq, dk, dv in the dtypes of q, k, v."""
         if self.spec.precision == "fp8":
-            # Every rank rounds the same blocks as in the forward pass.
             return dispatch.backward_fp8(self._backward, q, k, v, out, lse, dout, dlse)
         return self._backward(q, k, v, out, lse, dout, dlse)
 
     def _backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Tensors:
-        # The kernel of a single rank can write the gradients in the dtypes of the inputs.
         if self.transport.size == 1:
             return self._backward_alone(q, k, v, out, lse, dout, dlse)
         chosen = self.plan.choose_schedule(self.spec.schedule, backward_work(q, k, v), self.interconnect)
@@ -271,10 +240,7 @@ class Ring:
     def _prepare(
         self, name: str, results: bool, row_multiple: int = 1
     ) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
-        """Return the schedule, and the intervals and kernel options of each local step of this rank. The arguments are as for
-        `Plan.schedule`.
-        """
-        # Only the first layer computes them, and before the pass begins.
+        """Return the schedule, and the intervals and kernel options of each local step, before the pass begins."""
         schedule = self.plan.schedule(name, results, self.interconnect.all_pairs, row_multiple)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
@@ -320,9 +286,9 @@ class Ring:
         """The kernels update the state of the resident queries in place."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
-        # The kernel of the last local step divides o by l. A separate kernel would read and write the whole state once more.
+        # A separate kernel for the division by l would read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
-        result: Any = None  # the state (m, l, o) of the resident queries; after the last local step, the tuple (out, lse)
+        result: Any = None  # the state (m, l, o); after the last local step, (out, lse)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> None:
             nonlocal result
@@ -336,7 +302,6 @@ class Ring:
     def _backward_alone(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Tensors:
-        """Compute the backward pass of a ring of one rank."""
         _, prepared = self._prepare("kv", results=False)
         if not prepared:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -359,8 +324,7 @@ class Ring:
             nonlocal dk, dv
             q, dout, lse, delta = block
             intervals, options = prepared[local_step]
-            # With one batch entry, the slice of rows is contiguous, and the kernel accumulates into it. Otherwise `_add` adds a
-            # new dq.
+            # A slice of rows of one batch entry is contiguous, so the kernel can accumulate into it.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.spec.scale, dq, dk, dv, grad_dtype=dtype, **options
@@ -368,7 +332,6 @@ class Ring:
             return (partial_dq,) if into is None or dq is not None else _add(into, (partial_dq,))
 
         label = "backward of the state ring"
-        # delta has fewer bytes than `out`, from which it is computed.
         block = q, dout, lse, dispatch.row_delta(out, dout, dlse, self.spec.backend).contiguous()
         grads: list[Tensor] = []
         merge_arrivals = partial(_sum_arrivals, (own_dq,), (q,), grads)
@@ -415,6 +378,6 @@ def _cached_plan(
 
 
 def free_plans() -> None:
-    """Free all plans. Later calls log their choices of a schedule again."""
+    """Free all plans."""
     _cached_plan.cache_clear()
     rank_plan.free_plans()

@@ -100,13 +100,13 @@ class RowsBefore:
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each position: the index of its piece, its distance from the start of this piece, and the rank of this piece."""
+        """For each position: its piece, its distance from the start of the piece, and the rank."""
         begin, owner, _, size = _piece_tables(self.layout)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
 
     def rows(self, rank: int | np.ndarray) -> np.ndarray:
-        """Return the number of rows of `rank` before each position. `rank` may be an array that broadcasts."""
+        """Return the number of rows of `rank`, which may be an array, before each position."""
         if self.layout.ranks == 1:
             return self.positions
         if self.layout.stride == 1:

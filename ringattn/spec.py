@@ -27,22 +27,22 @@ class AttentionSpec(NamedTuple):
     The order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
     """
 
-    documents: Tensor  # lengths of the packed documents of all batch entries, int64 on the CPU; empty without documents
+    documents: Tensor  # `Mask.lengths`
     is_causal: bool
-    window: int  # the window of the mask, in tokens; 0 stands for no window
+    window: int  # in tokens; 0 for no window
     layout: str  # `Layout.kind`
-    seq_len: int  # number of positions of the whole sequence
-    ranks: int  # number of ranks of the ring
-    scale: float  # factor on the scores before the softmax
+    seq_len: int
+    ranks: int
+    scale: float
     group: str = ""  # name of the process group of the ring; "" for a ring of one
     schedule: str = "auto"  # "state", "kv" or "auto"
     route: str = "auto"  # "relay", "direct" or "auto"
     transport: str = "auto"  # "nvlink", "p2p" or "auto"
     dropout_p: float = 0.0
-    seed: int = 0  # seed of the dropout
-    first_head: int = 0  # index of the first query head among all heads of the layer; only the dropout uses this index
-    backend: str = "auto"  # name of the kernels, see `ringattn.kernels.backends`
-    precision: str = "ieee"  # "fp8" for an FP8 forward; otherwise precision of products of fp32 inputs, "ieee" or "tf32"
+    seed: int = 0
+    first_head: int = 0  # see `ring_attention`
+    backend: str = "auto"  # see `ringattn.kernels.backends`
+    precision: str = "ieee"  # "ieee", "tf32" or "fp8", see `flash_attention`
     keep: Tensor | None = None  # `BlockMask.keep`; None without a block mask, which only `flash_attention` accepts
     block_size: int = 0  # `BlockMask.size`
 
@@ -73,7 +73,6 @@ class AttentionSpec(NamedTuple):
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
         if transport.size == 1:
             return
-        # The key contains the values of the documents, because every layer may create its own mask.
         documents = tuple(self.documents.tolist())
         key = name, q.shape, k.shape, v.shape, q.dtype, documents, self[1:], *others.values()
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))

@@ -1,7 +1,4 @@
-"""`PartialState`, the result of attention for queries that have attended to only some of their keys.
-
-Kernels merge the states of tiles, rings those of hops, and decoding those of splits of a KV cache.
-"""
+"""`PartialState`, the result of attention for queries that have attended to only some of their keys."""
 
 from typing import NamedTuple
 
@@ -17,8 +14,7 @@ class PartialState(NamedTuple):
     (B, N, H, D).
 
     The tensors are fp32 (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. The
-    Hopper kernels may return a smaller m, and l and o that are larger by the same factor. `finalize` then returns the same
-    results, up to rounding.
+    Hopper kernels may return a smaller m, which `finalize` allows.
     """
 
     m: Tensor
@@ -36,7 +32,6 @@ class PartialState(NamedTuple):
         Raises:
             ValueError: an argument is invalid.
         """
-        # A ring calls this method in every pass, so the check is fast.
         is_dense = isinstance(q, Tensor) and q.layout is torch.strided and not q.is_nested
         if not is_dense or q.ndim != 4 or q.dtype not in FLOAT_DTYPES:
             raise ValueError(f"q={shown(q)}: it must be a dense tensor (B, N, H, D) of fp16, bf16, fp32 or fp64")
@@ -46,8 +41,7 @@ class PartialState(NamedTuple):
     def merge(self, other: "PartialState") -> "PartialState":
         """Return the state of the queries after they have attended to the keys of both states.
 
-        l and o of each state are multiplied by exp(m - m_new), with the maximum m_new of both, and added. Merging is
-        associative and commutative up to rounding, and never results in a NaN.
+        Merging is associative and commutative up to rounding, and never results in a NaN.
 
         Raises:
             ValueError: `other` is not a state of the same queries and values.

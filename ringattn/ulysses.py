@@ -1,12 +1,12 @@
 """Ulysses attention: an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
 
-A rank holds N tokens of all heads. After an all-to-all, it holds the tokens of all U ranks of its group, one shard of the ring,
-for Hq / U heads. A second all-to-all sends the outputs back:
+An all-to-all collects the tokens of all U ranks of a group, one shard of the ring, for Hq / U heads. A second all-to-all sends
+the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-With many heads, the all-to-all sends fewer bytes than a ring. The heads are processed in chunks: attention computes one chunk
-while the next chunk arrives and the outputs of the previous chunk return.
+The heads are processed in chunks: attention computes one chunk while the next chunk arrives and the outputs of the previous
+chunk return.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,7 +80,6 @@ def ulysses_attention(
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     options: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     choices = dict(schedule=schedule, route=route, transport=transport)
-    # Without an all-to-all, the call needs no chunks and no copies of key heads.
     if size == 1 and getattr(layout, "parts", 1) == 1:
         return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options, **choices)
     check_dense(q, k, v)
@@ -119,20 +118,19 @@ def ulysses_attention(
 
 
 class UlyssesSpec(NamedTuple):
-    """The settings of the all-to-all, and those of attention on the ring."""
+    """The settings of the all-to-all and of attention on the ring."""
 
-    tokens: list[int]  # number of tokens of each rank of the Ulysses group
+    tokens: list[int]  # of each rank of the Ulysses group
     ulysses_group: str
     with_lse: bool  # whether the caller receives lse
     recompute_all_to_all: bool
-    chunks: int  # number of chunks into which the heads of a rank are divided
+    chunks: int  # of the heads of a rank
     key_heads: int  # number of key heads before they were copied
     attention: AttentionSpec
 
     @property
     def settings(self) -> Call:
         """The settings that the ranks of the Ulysses group compare in addition to those of attention, by name."""
-        # `first_head` depends on the rank.
         settings: Call = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
         return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
@@ -160,16 +158,13 @@ class _HeadChunks:
         self.all_to_all = connect.open_all_to_all(transport)
 
     def to_heads(self, *tensors: Tensor) -> list[Exchange]:
-        """Create one exchange per chunk, which collects all tokens of its heads. Only the shapes and dtypes of the tensors
-        matter.
-        """
+        """Create one exchange per chunk, which collects all tokens of its heads. Only shapes and dtypes matter."""
         total, shares = sum(self.tokens.counts), self.ranks * self.chunks
-        # `AllToAll.start` must be called for all exchanges before the first send.
         blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
 
     def receive(self, exchanges: list[Exchange], *tensors: Tensor) -> Iterator[Tensors]:
-        """Send the chunks of the tensors, and yield each chunk when it has arrived."""
+        """Send the chunks, and yield each chunk when it has arrived."""
         # Chunk i + 1 is in flight while attention computes chunk i.
         for chunk in range(self.chunks + 1):
             if chunk < self.chunks:
@@ -183,7 +178,6 @@ class _HeadChunks:
         return self.all_to_all.start(tuple(_resized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.chunks)
 
     def send_back(self, exchange: Exchange, chunk: int, *tensors: Tensor) -> None:
-        """Send the results of one chunk to the ranks that hold its tokens."""
         exchange.send(tensors, self.tokens, HeadSlice(self.ranks, self.chunks, chunk))
 
 
@@ -192,10 +186,7 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save.
-
-    For each chunk, these are the gathered q, k and v (unless the all-to-all is recomputed), and then out and lse.
-    """
+    """Return out, lse, and per chunk the gathered q, k and v (unless the all-to-all is recomputed), out and lse."""
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
     call = partial(spec.attention.as_call, *arguments, **spec.settings)
@@ -209,18 +200,16 @@ def _forward_in_chunks(
     q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec, ring: Ring, transport: Transport
 ) -> custom_op.Results:
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
-    # The outputs of a chunk return while later chunks still arrive, so all exchanges are created before the first send.
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # If `transport` uses SMs, the kernels must share them, because it sends other chunks at the same time.
+        # The kernels share the SMs with a transport that uses them, because it sends other chunks meanwhile.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
         saved += [out, lse] if spec.recompute_all_to_all else [*block, out, lse]
         lses.append(lse)
-    # After `finish`, the other ranks may write into the receive buffer of this rank again.
     (out,) = outputs.wait()
     heads.all_to_all.finish()
     lse = _lse_to_tokens(torch.cat(lses, 2), spec, transport) if spec.with_lse else lses[0].new_empty(0)

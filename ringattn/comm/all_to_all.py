@@ -6,9 +6,8 @@ Every rank sends a slice of its tensors to each other rank, and writes the recei
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` contains all exchanges of one call of attention. An `Exchange` fills one set of tensors, with one or several
-messages per rank, so that attention can compute some heads while others are in flight. `PointToPointAllToAll` uses sends and
-receives, and `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
+An `AllToAll` contains all exchanges of one call. An `Exchange` fills one set of tensors, with one or several messages per rank.
+`PointToPointAllToAll` uses sends and receives, and `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
 """
 
 from collections.abc import Callable
@@ -79,18 +78,16 @@ class AllToAll(Protocol):
 
 @lru_cache(maxsize=64)
 def expected_messages(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
-    """Return the messages for which `rank` waits, for reports of the watchdog."""
     return tuple(Message("part", peer, peer, rank, range(n)) for peer, n in enumerate(lengths) if peer != rank)
 
 
 class PointToPointAllToAll:
-    """An all-to-all in which each send is one exchange of point-to-point messages."""
+    """An all-to-all in which each send is one exchange of messages."""
 
     def __init__(self, transport: MessageTransport) -> None:
         self.transport = transport
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_PointToPointExchange":
-        """See `AllToAll.start`."""
         return _PointToPointExchange(self.transport, into, lengths)
 
     def finish(self) -> None:
@@ -100,7 +97,7 @@ class PointToPointAllToAll:
 class _PointToPointExchange:
     def __init__(self, transport: MessageTransport, into: Tensors, lengths: tuple[int, ...]) -> None:
         self.transport, self.into, self.lengths = transport, into, lengths
-        self.completions: list[Callable[[], Tensors]] = []  # one function per send, which waits for and unpacks its messages
+        self.completions: list[Callable[[], Tensors]] = []
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         rank = self.transport.rank

@@ -1,8 +1,7 @@
 """Record the calls that a rank makes, so that the ranks notice if their calls differ.
 
-All ranks of a group must make the same calls in the same order. Every rank publishes the newest part of its log in the job's
-store, and `ringattn.comm.watchdog` compares the logs. With gloo, the tags of messages depend on the calls, so ranks with
-different calls wait until the watchdog finds the difference, instead of receiving a message of a wrong size.
+Every rank publishes the newest part of its log in the job's store, and `ringattn.comm.watchdog` compares the logs. With gloo,
+the tags of messages depend on the calls, so ranks with different calls wait, instead of receiving a message of a wrong size.
 """
 
 import json
@@ -29,12 +28,9 @@ class CallLog:
         self._settings: dict[tuple[Any, ...], tuple[str, int]] = {}  # the settings as JSON, and their checksum, by key
 
     def record(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
-        """Append a call to the log.
+        """Append a call, whose settings `key` identifies by value, to the log. `describe` is called only for a new key.
 
-        Args:
-            key: identifies the settings on this rank, and contains the values of tensors.
-            describe: returns the settings. It is called only if the key is new, because a description takes time.
-            cached: the number of tokens in a KV cache.
+        `cached` is the number of tokens in a KV cache.
         """
         settings = self._settings.get(key)
         if settings is None:

@@ -39,7 +39,7 @@ TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
 # replaces the name of this host, so that ranks of a test behave as if they were on different hosts
 HOST_VARIABLE = "RINGATTN_HOST"
-_POLL = 0.005  # seconds between two reads of the store in a handshake
+_POLL = 0.005  # seconds between two reads of the store
 log = logging.getLogger(__name__)
 
 
@@ -70,20 +70,19 @@ def connect(
 ) -> Transport:
     """Return the transport of the process group with the given name, or of a ring of one rank for "".
 
-    The first call for a group, device and transport performs a handshake of all ranks. Later calls return the same transport.
+    The first call for a group, device and transport performs a handshake of all ranks.
 
     Args:
         group_name: `ProcessGroup.group_name`, because a compiler cannot trace a group.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
-            "auto": the value of the environment variable RINGATTN_TRANSPORT, or else NVLink if all ranks are GPUs of one host
-            that can access each other's memory. Ranks may share a GPU only as `ringattn.comm.shared_gpus` explains.
+            "auto": the environment variable RINGATTN_TRANSPORT, or else NVLink if all ranks are GPUs of one host that can
+            access each other's memory. Ranks may share a GPU only as `ringattn.comm.shared_gpus` explains.
         call: a function that returns the settings of this call, which the handshake compares.
         relays: whether neighbours relay the blocks of the ring. Then "auto" means "p2p".
 
     Raises:
-        ValueError: the group has been destroyed, the transport is unknown or unavailable, the settings differ between ranks, or
-            two ranks use the same GPU and the group uses NCCL.
+        ValueError: the group has been destroyed, the transport is unavailable, two ranks share a GPU, or the settings differ.
         RingFault: a rank of the group did not make its first call within the timeout.
     """
     if not group_name:
@@ -99,9 +98,7 @@ def connect(
     if relays and transport == "auto":
         transport = "p2p"
     key = group_name, device, transport
-    # A thread that waits for one group must not block threads of other groups. `setdefault` is atomic.
     with _locks.setdefault(key, threading.Lock()):
-        # A new process group may have the name of a destroyed group.
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a group that has been destroyed had the same name
                 _connections[key][1].watchdog.stop()
@@ -152,7 +149,6 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
-    # Ranks with different transports use the same keys, so that they find the difference.
     store = _group_store(group, "handshake")
     store = dist.PrefixStore(_name_handshake(store, group), store)
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device, wanted))]
@@ -165,7 +161,6 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
                 "same transport, on the same type of device"
             )
     shares_gpus = _check_shared_gpus(ranks, group)
-    # All ranks must choose the same transport, even if only some of them find NVLink unavailable.
     reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
     reason = next(filter(None, reasons), "")
     if wanted == "nvlink" and reason:
@@ -174,7 +169,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     name = "nvlink" if wanted != "p2p" and not reason else backend
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
     one_host = len({rank.host for rank in ranks}) == 1
-    # The slowest rank determines the speed of a ring, and all ranks must choose the same schedule.
+    # The slowest rank determines the speed. All ranks must choose the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
     log.info("group of %d ranks over %s (%s)", group.size(), name, why)
     watchdog = Watchdog(store, group.rank(), group.size(), device, lambda: group in _world.pg_map)
@@ -230,7 +225,6 @@ def _no_call(missing: list[int], group: dist.ProcessGroup) -> RingFault:
 
 
 def _identity(device: torch.device, transport: str) -> _Identity:
-    # Several containers of one image may have the same host name.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     name = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
     host = os.environ.get(HOST_VARIABLE, name)

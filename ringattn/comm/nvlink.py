@@ -1,7 +1,7 @@
 """Ring passes over NVLink: copy engines write into the memory of other GPUs, and flags signal the arrival of the data.
 
-Every rank has one *receive buffer* for all layers and calls, which the other ranks have mapped (torch symmetric memory). One
-message from rank A to rank B:
+Every rank has one *receive buffer*, which the other ranks have mapped (torch symmetric memory). One message from rank A to rank
+B:
 
     A's side stream                                         B's main stream
       wait until the slot is free (wait flags)                ...
@@ -9,16 +9,13 @@ message from rank A to rank B:
       set B's "arrived" flag  ----------------------------->  kernels read the slot
                                                               set A's "credit" flag: the slot may be reused
 
-Communication uses no kernels and no SMs, and the host never waits.
+Communication uses no kernels and no SMs, and the host never waits. The messages of one kind use their slots in turn. A *credit*
+flag tells that a slot has been read. A *ready* flag, at the beginning of a pass, tells a rank that the receiver of its block
+has read the messages of the previous pass. A result needs none, because it goes to a rank that has begun the pass.
 
-Two kinds of flags prevent a sender from overwriting a slot that is still read. The messages of one kind use their slots in
-turn, and the receiver sets a *credit* flag when a slot has been read. At the beginning of a pass, every receiver sets a *ready*
-flag for each rank from which it will receive a block: it has read the messages of the previous pass. Results need no ready
-flags, because a result goes to a rank that has already begun the pass.
-
-Flags are 0 or 1, one per message, and the stream that waits for a flag clears it. Flags therefore work in the same way in
-replays of a CUDA graph. No deadlock is possible, even if a GPU runs its streams one after the other, because work of step t
-waits only for work that other ranks issue in step t or earlier.
+Flags are 0 or 1, one per message, and the stream that waits for a flag clears it, also in replays of a CUDA graph. No deadlock
+is possible, even if a GPU runs its streams one after the other, because work of step t waits only for work that other ranks
+issue in step t or earlier.
 """
 
 import logging
@@ -47,22 +44,21 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# Every kind of message has one flag of each purpose in every step. Only the ready flags of the first blocks are used.
+# one flag of each purpose per kind and step; only the ready flags of the first blocks are used
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Up to this size, every result of a pass has its own slot, and one kernel sums them at the end of the pass.
+# Up to this size, one kernel sums all results of a pass at its end.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Up to this size per message, the messages of one kind use three slots in turn, so that one may arrive two steps early. Larger
-# messages use two.
+# Up to this size, messages use three slots in turn, so that one may arrive two steps early, and otherwise two.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
-MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # maximum sends of one call with an all-to-all: each chunk of heads is sent and returned
-MAX_CACHED_ROUTES = 64  # the cache is limited, because packed documents create a new schedule in every training step
+MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads of an all-to-all is sent and returned
+MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
 _POLL = 0.001  # seconds between two looks at events after an exception
-ALIGNMENT = 256  # bytes; the start of every tensor in a receive buffer is a multiple of this number
+ALIGNMENT = 256  # bytes, at which every tensor in a receive buffer starts
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
-    """Return the bytes that `rows` rows of a tensor like `x` (B, N, ...) occupy in a receive buffer."""
+    """Return the bytes of `rows` rows of a tensor like `x` (B, N, ...) in a receive buffer."""
     size = x.shape[0] * rows * x.shape[2:].numel() * x.element_size()
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -71,25 +67,20 @@ class ReceiveBuffer:
     """The memory of this rank into which other ranks write, and the addresses at which this rank has mapped the buffers of all
     ranks.
 
-    All ranks call `reserve` with the same sizes in the same order.
-
-    Args:
-        transport: the transport between the ranks.
-        user: a name for the user of the buffer, such as "the ring", for messages.
-        before_release: a function that is called before the memory is released.
+    `user` names the user of the buffer in messages. `before_release` is called before the memory is released.
     """
 
     def __init__(self, transport: "NvlinkTransport", user: str, before_release: Callable[[], None] = lambda: None) -> None:
         self.transport, self.user, self.before_release = transport, user, before_release
         self.memory: Tensor | None = None
         self.addresses: list[int] = []  # the address of the buffer of each rank
-        self._kept: set[Tensor] = set()  # memory that is never released, because a CUDA graph contains its address
+        self._kept: set[Tensor] = set()  # never released, because a CUDA graph contains its address
 
     def reserve(self, count: int) -> None:
-        """Make the buffer at least `count` bytes long.
+        """Make the buffer at least `count` bytes long. All ranks make the same calls in the same order.
 
         Raises:
-            RuntimeError: the buffer is too small, and no memory can be allocated, because a CUDA graph is being captured.
+            RuntimeError: the buffer is too small, and a CUDA graph is being captured.
         """
         if self.memory is not None and self.memory.numel() >= count:
             return
@@ -106,7 +97,7 @@ class ReceiveBuffer:
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
     def keep_for_graph(self) -> None:
-        """If a CUDA graph is being captured, never release the current memory, because the graph contains its address."""
+        """If a CUDA graph is being captured, never release the current memory."""
         if torch.cuda.is_current_stream_capturing():
             assert self.memory is not None
             self._kept.add(self.memory)
@@ -124,13 +115,13 @@ class Send(NamedTuple):
 
 @dataclass
 class RouteStep:
-    """The sends, the received tensors and the flags of this rank in one step of a pass."""
+    """This rank's part of one step of a pass."""
 
-    # The flags that this rank sets when all earlier local steps are done: ready flags in the first step, credit flags later.
+    # set when all earlier local steps are done: ready flags in the first step, credit flags later
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
-    received: list[Tensors] = field(default_factory=list)  # the tensors of each incoming message in the receive buffer
-    arrived: list[int] = field(default_factory=list)  # the "arrived" flags of the incoming messages
+    received: list[Tensors] = field(default_factory=list)  # in the receive buffer
+    arrived: list[int] = field(default_factory=list)  # flags of the incoming messages
 
     @property
     def sends_results(self) -> bool:
@@ -186,20 +177,19 @@ class NvlinkTransport(Transport):
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
         self.messages = P2PTransport(group, device, store, joined, watchdog)
-        # A copy of a block need not wait until a result has been computed.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
         self._flag_stream = torch.cuda.Stream(device)
         self._allocate()
 
     def _allocate(self) -> None:
-        """Create the routes, the receive buffers and the flags, which all calls use."""
+        """Create what all calls use."""
         self._routes: dict[tuple[Any, ...], Route] = {}
         self.graphs = PassGraphs(self.watchdog, self._begin_replay)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
         # recorded when all tensors of the next sends of a pass have been computed
         self.computed = torch.cuda.Event()
-        # recorded at the beginning of the first pass or all-to-all of the call with the number `_started_call`
+        # recorded at the beginning of the call with the number `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
         # Tensors into which an unfinished all-to-all writes must not be freed after an exception.
         self.filled: list[Tensors] = []
@@ -208,7 +198,6 @@ class NvlinkTransport(Transport):
         # the all-to-all.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
-        # There is no call before the first all-to-all that could set its ready flags.
         self._flags[-self.size :] = 1
         self._initial_flags, self._all_set = self._flags.clone(), torch.ones_like(self._flags)
         self.synchronise()
@@ -223,14 +212,12 @@ class NvlinkTransport(Transport):
         self.started.record(torch.cuda.current_stream(self.device))
 
     def start_event(self) -> torch.cuda.Event:
-        """Return the event to record at the beginning of a pass or of an all-to-all."""
         if self._started_call == self.recovery.call:
             return self.computed
         self._started_call = self.recovery.call
         return self.started
 
     def mark(self) -> tuple[Any, ...]:
-        """See `Transport.mark`."""
         events = []
         for stream in (torch.cuda.current_stream(self.device), *self.streams.values()):
             events.append(torch.cuda.Event())
@@ -238,7 +225,6 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        """See `Transport.release`."""
         # If the streams of one rank wait for flags that another rank has not set before its exception, this rank sets them
         # itself. The streams then send garbage, which nobody uses. So that it does not overwrite messages of earlier calls, all
         # ranks first wait until the main stream of every rank has come to the call, or has nothing to do.
@@ -251,7 +237,6 @@ class NvlinkTransport(Transport):
             time.sleep(_POLL)
 
     def reset(self, generation: int) -> None:
-        """See `Transport.reset`."""
         self.messages.reset(generation)
         self.graphs.clear()
         self._write_flags(self._initial_flags)
@@ -266,11 +251,7 @@ class NvlinkTransport(Transport):
         self._flag_stream.synchronize()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
-        """Allocate a tensor of zeros that all ranks map. This method waits for all ranks.
-
-        Returns:
-            This rank's tensor, and the address at which this rank has mapped the tensor of each rank.
-        """
+        """Allocate a tensor of zeros, and return it and the addresses at which this rank has mapped those of all ranks."""
         shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
         handle = symmetric.rendezvous(shared, self.group.group_name)
         addresses = [handle.get_buffer(rank, (count,), dtype).data_ptr() for rank in range(self.size)]
@@ -278,19 +259,17 @@ class NvlinkTransport(Transport):
         return shared, addresses
 
     def synchronise(self) -> None:
-        """Wait until the GPUs of all ranks have finished all their work."""
-        # The second synchronisation waits for the barrier, which NCCL runs on the GPU.
+        """Wait until the GPUs of all ranks are idle."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         torch.cuda.synchronize(self.device)
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, in ascending order."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`, for the message that `writer` sends or reads in step `t`."""
+        """Return the address of a flag in the memory of `rank` for the message that `writer` sends or reads in step `t`."""
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
@@ -304,12 +283,10 @@ class NvlinkTransport(Transport):
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
         """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""
         assert len(schedule.steps) <= self._max_steps, "a direct schedule has at most two steps more than there are ranks"
-        # The schedule determines the rows of every message.
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in templates[kind])
         if (schedule, shapes) not in self._routes:
             slots = Slots(schedule, templates)
             self.receive_buffer.reserve(slots.total_bytes)
-            # Creating a route takes little time.
             if len(self._routes) >= MAX_CACHED_ROUTES:
                 self._routes.clear()
             self._routes[schedule, shapes] = self._plan_steps(schedule, slots), slots.keeps_results
@@ -317,7 +294,6 @@ class NvlinkTransport(Transport):
         return _NvlinkPass(self, *self._routes[schedule, shapes])
 
     def _plan_steps(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
-        # The last credit flags are set two steps after the last step.
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         for t, step in enumerate(schedule.by_rank[self.rank]):
             steps[t].sends = [self._plan_send(t, message, slots) for message in step.outgoing]
@@ -326,7 +302,6 @@ class NvlinkTransport(Transport):
         for kind in KINDS:
             queue = slots.arrivals.get((self.rank, kind), [])
             for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
-                # Kernels read a block in the step after its arrival. A result is merged in the step in which it arrives.
                 done = t + (2 if kind == "block" else 1)
                 steps[done].flags.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
         sources = [message.src for _, message in slots.arrivals.get((self.rank, "block"), [])]
@@ -336,7 +311,6 @@ class NvlinkTransport(Transport):
     def _plan_send(self, t: int, message: Message, slots: Slots) -> Send:
         kind, dst = message.kind, message.dst
         queue = [other for _, other in slots.arrivals[dst, kind]]
-        # A rank sends at most one block to each other rank.
         wait_flags = [self._flag(self.rank, READY, kind, 0, dst)] if kind == "block" else []
         if queue.index(message) >= slots.counts[kind]:
             wait_flags.append(self._flag(self.rank, CREDIT, kind, t, dst))
@@ -363,17 +337,14 @@ class _NvlinkPass:
     def __init__(self, transport: NvlinkTransport, steps: list[RouteStep], keeps_results: bool) -> None:
         self.transport, self.steps, self.keeps_results = transport, steps, keeps_results
         self.main = torch.cuda.current_stream(transport.device)
-        # The side stream must not copy the blocks before they have been computed.
         begun = transport.start_event()
         begun.record(self.main)
         transport.streams["block"].wait_event(begun)
-        # (event, result) for each result in flight. The memory of the result may be reused after the event.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
         cuda_driver.set_flags(step.flags, self.main.cuda_stream)
-        # Wait for the copies of all sent results except the newest one, before their memory is reused.
         while len(self.sending) > 1:
             event, _ = self.sending.popleft()
             self.main.wait_event(event)
@@ -397,14 +368,12 @@ class _NvlinkPass:
             self.sending.append((sent, block))
 
     def _wait(self, t: int) -> list[Tensors]:
-        # The kernels of this step compute the results that the next step sends.
         if self.steps[t + 1].sends_results:
             self.transport.computed.record(self.main)
         cuda_driver.wait_and_clear_flags(self.steps[t].arrived, self.main.cuda_stream)
         return self.steps[t].received
 
     def end(self) -> None:
-        # Later work of the main stream may reuse the memory of the sent tensors.
         for event, _ in self.sending:
             self.main.wait_event(event)
         self.sending.clear()

@@ -84,7 +84,6 @@ class NvlinkAllToAll:
         self.sent: list[Tensors] = []  # kept alive
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_NvlinkExchange":
-        """See `AllToAll.start`."""
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
@@ -93,7 +92,7 @@ class NvlinkAllToAll:
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Make the side streams wait for all earlier work of the main stream, and return the number of the send, from 0."""
+        """Make the side streams wait for the main stream, and return the number of the send."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             self.receive_buffer.reserve(self.total_bytes)

@@ -53,7 +53,6 @@ class P2PTransport(MessageTransport):
         self.reset(0)
 
     def reset(self, generation: int) -> None:
-        """See `Transport.reset`."""
         super().reset(generation)
         self.waiting_since = None
         if self._uses_gloo:
@@ -62,7 +61,6 @@ class P2PTransport(MessageTransport):
             self.group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
     def mark(self) -> tuple[Any, ...]:
-        """See `Transport.mark`."""
         if not self.waits_on_gpu:
             return ()
         event = torch.cuda.Event()
@@ -70,12 +68,10 @@ class P2PTransport(MessageTransport):
         return (event,)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        """See `Transport.release`."""
         while not events[0].query() and not self.watchdog.is_stopped():
             time.sleep(1e-3)
 
     def interrupt(self) -> None:
-        """See `MessageTransport.interrupt`."""
         if self._uses_gloo:
             # If any message exceeds its timeout, gloo ends the waits for all messages.
             with suppress(RuntimeError):
@@ -84,7 +80,6 @@ class P2PTransport(MessageTransport):
                 )
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """See `MessageTransport.exchange`."""
         if self._uses_gloo and any(x.is_cuda for x, _ in (*sends, *receives)):
             return self._exchange_through_host(sends, receives)
         wait = self._exchange(sends, receives)
@@ -92,7 +87,6 @@ class P2PTransport(MessageTransport):
         return wait
 
     def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        """See `MessageTransport.all_gather`."""
         if self._uses_gloo:  # collective calls have no tags
             return super().all_gather(own)
         gathered = own.new_empty(self.size, *own.shape)
@@ -134,7 +128,6 @@ class P2PTransport(MessageTransport):
         return wait
 
     def _exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        # Both sides skip empty messages.
         sends, receives = ([(x, peer) for x, peer in messages if x.numel()] for messages in (sends, receives))
         if not sends and not receives:
             return lambda: None
@@ -170,7 +163,6 @@ class P2PTransport(MessageTransport):
 
     def warm_up(self, device: torch.device) -> None:
         """Make NCCL open the connections of a ring, which takes seconds."""
-        # NCCL opens connections for results that are not relayed in the first pass.
         for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))

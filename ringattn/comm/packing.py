@@ -1,8 +1,6 @@
-"""Pack the tensors of a block, or of a result, into one message, a contiguous tensor:
+"""Pack the tensors of a block, or of a result, into one message, a contiguous tensor, of which the receiver uses views:
 
-    k, v  --copy-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
-
-The receiver uses views, so it can send the block on without a copy, even after changing it in place.
+k, v  --copy-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
 """
 
 import math

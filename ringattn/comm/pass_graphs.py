@@ -1,11 +1,9 @@
-"""Replay the passes of short shards from CUDA graphs.
+"""Replay the passes of short shards from CUDA graphs, because the host needs longer to launch them than the GPU needs to run
+them.
 
-With a few thousand tokens per rank, the host needs longer to launch the kernels, copies and flags of a ring pass than the GPU
-needs to run them. After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is therefore captured, and
-later passes replay it. A replay exchanges the same messages and flags as a pass that is not captured, so it does not matter
-whether all ranks capture a pass at the same time.
-
-Only the NVLink transport replays passes. A captured message of NCCL prevents the end of its process group.
+After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
+messages and flags, so ranks may capture a pass at different times. Only the NVLink transport replays passes, because a captured
+message of NCCL prevents the end of its process group.
 """
 
 import logging
@@ -19,28 +17,22 @@ from torch import Tensor
 from ringattn.comm.transport import Tensors
 from ringattn.comm.watchdog import NoWatchdog, Watchdog
 
-# A plan that is used less often is not worth a capture, which takes about 0.1 s. With packed documents, every training step has
-# a new plan, which each layer uses once per pass.
+# A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# A shard is short if its forward pass has at most so many FLOPs, which take about 1 ms on an H100. The host needs as long.
+# of a forward pass of a short shard, about 1 ms on an H100; the host needs as long
 MAX_FORWARD_FLOPS = 5e11
-# A replay copies its inputs and results, and keeps memory for them. q, k and v together have at most so many bytes.
+# bytes of q, k and v together, which a replay copies and keeps
 MAX_INPUT_BYTES = 64 << 20
 _NEVER = -(1 << 62)  # in place of the number of passes: the pass cannot be captured
 log = logging.getLogger(__name__)
 
 
 class PassGraphs:
-    """The captured passes of a transport. They live as long as their plans, or until `clear`.
-
-    Args:
-        watchdog: the watchdog of the transport.
-        begin_replay: a function that is called before every replay.
-    """
+    """The captured passes of a transport, which live as long as their plans. `begin_replay` is called before every replay."""
 
     def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
         self.watchdog, self.begin_replay = watchdog, begin_replay
-        # For each plan, the number of passes so far or the captured pass, by settings and shapes.
+        # the number of passes so far or the captured pass, by settings and shapes
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
@@ -70,7 +62,7 @@ class PassGraphs:
                 return function(*inputs)
             of_plan[key] = found
         self.begin_replay()
-        # The hops of the graph are not watched, so the watchdog regards the pass as one hop.
+        # The watchdog regards the pass as one hop.
         hop = self.watchdog.start("replay of a ring pass", 0, 1, ())
         results = found.replay(inputs)
         self.watchdog.finished(hop)
@@ -78,20 +70,18 @@ class PassGraphs:
 
 
 class CapturedPass:
-    """A CUDA graph of function(*inputs). The graph has its own memory for the inputs and the results."""
+    """A CUDA graph of function(*inputs), with its own memory for the inputs and the results."""
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()
         # Later calls could not write into inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             copies = [x if x is None else torch.empty_like(x) for x in inputs]
-            # Other threads may use CUDA during the capture.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.results = function(*copies)
         self.inputs = [x for x in copies if x is not None]
 
     def replay(self, inputs: tuple[Tensor | None, ...]) -> Tensors:
-        """Return the results for `inputs`."""
         torch._foreach_copy_(self.inputs, [x for x in inputs if x is not None])
         self.graph.replay()
         results = tuple(torch.empty_like(x) for x in self.results)

@@ -79,7 +79,6 @@ class Recovery:
 
     def exit(self, error: BaseException | None) -> None:
         """Record that a call ends, and publish the `error` that has ended it."""
-        # While a CUDA graph is being captured, no message is in flight.
         if error is not None and self.left is None and not self.watchdog.is_capturing():
             self._publish(error)
             with suppress(Exception):  # after an error of CUDA, no event can be recorded
@@ -89,7 +88,7 @@ class Recovery:
         self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if another rank has left a call, and this rank cannot leave it with an exception of its own."""
+        """Declare a fault if this rank cannot leave a call with an exception of its own, like another rank."""
         other = self._first_record() if self.left is None else None
         if other is None or other.call > self.call:
             return  # this rank has not come to the call yet
@@ -119,18 +118,15 @@ class Recovery:
         )
         record = json.dumps(self.left)
         with suppress(Exception):  # the store is gone, and the exception of the call must not be replaced
-            # The first record has a key of its own, so that a heartbeat reads only one key.
             self.store.compare_set(f"left/{self.generation}", "", record)
             self.store.set(f"left/{self.generation}/{self.rank}", record)
         self.watchdog.forget_hops()
 
     def _declare_fault(self, other: Record, why: str = "") -> None:
-        """Make all later calls of this rank raise a `RingFault`, and end its current wait."""
         why = why or f"rank {self.rank} did not"
         advice = "the ranks no longer make the same calls; create a new process group, or start the job again"
         self.fault = f"ringattn: {other}, but {why}: {advice}"
         with suppress(Exception):  # the store is gone
-            # All ranks raise the error of the first rank.
             self.fault = self.store.compare_set("fault", "", self.fault).decode() or self.fault
             if self.transport.waits_on_gpu:
                 self.store.compare_set("verdict", "", self.fault)

@@ -16,15 +16,15 @@ from ringattn.comm.simulated import SimulatedRank
 
 
 def check_same(batch: object, group: Group | None) -> None:
-    """Check that a batch is the same on all ranks of a group. All ranks of the group must call this function.
+    """Check that a batch is the same on all ranks of a group, which all call this function.
 
-    Ranks that share a sequence need the same tokens and the same documents. If their tokens differ, the loss looks plausible
-    and training is wrong. Call this function in the first steps of a training loop. It hashes the batch on the CPU, and makes
-    one all-reduce of 8 bytes per rank. The host therefore waits for the GPU.
+    If the tokens or documents of ranks that share a sequence differ, the loss looks plausible and training is wrong. Call this
+    function in the first steps of a training loop. It hashes the batch on the CPU and makes one small all-reduce, so the host
+    waits for the GPU.
 
     Args:
-        batch: a tensor of any shape and dtype, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any
-            way. Names, types, shapes and bits are compared, but not devices.
+        batch: a tensor, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any way. Names, types,
+            shapes and bits are compared, but not devices.
         group: the process group of the ranks that share a sequence, for example `mesh.get_group()`.
 
     Raises:

@@ -15,11 +15,6 @@ _OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def sharing_is_allowed() -> bool:
-    """Return whether the user allows several ranks to use the same GPU.
-
-    Raises:
-        ValueError: the environment variable is neither 0 nor 1.
-    """
     value = os.environ.get(SHARE_GPUS, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{SHARE_GPUS}={value}: it must be 1 to let several ranks use the same GPU, or 0")
@@ -27,5 +22,4 @@ def sharing_is_allowed() -> bool:
 
 
 def allow_shared_memory() -> None:
-    """Make torch accept symmetric memory of several processes on one GPU."""
     os.environ[_OVERLAPPING_DEVICES] = "1"

@@ -1,6 +1,6 @@
 """The interface of all transports, and the base class of those that exchange messages.
 
-A transport is one rank's connection to the other ranks of a ring. It sends and receives the messages of a schedule:
+A transport is one rank's connection to the other ranks of a ring:
 
     ring_pass = transport.begin(schedule, templates)
     for t in range(steps):
@@ -9,12 +9,9 @@ A transport is one rank's connection to the other ranks of a ring. It sends and 
         incoming = wait()                        # blocks that the next step computes with
     ring_pass.end()
 
-In `MessageTransport`, each step is one exchange of messages, into which `ringattn.comm.packing` packs blocks and results. A
-rank packs its own block once per pass, and sends on without a copy what neighbours relay. Consecutive passes with equal shapes
-reuse the memory of their messages.
-
-`ringattn.comm.connect` chooses a transport: `p2p` (NCCL and gloo), `simulated` (threads of one process), or `nvlink`, which
-writes into the memory of other GPUs.
+`ringattn.comm.connect` chooses `nvlink`, which writes into the memory of other GPUs, or a `MessageTransport`: `p2p` (NCCL and
+gloo) or `simulated`. Each of its steps is one exchange of messages. A rank packs its own block once per pass, and sends on
+without a copy what neighbours relay.
 """
 
 from collections import deque
@@ -31,11 +28,11 @@ from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.schedule import Message, Schedule
 
 T = TypeVar("T")
-Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
-Templates = dict[str, Tensors]  # examples of a block and of a result; they determine the shapes and dtypes of receive buffers
-WaitForBlocks = Callable[[], list[Tensors]]  # a function that waits for the messages of a step and returns their blocks
-Wait = Callable[[], object]  # a function that waits until all messages have arrived and all sent tensors may be modified
-Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends, and (contiguous tensor, sender) for receives
+Tensors = tuple[Tensor, ...]  # a block or a result, with rows in dimension 1
+Templates = dict[str, Tensors]  # examples of a block and of a result
+WaitForBlocks = Callable[[], list[Tensors]]
+Wait = Callable[[], object]  # until all messages have arrived and sent tensors may be modified
+Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver or sender)
 
 # More results than this are merged when they arrive, because every kept result needs memory.
 MAX_KEPT_RESULTS = 3
@@ -54,8 +51,8 @@ class RingPass(Protocol):
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
-        `outgoing` contains one contiguous block per outgoing message, with exactly its rows or all rows of its owner. It must
-        not be modified before exchange t + 2 starts. The received blocks remain valid until then.
+        The outgoing blocks are contiguous, with exactly the rows of their messages or all rows of their owners. They must not
+        be modified, and the received blocks remain valid, until exchange t + 2 starts.
         """
 
     def end(self) -> None:
@@ -89,10 +86,7 @@ class Transport:
         raise NotImplementedError
 
     def mark(self) -> tuple[Any, ...]:
-        """After an exception, return events that occur when the streams of this rank have run to their end.
-
-        The tuple is empty if no stream can be waiting for another rank.
-        """
+        """After an exception, return events at the end of the streams of this rank that may wait for another rank."""
         return ()
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
@@ -137,7 +131,6 @@ def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop |
     """Return communicate(). For an error of the network, raise a `RingFault` that names the missing rank."""
     try:
         return communicate()
-    # OutOfMemoryError is a RuntimeError.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -148,15 +141,12 @@ def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop |
 
 
 def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Wait for the messages of a hop, record its end in the watchdog, and return the received tensors."""
     result = report_faults(wait, transport, hop)
     transport.watchdog.finished(hop)
     return result
 
 
 class _Outgoing(NamedTuple):
-    """A message that this rank sends."""
-
     dst: int
     rows: range
     packing: Packing
@@ -165,23 +155,19 @@ class _Outgoing(NamedTuple):
 
 
 class _PlannedStep(NamedTuple):
-    """The messages of one rank in one step."""
-
     sends: tuple[_Outgoing, ...]
     # (sender, positions of the tensors, whether it is a result for this rank)
     receives: tuple[tuple[int, Packing, bool], ...]
 
 
 class _MessagePlan(NamedTuple):
-    """The messages of one rank in a pass."""
-
     steps: tuple[_PlannedStep, ...]
     keeps_results: bool  # whether the pass keeps all results that return to the rank
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same plan
 def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes) -> _MessagePlan:
-    """Return the messages of a rank. `block` and `result` are the shapes of the tensors of a block and of a result."""
+    """Return the messages of a rank."""
     own_rows = [[m.rows for m in step.outgoing if m.kind == "block" and m.owner == rank] for step in schedule.by_rank[rank]]
     packings: dict[tuple[str, int], Packing] = {}
 
@@ -220,9 +206,8 @@ class MessageTransport(Transport):
         return self
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Start all sends and receives at once, and return a function that waits until they are complete.
-
-        Two ranks must list the messages between them in the same order.
+        """Start all sends and receives at once, in the same order on both ranks, and return a function that waits until they
+        are complete.
         """
         raise NotImplementedError
 
@@ -238,31 +223,27 @@ class MessageTransport(Transport):
         return gathered, self.exchange([(own, peer) for peer in others], [(gathered[peer], peer) for peer in others])
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
-        """Start a pass of `schedule`, see `Transport.begin`."""
         block, result = (tuple((x.shape[0], x.shape[2:], x.dtype) for x in templates[kind]) for kind in ("block", "result"))
         plan, device = _plan_messages(schedule, self.rank, block, result), templates["block"][0].device
         return _MessagePass(self, plan, device, self._spare_memory(plan, device))
 
-    # The plan and the stream of the latest pass, and the memory of its messages.
+    # the plan, the stream and the memory of the latest pass
     _spare: tuple[_MessagePlan | None, int, dict[Packing, list[Memory]]] = None, 0, {}
 
     def interrupt(self) -> None:
-        """End the current wait of the host with an error. The transport cannot be used afterwards."""
+        """End the current wait of the host with an error, for the last time."""
 
     def reset(self, generation: int) -> None:
-        """See `Transport.reset`."""
         self.free_messages()
 
     def free_messages(self) -> None:
-        """Free the memory of the messages of the latest pass."""
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
         """Return memory of earlier messages that a pass of `plan` can use, and that it returns when it ends.
 
-        Messages follow all earlier work of the current stream, so this memory needs no wait, but only on the same stream.
-        torch's allocator would wait for NCCL's stream. The messages of a CUDA graph have their own memory, because it contains
-        their addresses.
+        Messages follow all earlier work of the current stream, so this memory needs no wait on the same stream. torch's
+        allocator would wait for NCCL's stream. The messages of a CUDA graph have their own memory.
         """
         stream = 0
         if device.type == "cuda":
@@ -275,10 +256,7 @@ class MessageTransport(Transport):
 
 
 class _MessagePass:
-    """A ring pass in which every step is one exchange of messages.
-
-    `spare` is memory for messages, to which the pass returns all its messages when it ends.
-    """
+    """A ring pass in which every step is one exchange of messages, whose memory goes to `spare` in the end."""
 
     def __init__(
         self, transport: MessageTransport, plan: _MessagePlan, device: torch.device, spare: dict[Packing, list[Memory]]
@@ -293,7 +271,6 @@ class _MessagePass:
         step = self.steps[t]
         self._in_use.append([])
         if len(self._in_use) > 2:
-            # The kernels that read the messages of step t - 2 have been launched.
             self._release(self._in_use.popleft())
         sends = [(self._pack(message, block), message.dst) for message, block in zip(step.sends, outgoing, strict=True)]
         receives: Addressed = []
@@ -323,7 +300,7 @@ class _MessagePass:
         return packed
 
     def _allocate(self, packing: Packing, until_end: bool) -> Memory:
-        """Return memory for a message, which the pass uses for two steps or until its end."""
+        """Return memory for a message, for two steps or until the end of the pass."""
         memory = self.spare[packing].pop() if self.spare.get(packing) else packing.new_message(self.device)
         (self._kept if until_end else self._in_use[-1]).append((packing, memory))
         return memory

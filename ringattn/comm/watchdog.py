@@ -123,7 +123,6 @@ class Watchdog:
         self.latest: Hop | str = _Heartbeat().latest
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
-        # The GPU writes into pinned memory.
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
         self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of the last finished hop
         self._progress = (0, time.monotonic())  # the latest `_last_finished`, and when it changed
@@ -154,19 +153,17 @@ class Watchdog:
         if hop is None:
             return
         if self.on_gpu:
-            # torch.cuda.current_stream would create an object, for every hop.
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             cuda_driver.write_flag(ctypes.addressof(self._last_finished), hop.number, stream)
         else:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
     def record_call(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
-        """Record a call of attention before its first message, see `CallLog.record`. The thread publishes it later."""
+        """See `CallLog.record`. The thread publishes the call later."""
         self._calls.record(key, describe, cached)
 
     @property
     def tag(self) -> int:
-        """The tag of the messages of the latest call, see `CallLog.tag`."""
         return self._calls.tag
 
     def cancel(self, hop: Hop | None) -> None:
@@ -215,12 +212,9 @@ class Watchdog:
                 return
             with self._lock:
                 hop = self._overdue_hop()
-            # The store ends together with its rank, and its calls then raise various exceptions. The hop in progress becomes
-            # overdue anyway.
             with suppress(Exception):
                 self._send_heartbeat()
                 self._publish_calls()
-                # A difference between any two ranks is found.
                 if self.rank and (difference := self._find_difference([0])):
                     self.store.compare_set("verdict", "", f"{difference}; the run ends here")
                 if self.recovery is not None:
@@ -237,7 +231,6 @@ class Watchdog:
     def _overdue_hop(self) -> Hop | None:
         """Return the oldest hop in progress if no hop has finished within the timeout."""
         last, now = self._last_finished.value, time.monotonic()
-        # The counter wraps around at 2**32.
         while self.in_flight and (last - self.in_flight[0].number) % _COUNTER_RANGE < _COUNTER_RANGE // 2:
             self.in_flight.popleft()
         if last != self._progress[0] or not self.in_flight:

@@ -11,22 +11,20 @@ import torch
 
 from ringattn.planning.schedule import LocalSteps, Schedule
 
-# Arithmetic intensity: FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100.
+# FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100.
 FLOPS_PER_HBM_BYTE = 150
 
-# Fixed time to start and drain one step of a pass on a GPU, in seconds. The values were fitted to rings of two and four H200s.
+# Fixed time to start and drain one step on a GPU, in seconds, fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# FLOPs that take as long as merging one byte of a partial result. In the forward pass, states are read and written at the speed
-# of HBM. The value for the backward pass was fitted to rings of two and four H200s.
+# FLOPs per merged byte of a partial result: the speed of HBM, and a fit for the backward pass.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# The time of an all-to-all inside a host, divided by the time of its bytes on the link. Copies out of the receive buffers make
-# it larger than 1. It was fitted to runs on four H200s.
+# The time of an all-to-all inside a host, divided by the time of its bytes on the link, fitted to four H200s.
 ALL_TO_ALL_FACTOR = 2.5
 
 
-# The routes of blocks and results: relayed by neighbours, directly to the rank that needs them, or direct inside one host.
+# relayed by neighbours, directly to the rank that needs the message, or direct inside one host
 ROUTES = ("auto", "relay", "direct")
 
 
@@ -37,7 +35,7 @@ class Interconnect(NamedTuple):
     all_pairs: bool  # whether messages go directly to any rank, so that no rank relays blocks
     bytes_per_second: float  # that a rank can send while it receives equally many
     latency: float  # seconds per message, in addition to the time of its bytes
-    flops: float = 5e14  # speed of attention on one rank, FLOP/s
+    flops: float = 5e14  # of attention on one rank, FLOP/s
     uses_sms: bool = False  # whether kernels move the messages and occupy SMs
 
     def with_route(self, route: str) -> "Interconnect":
@@ -46,10 +44,9 @@ class Interconnect(NamedTuple):
 
 
 def interconnect(name: str, one_host: bool = True, flops: float = 5e14) -> Interconnect:
-    """Return the interconnect of a transport.
+    """Return the interconnect of the transport "nvlink", "nccl", "gloo", "simulated" or "alone".
 
     Args:
-        name: "nvlink", "nccl", "gloo", "simulated" or "alone".
         one_host: whether all ranks are in one host.
         flops: speed of attention on the slowest rank, FLOP/s.
 
@@ -64,7 +61,7 @@ def interconnect(name: str, one_host: bool = True, flops: float = 5e14) -> Inter
 
 
 def attention_flops(device: torch.device) -> float:
-    """Return the approximate speed of 16-bit attention on `device`, in FLOP/s."""
+    """Return the approximate speed of 16-bit attention, in FLOP/s."""
     if device.type != "cuda":
         return 5e10
     # 8 is Ampere and Ada, 9 is Hopper, 10 is Blackwell.
@@ -91,19 +88,16 @@ def hop_costs(
     interconnect: Interconnect,
     rank: int | None = None,
 ) -> list[HopCost]:
-    """Return the cost of every step of a schedule.
+    """Return the cost of every step of a schedule, for one rank or, with None, as the maximum of each number over all ranks.
 
-    Args:
-        row_bytes: bytes per row of a circulating block and of a result.
-        flops: a function that returns the costs of local steps in FLOPs.
-        rank: the rank whose cost is returned. With None, each number is the maximum over all ranks.
+    `row_bytes` are those of a circulating block and of a result, and `flops` returns the FLOPs of local steps.
     """
     shape = len(schedule.steps), schedule.ranks
     local_steps, messages = schedule.local_steps, schedule.messages
     compute = np.zeros(shape)
     np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
     size = messages.rows * np.array(row_bytes)[messages.is_result]
-    # Links are full duplex, so sent and received messages count separately.
+    # Links are full duplex.
     sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
     for i, end in enumerate((messages.src, messages.dst)):
         np.add.at(sizes[i], (messages.step, end), size)

@@ -26,7 +26,7 @@ class PlanSlots:
         self.plan = plan.with_masks(self._slots.masks, device)
 
     def pack(self, plan: Plan) -> Tensor:
-        """Return the intervals and tables of another fixed plan, which is on the CPU, as one tensor for `write`."""
+        """Return the intervals and tables of another fixed plan, which is on the CPU, for `write`."""
         plan.prepare(self.requests)
         masks: list[Intervals] = []
         for (name, *options), _ in self.requests.schedules:

@@ -1,7 +1,4 @@
-"""Compute the work of one rank from a mask and a layout: the intervals of every pair of shards, and the schedules.
-
-The intervals of `ringattn.mask.intervals_at` are only translated from positions of the sequence into rows of shards.
-"""
+"""The work of one rank under a mask and a layout, translated from positions into rows: intervals and schedules."""
 
 import logging
 import threading
@@ -26,11 +23,10 @@ from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
-# The first step contains this share of the work on the own block and hides the first hop. The rest hides the last hop.
+# The share of the work on the own block in the first step, which hides the first hop. The rest hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The KV ring must be predicted to take at least 1.03 times as long before the state ring is chosen. The table of speeds is not
-# more accurate, and the KV ring launches fewer kernels.
+# The table of speeds predicts no smaller differences, and the KV ring launches fewer kernels.
 KV_RING_MARGIN = 1.03
 # The tensors that circulate, and those that return to their owner.
 CIRCULATING = {
@@ -44,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """The inputs of one kernel call: some query rows of a rank, and some key rows of the same or of another rank."""
+    """The inputs of one kernel call: some query rows of a rank, and some key rows of a rank."""
 
     intervals: Intervals  # one interval per query row; the bounds are indices of key rows
     layout: Layout
@@ -64,13 +60,12 @@ class BlockPair:
 
 
 class Plan:
-    """The plan of one rank for all ring passes with one mask and one layout. All layers use the plan of `get_plan`.
+    """The plan of one rank for all ring passes with one mask and one layout.
 
     Args:
         device: the device of the intervals.
-        is_fixed: whether the schedules must not depend on the mask, because a CUDA graph has captured them, see
-            `ringattn.planning.plan_slots`. Every rank then computes with all rows of every block, and the kernels skip what the
-            mask excludes. "auto" selects the KV ring.
+        is_fixed: whether the schedules must not depend on the mask, for `ringattn.planning.plan_slots`. Every rank then
+            computes with all rows of every block, and the kernels skip what the mask excludes. "auto" selects the KV ring.
     """
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device, is_fixed: bool = False) -> None:
@@ -88,9 +83,9 @@ class Plan:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
             all_pairs: whether every pair of ranks is connected directly.
-            row_multiple: every range of rows starts and ends at a multiple of this number. A range of queries ends at the last
-                query of its rank at the latest. A range of keys may extend beyond the last key, so their blocks must be padded.
-                In FP8, 128 rows share a scale and a tile of values.
+            row_multiple: every range of rows starts and ends at a multiple of it, because 128 rows of FP8 share a scale and a
+                tile of values. A range of keys may extend beyond the last key, so their blocks must be padded. Queries are not
+                padded.
         """
         key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
@@ -108,14 +103,12 @@ class Plan:
         return self._schedules[key]
 
     def block_pairs(self, name: str, schedule: Schedule) -> dict[LocalStep, BlockPair]:
-        """Return a block pair for each local step of this rank in `schedule`, the schedule called `name`."""
         if (name, schedule) not in self._block_pairs:
             local_steps = [local_step for step in schedule.by_rank[self.rank] for local_step in step.local_steps]
             self._block_pairs[name, schedule] = {x: self._block_pair(name, x) for x in local_steps}
         return self._block_pairs[name, schedule]
 
     def requests(self) -> "Requests":
-        """Return what calls have requested from this plan."""
         tables = [(key, tuple(x.intervals.requests() for x in pairs.values())) for key, pairs in self._used()]
         return Requests(tuple(self._choices), tuple(tables))
 
@@ -130,8 +123,7 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # The masks of the plans differ, so the numbers of local steps may differ. A further local step prepares its tables
-            # when it is used.
+            # A local step without a counterpart prepares its tables when it is used.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -140,11 +132,11 @@ class Plan:
         return self.with_masks(copy_to(self.masks(), device), device)
 
     def masks(self) -> list[Intervals]:
-        """Return the intervals of all block pairs that calls have requested."""
+        """Return the intervals of all requested block pairs."""
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
-        """Return a copy of this plan with other intervals on `device`, in the order of `masks`."""
+        """Return a copy with other intervals on `device`, in the order of `masks`."""
         plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {
@@ -159,24 +151,21 @@ class Plan:
         (query_rank, query_rows), (key_rank, key_rows) = (circulating, resident) if name == "state" else (resident, circulating)
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
         bounds = _local_intervals(self.mask, self.layout, query_rank, key_rank)
-        # The kernel receives only a slice of the keys.
         lo, hi = ((x[:, queries].int() - keys.start).clamp_(0, len(key_rows)) for x in bounds)
-        # wait=False does not block the host.
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False, is_replaced=self.is_fixed)
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
-        """Return `workload.head_chunks_for_memory` for this rank's tensors, the same number on all ranks."""
+        """See `workload.head_chunks_for_memory`."""
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     def flops(self, work: Work, name: str, local_steps: LocalSteps, relays: bool = False) -> np.ndarray:
-        """Return the costs of local steps of any ranks, in FLOPs.
+        """Return the costs of local steps of any ranks, in FLOPs, in the state ring with the memory traffic of the merges.
 
-        Each part of a rank's own block is assumed to contain its planned share of the pairs. In the state ring, the cost
-        includes the memory traffic of the merges, which is larger if neighbours relay the results (`relays`).
+        `relays` says whether neighbours relay the results. Each part of a rank's own block has its planned share of the pairs.
         """
         _, rank, owner, start, stop = local_steps
-        # The queries of the state ring, and the keys of the KV ring, belong to the owner of the circulating block.
+        # indexed with the owners of queries and keys
         ranks = (owner, rank) if name == "state" else (rank, owner)
         table = overlaps(self.mask, self.layout)
         first, last = (x[ranks] for x in (table.queries if name == "state" else table.keys))
@@ -188,11 +177,7 @@ class Plan:
         return work.batch * (work.pair_flops * table.pairs[ranks] * share + FLOPS_PER_HBM_BYTE * traffic)
 
     def merge_bytes(self, work: Work) -> float:
-        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass, for both rings.
-
-        For each overlap of its queries with the keys of another rank, it counts the result for the queries (merged in the state
-        ring) and the result for the keys (merged in the KV ring).
-        """
+        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass, for both rings."""
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         table = overlaps(self.mask, self.layout)
         size = query_bytes * (table.queries[1] - table.queries[0]) + key_bytes * (table.keys[1] - table.keys[0])
@@ -206,11 +191,7 @@ class Plan:
         return hop_costs(schedule, (block, result), lambda steps: self.flops(work, name, steps, relays), interconnect, rank)
 
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Return `name`, or for "auto" the schedule that `_choose` chooses: "state" if queries circulate, "kv" if keys and
-        values do.
-
-        The choice is logged once.
-        """
+        """Return `name`, or for "auto" the choice of `_choose`, which is logged once."""
         key = name, work, interconnect
         if key not in self._choices:
             self._choices[key], _ = self._choose(*key)
@@ -221,7 +202,7 @@ class Plan:
         return self._choices[key]
 
     def _choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
-        """Return `name`, or the schedule that "auto" chooses, and the reason for the choice."""
+        """Return `name`, or the choice of "auto", and the reason."""
         if name != "auto":
             return name, "as requested"
         if self.layout.ranks == 1:
@@ -236,12 +217,10 @@ class Plan:
         return "kv", "the KV ring is predicted to be faster" if kv < state else "the predicted times are about equal"
 
     def total_cost(self, name: str, work: Work, interconnect: Interconnect) -> tuple[float, int]:
-        """Return the predicted seconds and the bytes of a pass, each as the sum over the busiest rank of every step."""
         hops = self.costs(name, work, interconnect)
         return sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
 
     def describe_choice(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Return one line with the choice, its reason, the route, the transport, and the predicted cost of each schedule."""
         chosen, reason = self._choose(name, work, interconnect)
         block, result = CIRCULATING[work.direction, chosen]
         moved = f"({block}) and the results ({result})" if result else f"({block})"
@@ -276,14 +255,14 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
 
 @lru_cache(maxsize=4)
 def _rows_before_bounds(mask: Mask, layout: Layout, rank: int) -> tuple[RowsBefore, RowsBefore]:
-    """Return the numbers of rows of every rank before the bounds (lo, hi) of the intervals of a rank's queries."""
+    """Return the counts of rows of every rank before the bounds (lo, hi) of a rank's queries."""
     lo, hi = all_runs(mask, layout).bounds(rank)
     return RowsBefore(layout, lo), RowsBefore(layout, hi)
 
 
 @cached_on_device(maxsize=128)
 def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return the positions of a rank's rows in the whole sequence: int32, on `device`."""
+    """Return the positions of a rank's rows: int32, on `device`."""
     return layout.positions(rank).to(device, torch.int32)
 
 
@@ -300,7 +279,7 @@ class Overlaps(NamedTuple):
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> Overlaps:
-    """Return the overlaps of all pairs of ranks. The arrays must not be modified."""
+    """Return the overlaps of all pairs of ranks, which must not be modified."""
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
@@ -309,9 +288,8 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """Return the first column and the end of the columns that the rows of each rank attend to: int64 (2, ranks, column ranks).
-
-    Without any such column, the two numbers have no meaning.
+    """Return the first column and the end of the columns that the rows of each rank attend to, if any: int64 (2, ranks, column
+    ranks).
     """
     by_column_rank = []
     lo, hi = runs.before
@@ -327,17 +305,14 @@ def _visible_columns(runs: Runs) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
-    """Return the rows of each owner's block of "queries" or "keys" that each rank needs, indexed with [owner][rank].
-
-    A rank needs a row if the mask allows at least one pair of this row and a row that the rank holds.
-    """
+    """Return the rows of each owner's block of "queries" or "keys" that each rank needs under the mask: [owner][rank]."""
     queries, keys, _ = overlaps(mask, layout)
     first, end = (queries if circulating == "queries" else keys.transpose(0, 2, 1)).tolist()
     return tuple(tuple(map(range, *row)) for row in zip(first, end, strict=True))
 
 
 def _all_rows(layout: Layout) -> tuple[Need, tuple[int, ...]]:
-    """Return the need and the split points of a plan whose schedules do not depend on the mask."""
+    """Return the need and the split points of a fixed plan."""
     rows = [layout.rows(rank) for rank in range(layout.ranks)]
     need = tuple((range(count),) * layout.ranks for count in rows)
     return need, tuple(int(FIRST_SHARE * count) // SPLIT_MULTIPLE * SPLIT_MULTIPLE for count in rows)
@@ -352,12 +327,11 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return, for each rank, the row at which its own block is split. The first part contains FIRST_SHARE of the work."""
+    """Return, for each rank, the row of its own block before which FIRST_SHARE of the work lies."""
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs
     wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
-    # The runs in which the first parts end, and the pairs of these runs that belong to the first parts.
     last = (done + pairs).searchsorted(wanted)
     runs, wanted = runs.select(last), wanted - done[last]
     # Binary search for the rows of these runs that belong to the first parts.
@@ -372,12 +346,10 @@ def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...
     return tuple(x // multiple * multiple for x, multiple in zip(points.tolist(), multiples, strict=True))
 
 
-# Threads of autograd and of simulated ranks may request the same plan.
 _planning_lock = threading.Lock()
 
 
 def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    """Return the plan of `rank` for `mask` and `layout`."""
     with _planning_lock:
         plans = _plans(mask, layout)
         if (rank, device) not in plans:
@@ -393,7 +365,7 @@ def free_plans() -> None:
 
 
 def add_plan(plan: Plan) -> None:
-    """Let calls use a plan that was computed ahead, unless they already use a plan for the same mask and layout."""
+    """Let calls use a plan that was computed ahead, unless they already use one for the same mask and layout."""
     with _planning_lock:
         _plans(plan.mask, plan.layout).setdefault((plan.rank, plan.device), plan)
 
@@ -410,14 +382,12 @@ def use_plan(plan: Plan) -> Generator[None]:
 
 
 def forced_plan() -> Plan | None:
-    """Return the plan of `use_plan`, or None."""
     return _forced
 
 
-_forced: Plan | None = None  # all threads share the plan, because a backward pass runs in a thread of autograd
+_forced: Plan | None = None  # shared by all threads, because a backward pass runs in a thread of autograd
 
 
-# Each plan holds intervals in the memory of the device, and packed documents need a new plan in every training step.
 @lru_cache(maxsize=4)
 def _plans(mask: Mask, layout: Layout) -> dict[tuple[int, torch.device], Plan]:
     return {}

@@ -1,7 +1,6 @@
 """Schedules of ring passes: plain data that lists the messages of each hop and the computations of each rank.
 
-Every rank owns one block, which circulates among the other ranks. They compute the *result* of the block, which returns to the
-owner:
+Every rank owns one block, which circulates. The other ranks compute its *result*, which returns to the owner:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -9,19 +8,13 @@ owner:
     kv forward        k, v                   none              m, l, o
     kv backward       k, v                   dk, dv            dq
 
-There are two kinds of schedules:
+In a *relay* schedule, which suits several hosts, neighbours relay each block, and its result follows one hop behind. In a
+*direct* schedule, each rank receives a block from its owner and sends the result directly back, in rounds in which no link
+carries two blocks at a time.
 
-    relay     Neighbours relay each block, and its result follows one hop behind. The last rank that computes with the block
-              sends the result to the owner. Relay schedules suit rings that span several hosts.
-    direct    Each rank receives a block from its owner, and sends the result directly back. In each round, every rank receives
-              the block of one other rank, so no link carries two blocks at a time.
-
-In step t, a rank sends the blocks that step t + 1 needs and the results of step t - 1, while it computes step t. If the pass
-has no results, each rank computes with its own block in the first step, which hides the first hop. Otherwise, it computes with
-a first part of its own block in the first step, and with the rest in the last step, which hides the return of the last results.
-
-A schedule contains only computations for which the mask allows a (query, key) pair. A direct message contains only the rows
-that its receiver needs, and a relayed block goes only to the last rank that needs it.
+In step t, a rank sends the blocks that step t + 1 needs and the results of step t - 1, while it computes step t. A first part
+of its own block hides the first hop, and the rest hides the return of the last results. Without results, the whole own block is
+computed in the first step. Blocks, rows and computations that the mask does not need are left out.
 """
 
 from collections.abc import Sequence
@@ -45,7 +38,7 @@ class Message(NamedTuple):
 
 
 class LocalStep(NamedTuple):
-    """One computation of a rank with some rows of the block that belongs to `owner`."""
+    """One computation of a rank with some rows of the block of `owner`."""
 
     rank: int
     owner: int
@@ -89,7 +82,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The schedule of one ring pass."""
+    """One ring pass."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -99,29 +92,27 @@ class Schedule:
 
     @cached_property
     def by_rank(self) -> "_StepsByRank":
-        """The steps of each rank, by_rank[rank][t]."""
+        """by_rank[rank][t]."""
         return _StepsByRank(self.steps)
 
     @cached_property
     def local_steps(self) -> LocalSteps:
-        """The local steps of all ranks."""
         rows = [(t, *x[:2], x.rows.start, x.rows.stop) for t, step in enumerate(self.steps) for x in step.local_steps]
         return LocalSteps(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
     @cached_property
     def messages(self) -> Messages:
-        """The messages of all ranks."""
         rows = [(t, x.src, x.dst, x.kind == "result", len(x.rows)) for t, step in enumerate(self.steps) for x in step.messages]
         return Messages(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
     def last_owner(self, rank: int) -> int | None:
-        """Return the owner of the last block that `rank` computes with, or None if `rank` computes nothing."""
+        """Return the owner of the last block that `rank` computes with."""
         local_steps = [local_step for step in self.by_rank[rank] for local_step in step.local_steps]
         return local_steps[-1].owner if local_steps else None
 
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
-    """The steps of each rank, computed for one rank at a time, because a process usually needs only its own."""
+    """The steps of each rank, computed when they are needed."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         super().__init__()
@@ -140,7 +131,6 @@ class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
 
 
 def hull(ranges: Sequence[range]) -> range:
-    """Return the shortest range that covers all given ranges."""
     ranges = [x for x in ranges if x]
     return range(min(x.start for x in ranges), max(x.stop for x in ranges)) if ranges else range(0)
 
@@ -152,15 +142,15 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: for each rank, the row at which its own block is split in a pass with results. With None, the whole own
-            block is computed in the last step.
+        split_points: for each rank, the row at which its own block is split. With None, the last step computes the whole own
+            block.
     """
     rounds = _rounds(need)
     returns = results and bool(rounds)
     first, rest = _own_local_steps(need, split_points, returns)
     computed = [first, *rounds, rest]
     steps: list[Step] = []
-    # A block is sent in step t and computed in step t + 1, and its result is sent in step t + 2.
+    # sent in step t, computed in step t + 1, returned in step t + 2
     for t in range(len(rounds) + 1 + returns):
         messages = []
         if t < len(rounds):
@@ -172,17 +162,14 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 
 
 def _rounds(need: Need) -> list[list[LocalStep]]:
-    """Return the rounds of a direct schedule. Each round assigns one other owner to every rank that has work under the mask.
+    """Return the rounds of a direct schedule, which assign one other owner to every rank that has work under the mask.
 
-    In round s, rank r computes with the block of rank r - s modulo P, or, if P is a power of two, of rank r XOR s. Rounds
-    without work are left out, and the pairing with fewer rounds is chosen.
+    In round s, rank r computes with the block of rank r - s modulo P, or, if this needs no more rounds, of rank r XOR s.
     """
     ranks = range(len(need))
-    # Element r of a round is the owner for rank r.
     pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
     if len(need) & (len(need) - 1) == 0:
-        # With XOR, two ranks receive each other's blocks in the same round, which uses both directions of their link. It comes
-        # first, so that min() prefers it.
+        # XOR comes first, so that min() prefers it: two ranks receive each other's blocks in the same round.
         pairings.insert(0, [[rank ^ s for rank in ranks] for s in ranks[1:]])
     with_work = [[x for x in pairing if any(need[owner][rank] for rank, owner in enumerate(x))] for pairing in pairings]
     return [
@@ -192,11 +179,7 @@ def _rounds(need: Need) -> list[list[LocalStep]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return the local steps in which ranks compute with their own blocks, of the first step and of the last step of the
-    schedule.
-
-    The blocks are split only if results return to their owners.
-    """
+    """Return the local steps with own blocks of the first and of the last step. Without results, nothing is split."""
     first: list[LocalStep] = []
     rest: list[LocalStep] = []
     for rank in range(len(need)):
@@ -212,10 +195,10 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
 
 @lru_cache(maxsize=64)
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule in which neighbours relay blocks with as few messages as possible.
+    """Return the schedule in which neighbours relay blocks in the direction with fewer messages, up to the last rank that needs
+    them.
 
-    A block contains every row that at least one other rank needs, and is relayed up to the last rank that needs it. All blocks
-    move in the same direction, the one with fewer messages. The arguments are those of `direct`.
+    A block contains every row that at least one other rank needs. The arguments are those of `direct`.
     """
     schedules = (_one_way(need, results, split_points, direction) for direction in (1, -1))
     return min(schedules, key=lambda schedule: sum(len(step.messages) for step in schedule.steps))
@@ -223,8 +206,8 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # distances[r] lists the numbers of hops after which the block of rank r reaches the ranks that compute with it. first[r] is
-    # the smallest and extent[r] the largest of them, or 0.
+    # After distances[r] hops, the block of rank r reaches the ranks that compute with it, first after first[r] and last after
+    # extent[r] hops.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
@@ -253,5 +236,5 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
 
 
 def build_schedule(need: Need, results: bool, all_pairs: bool = False, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the direct schedule if all pairs of ranks are connected, and the relay schedule otherwise."""
+    """Return the direct or the relay schedule."""
     return (direct if all_pairs else relay)(need, results, split_points)

@@ -17,12 +17,10 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
 
-# The minimum number of rows (tokens x heads) per chunk. A smaller chunk would leave SMs idle.
+# The minimum of tokens x heads per chunk. A smaller chunk would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
 MAX_HEAD_CHUNKS = 32  # the maximum number of chunks of heads per call
-# Two predicted times count as equal if they differ by at most 1%.
 EQUAL_TIMES = 1.01
-# `best_ulysses_degree` approximates plans for more ranks or positions.
 MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
@@ -30,20 +28,15 @@ def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
     """Return the number of copies of each key head that the all-to-all sends, so that a rank has all key heads of its query
     heads.
     """
-    # The query heads of a rank must be divided evenly among its key heads, so the number of query heads per copy must divide
-    # per_rank.
+    # The query heads of a rank must be divided evenly among its key heads.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return the number of chunks into which the heads of a rank are divided.
+    """Return the number of chunks of a rank's `heads`, for `rows` tokens of all batch entries after the all-to-all.
 
-    The all-to-all of one chunk overlaps with the attention of another chunk.
-
-    Args:
-        rows: the number of a rank's tokens after the all-to-all, summed over all batch entries.
-        heads, key_heads: the numbers of a rank's query heads and key heads after the all-to-all.
+    The all-to-all of one chunk overlaps with the attention of another.
     """
     limit = min(key_heads, MAX_HEAD_CHUNKS)
     counts = [n for n in range(1, limit + 1) if key_heads % n == 0 and rows * heads >= n * MIN_CHUNK_ROWS]
@@ -53,17 +46,12 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
     """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if no mask excludes a
     rank.
-
-    Args:
-        q, k, v: the tensors of the call; only the numbers of heads, the head dims and the dtype matter.
-        ulysses, ring: U and R.
     """
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
     # q, out, k and v are sent, and then their gradients.
     elements = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
     all_to_all_bytes = 2 * elements * q.element_size() * (ulysses - 1) // ulysses
-    # A rank then has 1 / U of the heads and U times as many rows, so the bytes per hop of the ring do not depend on U.
     directions = forward_work(q, k, v).row_bytes, backward_work(q, k, v).row_bytes
     return all_to_all_bytes + (ring - 1) * sum(min(sum(row.state), sum(row.kv)) for row in directions)
 
@@ -81,27 +69,23 @@ def best_ulysses_degree(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> int:
-    """Return the U for which the predicted time of a forward pass and a backward pass is lowest.
+    """Return the smallest U whose predicted time of a forward and a backward pass is at most 1% above the lowest.
 
-    U must divide `ranks` and Hq. The predicted time is the time of the ring (the hops of `Plan.costs`, the overhead of the
-    steps and the merging of partial results) plus the time of the all-to-alls that attention does not hide. Of all U whose time
-    is at most 1% above the lowest, the smallest is returned. All ranks compute the same U.
-
-    The computation takes about a second for 64 ranks. For more ranks, only values of U that divide the number of ranks per host
-    are considered, and the one for which ranks send the fewest bytes (`bytes_per_row`) is returned.
+    U must divide `ranks` and Hq. The time consists of the ring and of the all-to-alls that attention does not hide. It takes
+    about a second to predict for 64 ranks. For more ranks, U must divide the number of ranks per host, and is chosen by
+    `bytes_per_row`.
 
     Args:
-        q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence. Only shapes and dtypes matter,
-            so they may be on the "meta" device.
+        q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"
+            device.
         mask: which keys each query may attend to. Without documents, a long sequence is planned as a shorter one.
-        ranks: the number of ranks, U x R.
+        ranks: U x R.
         host: the number of ranks per host. The ranks of a host, and of an all-to-all, have consecutive numbers.
         near, far: the interconnect inside a host, and between hosts.
         layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
     """
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]
-    # The time for planning is quadratic in the number of ranks.
     if ranks > MAX_PLANNED_RANKS:
         inside = [u for u in candidates if min(ranks, host) % u == 0]
         return min(inside, key=lambda u: bytes_per_row(q, k, v, u, ranks // u))
@@ -124,16 +108,12 @@ def attention_seconds(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> tuple[float, float]:
-    """Return the predicted seconds of a forward pass and of a backward pass with all-to-alls of `ulysses` ranks.
-
-    The other arguments are those of `best_ulysses_degree`.
-    """
+    """Return the predicted seconds of a forward and of a backward pass. Arguments as for `best_ulysses_degree`."""
     joined, host = (near, ranks) if ranks <= host else (far, host)
     key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], ulysses)
     rows = q.shape[0] * q.shape[1] * ulysses // ranks
     chunks = head_chunks_for_overlap(rows, q.shape[2] // ulysses, key_heads // ulysses) if ulysses > 1 else 1
     shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
-    # One row per tensor suffices, because the cost model counts bytes and FLOPs per row.
     *chunk, out = [q.new_empty(q.shape[0], 1, n // (ulysses * chunks), d, device="meta") for n, d in shapes]
     attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // ulysses), joined, schedule)
     bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
@@ -143,21 +123,15 @@ def attention_seconds(
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the seconds that both all-to-alls of a chunk of heads take together.
-
-    `bytes_to_each` is what a rank sends to each other rank in both of them. The other arguments are those of
-    `best_ulysses_degree`.
-    """
+    """Return the seconds of both all-to-alls of a chunk of heads, in which a rank sends `bytes_to_each` to each other rank."""
     inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
     return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Return the seconds that the all-to-alls add to the time of attention. Both times are per chunk.
-
-    Attention never hides the arrival of the first chunk and the return of the last chunk. All other all-to-alls add time only
-    if they take longer than attention.
+    """Return the seconds that the all-to-alls add to attention. Attention never hides the arrival of the first chunk and the
+    return of the last chunk. Both times are per chunk.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -165,15 +139,14 @@ def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
 def _ring_seconds(
     chunk: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Interconnect, schedule: str
 ) -> tuple[float, ...]:
-    """Return the times of the forward pass and of the backward pass of a chunk (q, k, v) of heads.
+    """Return the times of both passes of a chunk (q, k, v). `ring` is (kind of layout, number of positions, number of ranks).
 
-    `ring` is (kind of layout, number of positions, number of ranks). A long sequence without documents is planned as a shorter
-    one, in which each position represents `scale` positions.
+    A long sequence without documents is planned as a shorter one, in which each position represents `scale` positions.
     """
     kind, seq_len, ranks = ring
     length = seq_len if mask.documents else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
     scale = seq_len / length
-    # The window is shortened by the same factor as the sequence, so that the share of pairs within the window does not change.
+    # The share of pairs within the window does not change.
     mask = replace(mask, window=mask.window and max(1, round(mask.window / scale)))
     layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
     plan = Plan(mask, layout, 0, torch.device("cpu"))

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from ringattn.kernels import fp8
 
-# The minimum FLOPs of the forward pass of one chunk of heads (about 0.1 s on an H200). More chunks need less memory. The time
-# to start and drain one more ring pass is negligible for chunks of this size.
+# The minimum FLOPs of the forward pass of a chunk of heads (about 0.1 s on an H200). More chunks need less memory, and the time
+# to start one more ring pass is negligible.
 HEAD_CHUNK_FLOPS = 5e13
 
 
 class RowBytes(NamedTuple):
-    """Bytes per row (token) for each schedule, as a tuple (bytes of a circulating block, bytes of its result)."""
+    """Bytes per row for each schedule: (a circulating block, its result)."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
@@ -25,19 +25,14 @@ class Work(NamedTuple):
     batch: int
     row_bytes: RowBytes  # per batch entry
     pair_flops: float  # per (query, key) pair of a batch entry
-    row_multiple: int = 1  # the first row of every message is a multiple of this number, see `Plan.schedule`
+    row_multiple: int = 1  # see `Plan.schedule`
 
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
 
-        Traffic that the matrix products of the same kernel hide is not counted, such as the state that the forward kernel
-        writes or that its epilogue merges. The epilogue merges the results of a rank's own queries. The results for other ranks
-        are merged by separate kernels: the owner reads each direct result once, and every merge of relayed results reads two
-        states and writes one. The backward kernels clear and read the sums of dq, and then read and write dq.
-
-        Args:
-            own: whether the circulating queries are those of the rank that computes the local step.
-            relays: whether neighbours relay the blocks and the results.
+        The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. The results for other
+        ranks need a separate kernel, which reads a direct result once. A merge of relayed results reads two states and writes
+        one. The backward kernels clear and read the sums of dq, and then read and write dq.
         """
         if self.direction == "backward":
             tensors = 4
@@ -46,24 +41,22 @@ class Work(NamedTuple):
         return tensors * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
-        """Return the work of a shortened sequence, in which each row represents `scale` rows of the original sequence."""
+        """Return the work of a shortened sequence, in which each row represents `scale` rows."""
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
         return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 
 
 def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
-    """Return the FLOPs of the forward pass per (query, key) pair of all heads."""
     return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Work:
-    """Return the work of the forward pass, which computes two matrix products per (query, key) pair and head.
+    """Return the work of the forward pass, two matrix products per (query, key) pair and head.
 
-    With precision="fp8", q, k and v circulate as one byte per element, and one byte per row and head for the scale.
+    With "fp8", q, k and v circulate as one byte per element, and one per row and head for the scale.
     """
     heads, size = q.shape[2], q.element_size()
     queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
-    # Partial results are fp32, or fp64 for fp64 inputs.
     states = heads * (v.shape[3] + 2) * max(size, 4)
     if precision == "fp8":
         row_bytes = RowBytes(state=(queries + heads, states), kv=(keys + 2 * k.shape[2], 0))
@@ -73,28 +66,21 @@ def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Wo
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the backward pass, which computes five matrix products per (query, key) pair and head."""
+    """Return the work of the backward pass, five matrix products per (query, key) pair and head."""
     heads, size = q.shape[2], q.element_size()
     queries, outputs, keys = q.shape[2:].numel(), heads * v.shape[3], k.shape[2:].numel() + v.shape[2:].numel()
     state_size = max(size, 4)
     blocks = (queries + outputs) * size + heads * 2 * state_size
     row_bytes = RowBytes(state=(blocks, queries * state_size), kv=(keys * size, keys * state_size))
-    # Three products (scores, dq and dk) have the head dim of q, and two (dp and dv) have the head dim of v.
     return Work("backward", q.shape[0], row_bytes, 6 * queries + 4 * outputs)
 
 
 def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
-    """Return the number of chunks into which the heads of a call are divided. Only one chunk at a time needs memory.
-
-    Args:
-        q, k, v: the tensors of the call; only their shapes matter.
-        pairs: the number of (query, key) pairs per batch entry and head, as the mean over all ranks.
-    """
-    # A chunk consists of whole key heads and all query heads that use them.
+    """Return the number of chunks of the heads of a call, with `pairs` per batch entry, head and rank."""
     key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 
 
 def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
-    """Divide the heads of x (B, N, H, ...) into `count` chunks, and return chunk i as a view."""
+    """Return chunk i of `count` chunks of the heads of x (B, N, H, ...), as a view."""
     return x.unflatten(2, (count, -1))[:, :, i]
