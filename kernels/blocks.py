@@ -48,8 +48,8 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # A property and not a field, so that a copy of the object starts with an empty cache. The key is "queries", or the
-        # `group` of `key_lists`.
+        # A property, so that a copy of the object starts with an empty cache. The key is "queries", or the `group` of
+        # `key_lists`.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -67,7 +67,7 @@ class BlockMask:
 
     @property
     def query_lists(self) -> Tensor:
-        """The lists of kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), see `_lists`."""
+        """The lists of kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2)."""
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:

@@ -24,7 +24,7 @@ _lock = threading.Lock()  # the threads of autograd and of simulated ranks share
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` that bypasses the cache while torch.compile traces a function."""
+    """Return a decorator like `functools.lru_cache(maxsize)` that torch.compile bypasses."""
 
     def decorate(function: F) -> F:
         cache = lru_cache(maxsize)(function)

@@ -20,10 +20,10 @@ _WORD_MASK = 0xFFFFFFFF
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """The dropout of a call: the probability p, 0 <= p < 1, and the seed, 0 <= seed < 2**64.
+    """The dropout of a call, with 0 <= p < 1 and 0 <= seed < 2**64.
 
-    query_positions and key_positions are int32 (Nq,) and (Nk,), in the whole sequence. first_head is the index of the call's
-    first query head, not 0 if heads are split over ranks.
+    query_positions and key_positions are int32 (Nq,) and (Nk,), in the whole sequence. first_head is not 0 if heads are split
+    over ranks.
     """
 
     p: float

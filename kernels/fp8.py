@@ -43,7 +43,7 @@ _MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT = -126, 126
 
 @dataclass(frozen=True, eq=False)
 class QuantizedRows:
-    """Queries or keys: data e4m3 (B, N, H, D), the last dimension contiguous, and scales fp32 (B, ceil(N / 128), H)."""
+    """Queries or keys: e4m3 (B, N, H, D), the last dimension contiguous, and scales fp32 (B, ceil(N / 128), H)."""
 
     data: Tensor
     scales: Tensor
@@ -51,7 +51,7 @@ class QuantizedRows:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedValues:
-    """Values: data e4m3 (B, H, ceil(N / 128), D, 128) with contiguous tiles (D, 128), and scales fp32 (B, ceil(N / 128), H).
+    """Values: e4m3 (B, H, ceil(N / 128), D, 128) with contiguous tiles (D, 128), and scales fp32 (B, ceil(N / 128), H).
 
     In a ring, blocks come before heads in memory, because rings send whole blocks.
     """
@@ -68,8 +68,8 @@ def num_blocks(num_tokens: int) -> int:
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, fp32: x becomes x @ matrix.
 
-    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). A head dim that is not a power of two is
-    split into powers of two, the largest first, for example 96 into 64 and 32.
+    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). Other head dims than powers of two are
+    split into powers of two, the largest first.
     """
     # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
     with torch.inference_mode(False), torch.no_grad():
@@ -148,7 +148,7 @@ def _pad_to_blocks(x: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
-    """Round x (B, N, H, D) in fp32 to e4m3. Return the bytes, uint8 (B, C, 128, H, D), and the scales (B, C, H)."""
+    """Round x (B, N, H, D) in fp32 to e4m3. Return the bytes (B, C, 128, H, D) and the scales (B, C, H)."""
     blocks = _pad_to_blocks(x)
     largest = blocks.abs().amax((2, 4))
     if not per_block and largest.shape[1]:

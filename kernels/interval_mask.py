@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile always ends where a bound jumps by at least this many tiles of rows, at the end of a long document.
+# Tiles end where a bound jumps by at least this many tiles of rows, at the end of a long document.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -31,13 +31,13 @@ class Intervals:
     intervals once per mask, with `Intervals.of`, and pass the same object to every call.
 
     Attributes:
-        lo, hi: int32 (B or 1, rows), on the device of the kernels. A kernel that reads no table must read `bounds` instead.
+        lo, hi: int32 (B or 1, rows), on the device. A kernel that reads no table must read `bounds` instead.
         num_keys: the number of columns.
         host: lo and hi on the CPU, or empty for a mask of `mask_slots`.
         wait: whether the host waits until copies to the device have arrived.
         of_keys: whether the rows are keys.
-        is_replaced: whether `mask_slots` will write another mask to the same memory. The kernels must then be correct for every
-            mask of the same shape.
+        is_replaced: whether `mask_slots` will write another mask to the same memory, so that the kernels must be correct for
+            every mask of the same shape.
     """
 
     lo: Tensor
@@ -119,14 +119,11 @@ class Intervals:
         """Split the rows into tiles, and sort the tiles by the order in which programs should process them.
 
         Step i of the loop of a tile starts at column begin + i * step. In the first num_masked_prefix steps, scores must be
-        masked. In the next num_unmasked steps, all rows attend to all columns. Then scores must be masked again.
-
-        Tiles end where a long document ends, because a tile of two documents would loop over the history of both. Between two
-        ends, one tile may have fewer rows: the one with the shortest loop under a causal mask.
+        masked. In the next num_unmasked steps, all rows attend to all columns. Then scores must be masked again. Tiles end
+        where a long document ends, because a tile of two documents would loop over the history of both.
 
         Args:
-            rows: the maximal number of rows of a tile.
-            step: the number of columns per step.
+            rows, step: the maximal number of rows of a tile, and the columns per step.
             split_documents: whether tiles end where documents end. Otherwise tile i starts at row i * rows.
             aligned: whether begin is rounded down to a multiple of `step`.
 
@@ -207,10 +204,8 @@ class Intervals:
         return self._tables[key]
 
     def ordered_work_tiles(self, rows, step, batch, heads, heads_per_group, programs, group) -> Tensor:
-        """Do the same as `work_tiles` such that dq can be summed in a fixed order, with at least `heads_per_group` heads per
-        group.
-
-        Return int32 (n, programs, 12), see `tile_order.order_work_tiles`.
+        """Do the same as `work_tiles` for sums of dq in a fixed order, int32 (n, programs, 12), see
+        `tile_order.order_work_tiles`.
         """
         key = "ordered_work_tiles", rows, step, batch, heads, heads_per_group, programs, group
         if key not in self._tables:
@@ -226,7 +221,7 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple) -> tuple[int, int, int]:
-        """Return the shape of the largest table with this key over all masks of the same shape."""
+        """Return the shape of the largest table with this key."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
@@ -273,7 +268,6 @@ def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]
 
 
 def sides(masks: Sequence[Intervals]) -> list[Intervals]:
-    """Return all masks, and the transposed masks that have been used."""
     return [side for mask in masks for side in (mask, vars(mask).get("transposed")) if side is not None]
 
 
@@ -315,7 +309,7 @@ def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
 
 
 def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
-    """Return int32 (B, Nk): for every key j, how many of the bounds (B, N) of its batch entry are at most j."""
+    """Return how many of the bounds (B, N) of a batch entry are at most j, for every key j."""
     batch, size = bound.shape[0], num_keys + 1
     entry = torch.arange(batch, device=bound.device)[:, None]
     # The bounds of entry b move to [b * size, (b + 1) * size), so that one bincount counts all entries.

@@ -8,14 +8,13 @@ head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that 
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-The state of a query depends on the keys that it has seen so far. If s = scale * q k^T are their scores, m is the maximum of s,
-l is sum exp(s - m), and o is sum exp(s - m) v. A query that has not attended to any key has the empty state (-inf, 0, 0), the
-output 0 and the lse -inf. In a state of the Hopper kernels, m may differ from the maximum of the scores. l and o are then
-relative to this m.
+If s = scale * q k^T are the scores of the keys that a query has seen so far, m is the maximum of s, l is sum exp(s - m), and o
+is sum exp(s - m) v. A query that has seen no key has the empty state (-inf, 0, 0), the output 0 and the lse -inf. In a state of
+the Hopper kernels, m may differ from the maximum, and l and o are relative to this m.
 
-`dropout` drops probabilities: o is then a sum over the kept ones only, which are scaled, whereas m, l and lse do not change.
-`blocks` masks pairs of a block of queries and a block of keys. With `precision` "tf32" instead of "ieee", the Triton kernels
-may round the operands of fp32 products to 11 bits of mantissa.
+With `dropout`, o is a sum over the kept probabilities only, which are scaled, whereas m, l and lse do not change. `blocks`
+masks pairs of a block of queries and a block of keys. With `precision` "tf32" instead of "ieee", the Triton kernels may round
+the operands of fp32 products to 11 bits of mantissa.
 
 Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """
@@ -88,10 +87,7 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the states of the same queries from several ranks in a fixed order, and return the output (B, N, H, D).
-
-    `states` (ranks, numbers), contiguous, contains the elements of o, m and l of each rank.
-    """
+    """Merge states (ranks, the elements of o, m and l) in a fixed order, and return the output of this `shape` (B, N, H, D)."""
     rows = shape[:3].numel()
     o, m, l = states.split([rows * shape[3], rows, rows], 1)
     parts = [tuple(x[rank].view(size) for x, size in ((m, shape[:3]), (l, shape[:3]), (o, shape))) for rank in range(len(m))]
@@ -106,7 +102,7 @@ def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: BlockMask | None) -> Tensor:
-    """Return the scores (B, Hkv, G, Nq, Nk), with G = Hq / Hkv, and -inf for masked pairs."""
+    """Return the scores (B, Hkv, Hq / Hkv, Nq, Nk), and -inf for masked pairs."""
     q, k = _to_head_groups(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
     mask = dense(*intervals.bounds, intervals.num_keys)[:, None, None]
     if blocks is not None:
@@ -116,7 +112,6 @@ def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: Bl
 
 
 def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Set the dropped elements of x (B, Hkv, G, Nq, Nk) to 0, and scale the kept ones."""
     if dropout is None:
         return x
     keep = keep_mask(dropout, x.shape[0], x.shape[1] * x.shape[2]).unflatten(1, x.shape[1:3])
@@ -196,7 +191,7 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
 
 
 def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
-    """Return the rows (B, Nk, H, D) of a paged cache, with zeros from the largest hi on."""
+    """Return the rows (B, Nk, H, D) of a paged cache."""
     rows = x[page_table.long()].flatten(1, 2)
     # Pages may contain rows of earlier sequences, and rows that were never written.
     unused = torch.arange(rows.shape[1], device=x.device) >= hi[:, -1:]
@@ -204,10 +199,7 @@ def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states.
-
-    Because d lse / d s = p, a gradient dlse (B, Nq, Hq) of lse adds p * dlse to ds = p * (dp - delta).
-    """
+    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states. A gradient of lse adds p * dlse to ds."""
     dtype = state_dtype(out.dtype)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     return delta if dlse is None else delta - dlse
@@ -228,11 +220,9 @@ def backward(
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq), computed by `row_delta`.
-        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added, or None for new tensors.
+        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added. For None, a new contiguous
+            tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
-
-    Returns:
-        (dq, dk, dv): the accumulators, or new contiguous tensors.
     """
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))

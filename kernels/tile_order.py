@@ -1,9 +1,9 @@
 """The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
 
-A work tile is a tile of keys of one head, which visits the query tiles that see its keys. The order matters only for two work
-tiles that have a query in common. The bounds of an interval mask never decrease, so it suffices to order neighbours. One of
-them is the predecessor of the other: in every query tile that both visit, it comes first. A chain is a longest sequence of work
-tiles of one head, each with a query in common with the next one:
+A work tile is a tile of keys of one head, which visits the query tiles that see its keys. The order matters only for work tiles
+that have a query in common. The bounds of an interval mask never decrease, so it suffices to order neighbours: in every query
+tile that both visit, the predecessor comes first. A chain is a longest sequence of work tiles of one head, each with a query in
+common with the next one:
 
 - **Forwards:** from the last keys to the first. Every work tile visits its query tiles from the first to the last. Under a
 causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
@@ -11,18 +11,14 @@ causal mask, the predecessor starts at a later query tile, so it is ahead from t
 causal mask, the longest loops come first.
 
 Under a causal mask without documents, the directions alternate from head group to head group. In a forwards group, short work
-tiles end first, so the long work tiles of the next group start one after another, each at a distance from its predecessor, and
-all programs end at nearly the same time.
-
-All programs together compute the work tiles in one order, in which every predecessor comes first.
+tiles end first, so the long work tiles of the next group start one after another, and all programs end at nearly the same time.
 """
 
 import torch
 from torch import Tensor
 
 # With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less. With fewer, the
-# operands and the sums of dq stay in the L2 cache. With at most ALTERNATING_TILES query tiles per group, neighbours start about
-# four steps apart.
+# operands and the sums of dq stay in the L2 cache. ALTERNATING_TILES query tiles let neighbours start about four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -40,7 +36,6 @@ def order_work_tiles(
         bounds: lo and hi of every key, int32 (B or 1, Nk), on the CPU.
         heads, heads_per_group: the key heads of a batch entry, and the minimal number of them in a head group.
         group: number of query heads per key head.
-        step: number of queries per query tile.
 
     Returns:
         int32 (N, 12): first key, end of the keys, first query of the first step, 0, num_unmasked, num_masked, head, batch
@@ -117,11 +112,7 @@ def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, Tensor]) ->
 def _order_chains(
     tiles: Tensor, begin: Tensor, stop: Tensor, exists: Tensor, linked: Tensor, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Order the tiles of a head in one direction, 1 forwards or -1 backwards.
-
-    Args:
-        begin, stop: (B, T), the query tiles [begin, stop) that each tile visits.
-        linked: from `_find_links`.
+    """Order the tiles of a head in one direction. The query tiles of a tile are [begin, stop).
 
     Returns:
         rank: (B, T), the place of each tile in the order. Tiles that do not exist come last.

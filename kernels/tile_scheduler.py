@@ -1,8 +1,7 @@
 """Compute the tables of tiles on the host, once per mask: the rows of every tile, its loop over columns, and its program.
 
-Row i of batch entry b has the number b * N + i. An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked,
-num_masked), as `Intervals.tiles` explains. A work tile is a tile of one head, whose entry also has the head and the batch
-entry. numpy has less overhead than torch for many small operations.
+Row i of batch entry b has the number b * N + i. An entry of a table has the six numbers of `Intervals.tiles`. A work tile is a
+tile of one head, whose entry also has the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -10,7 +9,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# The time of a work tile besides its steps, in steps.
+# The time of a work tile besides its steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
@@ -91,10 +90,7 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
-    """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave.
-
-    The second part of at most `rows` rows has at most CONSUMER_ROWS.
-    """
+    """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave."""
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
@@ -153,9 +149,7 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    """Assign each work tile to the program with the least work and fewer than `limit` work tiles. Return the programs and the
-    last end.
-    """
+    """Assign each work tile to the program with the least work so far. Return the programs and the last end."""
     # Integers (work so far) * programs + (index of the program) make the fastest heap.
     heap = list(range(programs))
     steps = (times.astype(np.int64) * programs).tolist()
@@ -173,10 +167,9 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times, and move a work tile forward if it would end too late.
+    """Order work tiles by their start times, but let none end later than (1 - MARGIN) times the mean time of all programs.
 
-    It then ends at (1 - MARGIN) times the mean time of all programs. A predecessor starts no later than the work tiles that
-    follow it.
+    A predecessor starts no later than the work tiles that follow it.
     """
     times = times.astype(np.int64)
     in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)

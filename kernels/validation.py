@@ -178,7 +178,7 @@ def check_inputs(
 
 
 def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, intervals: Intervals) -> None:
-    """Check that FP8 inputs of a forward have the format of `ringattn.kernels.fp8`, with one scale per block and head."""
+    """Check that FP8 inputs of a forward have the format of `ringattn.kernels.fp8`."""
     (batch, num_keys, num_key_heads), device = k.data.shape[:3], q.data.device
     tiles = batch, num_key_heads, num_blocks(num_keys), v.data.shape[3], BLOCK
     _require("v.data", v.data, tiles, DTYPE, device)
@@ -261,7 +261,6 @@ def _check_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.dev
 
 
 def check_state(state: State, q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless `state` is a contiguous (m, l, o) of the queries `q`, in the dtype of states."""
     rows, dtype = q.shape[:3], state_dtype(q.dtype)
     for name, x, shape in zip("mlo", state, (rows, rows, (*rows, v.shape[3])), strict=True):
         _require_accumulator(name, x, shape, dtype, q.device)

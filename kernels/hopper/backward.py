@@ -206,7 +206,7 @@ class NarrowBackward(_Backward):
     def compute(
         self, k: Tensor, v: Tensor, intervals: Intervals, given: Accumulators, grad_dtype: torch.dtype | None
     ) -> Gradients:
-        """Return all gradients of a single block. `given` are the accumulators of dq, dk and dv, or None."""
+        """Return all gradients of a single block. `given` are the accumulators, or None."""
         dk, dv = self._accumulate(k, v, intervals, *given[1:], grad_dtype)
         return self.finish(given[0], grad_dtype), dk, dv
 
@@ -340,7 +340,6 @@ def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
 
 @lru_cache(maxsize=256)
 def _scratch_descriptors(num_head_tiles: int, config: NarrowConfig) -> list[TensorDescriptor]:
-    """Return the TMA descriptors of the scalars of a query tile and of the dQ of both consumers."""
     no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     num_rows = (config.chunk_size + num_head_tiles * config.queries * config.dim) // 32
     blocks = [(2 * dq_columns(config, consumer), 32) for consumer in range(2)]
@@ -357,7 +356,7 @@ def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config
 def _work_tiles(
     by_key: Intervals, batch: int, num_key_heads: int, num_queries: int, programs: int, config: NarrowConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the table of work tiles, and zeros for the progress of all work tiles, or None if dq has no fixed order."""
+    """Return the table of work tiles, and zeros for the progress of all work tiles, or None."""
     heads_per_group = _heads_per_group(num_queries)
     if config.deterministic:
         table = by_key.ordered_work_tiles(

@@ -1,4 +1,4 @@
-"""The device functions that the narrow and the wide Hopper backward share."""
+"""The device functions of both Hopper backwards."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,10 +48,11 @@ def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS
 
 @gluon.jit
 def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
-    """Return the intervals of up to 64 keys from key `own` on, as (row_bounds, first_unmasked, last_unmasked).
+    """Return the intervals of up to 64 keys from key `own` on, as (row_bounds for `probabilities`, first_unmasked,
+    last_unmasked).
 
-    row_bounds is the argument of `probabilities`. A step with QUERIES queries needs no mask if its first query is in the range
-    from first_unmasked to last_unmasked. The range is empty if there are fewer than 64 keys.
+    A step with QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked, which is
+    empty if there are fewer than 64 keys.
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes

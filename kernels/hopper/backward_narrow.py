@@ -23,20 +23,20 @@ One step of a consumer:
       S = K Q^T, dP = V dO^T              issue both
       P = exp2(S - lse)                   in registers, while dP runs
       dS = P (dP - delta)                 in registers
-      dV += P dO                          issue; the left operand P comes from registers
+      dV += P dO                          issue
       store dS in shared memory           once the other consumer has finished the previous step
       dQ = dS^T K of the previous step    issue; each consumer computes half of the columns (D > 64) or rows (D <= 64)
-      dK += dS Q                          issue; the left operand dS comes from registers
+      dK += dS Q                          issue
       send dQ                             while dK runs
       release the stage
 
 dQ is a sum over all 128 keys. Each step computes the dQ of the previous step, so that no consumer waits for the other's dS of
-the same step. The consumers synchronise once per step, by waiting for the `empty` barrier of the previous step's stage. Its
-arrival guarantees that the other consumer has written its dS of the previous step, and no longer reads the dS of two steps ago,
-which is overwritten.
+the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage. Its arrival
+guarantees that the other consumer has written its dS of the previous step, and no longer reads the dS of two steps ago, which
+is overwritten.
 
 The first step of a work tile computes the last dQ of the previous work tile, so K has two slots. The first dQ of a program is
-the product of uninitialised memory and goes to a spare chunk, which is never read. The last dQ is computed after the loop.
+the product of uninitialised memory and goes to a spare chunk. The last dQ is computed after the loop.
 
 The sums of dq are in the order of a consumer's registers, which avoids bank conflicts in shared memory, whose bandwidth limits
 this kernel. If a product were still in flight at the end of a loop iteration, ptxas would serialise all products.
@@ -462,9 +462,7 @@ def _main_kernel(
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each consumer.
         dk, dv: written or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
-        work_tiles: from `Intervals.work_tiles` or `Intervals.ordered_work_tiles`.
         progress: zeros, int32, `HEADER` and two numbers per work tile, or None if dq has no fixed order.
-        num_tiles: the query tiles of a head.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries

@@ -20,12 +20,9 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     """Pack lse, in log2 units, and delta of one query tile of one head, and set the tile's sums of dq to zero.
 
     Args:
-        lse: (B, Nq, Hq).
         delta: (B, Nq, Hq), or None to compute delta from out, dout and dlse.
-        out, dout, dlse: (B, Nq, Hq, Dv) and (B, Nq, Hq), or None.
         scalars: (B * Hq * num_tiles, 2, queries), written.
         dq_sums: the spare chunk, which is not written, and the sums (B * Hq * num_tiles, queries * dim).
-        num_tiles: number of query tiles of a head.
     """
     program = tl.program_id(0)
     tile, pair = program % num_tiles, program // num_tiles
@@ -53,12 +50,9 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_blocks, num_queries, CONFIG: tl.constexpr):
-    """Pack lse, in log2 units, and delta of PREPARED_ROWS queries of one head.
+    """Pack lse, in log2 units, and delta of PREPARED_ROWS queries of one head, see `_prepare_kernel`.
 
-    Args:
-        lse, delta, out, dout, dlse, num_queries: as for `_prepare_kernel`.
-        log2_lse, row_delta: (B * Hq, num_blocks * PREPARED_ROWS), written.
-        num_blocks: number of blocks of PREPARED_ROWS queries of a head.
+    log2_lse and row_delta (B * Hq, num_blocks * PREPARED_ROWS) are written.
     """
     program = tl.program_id(0)
     block, pair = program % num_blocks, program // num_blocks
@@ -80,14 +74,7 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Bring one chunk of dq into row order, multiply it by `scale`, and write it or add it to an accumulator.
-
-    Args:
-        dq_sums: the spare chunk, followed by the sums of dq, in fp32.
-        dq: contiguous (B, Nq, Hq, D).
-        num_tiles, num_queries: as for `_prepare_kernel`.
-        scale: the softmax scale.
-    """
+    """Bring one chunk of dq into row order, multiply it by `scale`, and write it or add it to the contiguous dq."""
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads

@@ -1,17 +1,15 @@
 """The backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
 
 At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A kernel that computes all gradients at once, as
-`backward_narrow` does, would therefore add up dq for every 64 keys, and the traffic of these sums would limit its speed. Here,
-one kernel computes dk and dv and another one dq. Both compute the scores, so there are 7 products instead of 5. In return,
-every sum has a fixed order, so the gradients are bitwise identical in every run.
+`backward_narrow` does, would add up dq for every 64 keys, and this traffic would limit its speed. Here, one kernel computes dk
+and dv and another one dq. Both compute the scores, so there are 7 products instead of 5. In return, every sum has a fixed
+order.
 
 A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. A "ring" is a ring
-buffer whose slots hold one part each, as the tuple (tiles, full, empty). The producer loads the parts of consecutive tiles into
-consecutive slots, and every consumer uses and releases every part.
+buffer whose slots hold one part each, as the tuple (tiles, full, empty). Every consumer uses and releases every part.
 
 THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. Its loop covers the query tiles that see these keys, for
-every query head of the group. Scores are transposed: rows are keys and columns are queries. Each consumer keeps one gradient in
-registers.
+every query head of the group. Scores are transposed: rows are keys. Each consumer keeps one gradient in registers.
 
       PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0, OF dv               CONSUMER 1, OF dk
 
@@ -21,14 +19,12 @@ registers.
                                                 ----------------------------------->  load P; dS = P (dP - delta)
       load dO, delta --------> [ ring of dO   ] ------------------------------------> dK += dS Q
 
-THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. Its loop covers the keys that these
-queries see. Each consumer computes all products for its own queries:
+THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. Its loop covers the keys that they see:
 
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
-In both kernels, a step issues the product that ends the previous step together with the products that begin the current step.
-The consumers take turns to issue products (ping-pong), so that the products of one keep the tensor cores busy while the other
-computes in registers.
+In both kernels, a step issues the product that ends the previous step together with its own first products. The consumers take
+turns to issue products, so that those of one keep the tensor cores busy while the other computes in registers.
 """
 
 from triton.experimental import gluon
@@ -580,10 +576,8 @@ def _query_gradient_kernel(
 
     Args:
         log2_lse, row_delta: (B * Hq, padded_queries), which `_prepare_wide_kernel` writes.
-        dq: (B, Nq, Hq, D), written or added to.
+        dq: written or added to.
         lo, hi: (num_masks, Nq), the interval of keys that each query sees.
-        padded_queries: Nq, rounded up to a multiple of the query tiles.
-        num_queries: Nq.
 
     The other arguments are those of `backward_narrow._main_kernel`.
     """

@@ -77,7 +77,6 @@ class KernelConfig:
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of probabilities as the left operand of a product with the `output_layout`."""
         return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=2)
 
 
@@ -91,7 +90,7 @@ def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayou
 
 
 def padded_dim(head_dim: int, value_dim: int) -> int:
-    """Return the head dim of the tiles in shared memory, 64 or 128. TMA loads zeros into the columns beyond the tensor."""
+    """Return the head dim of the tiles in shared memory, 64 or 128."""
     return 64 if max(head_dim, value_dim) <= 64 else NARROW_DIM
 
 

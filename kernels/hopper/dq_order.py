@@ -2,7 +2,8 @@
 
 Programs reach TMA's reduce-add in any order, so the host fixes the order in which work tiles add to a query tile, see
 `ringattn.kernels.tile_order`. Two more partitions of a program, the writers, each a single warp, keep its consumers from
-waiting for other programs. They take turns, and each sends the dQ of both consumers in every other step:
+waiting for other programs. They take turns: each sends the dQ of both consumers in every other step, because its part takes
+about as long as a step.
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -14,14 +15,11 @@ waiting for other programs. They take turns, and each sends the dQ of both consu
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-The writer's part takes about as long as a step. With one writer per consumer, the consumers would often wait.
-
 Each work tile has two numbers in global memory, its progress in even and in odd steps, which only ever grow. A writer increases
 one of them after every step, and the writers of the next work tile in the order poll them.
 
-There is no deadlock, because a program waits only for earlier work tiles of the table, and a cooperative launch runs all
-programs at the same time. If every work tile has its own program, there are more programs than SMs, and `take_number` makes
-them start in the order of the table.
+There is no deadlock, because a program waits only for earlier work tiles of the table. Either a cooperative launch runs all
+programs at the same time, or `take_number` makes them start in the order of the table.
 """
 
 from triton.experimental import gluon

@@ -6,12 +6,9 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-State stages are stages of K and V, whose shared memory the producer transfers to the consumers after the last keys of a work
-tile.
-
-An in-place update usually has nothing to rescale, because the reference max of a row starts as the m of its incoming state. The
-threads load and store o themselves in two cases: a work tile has fewer rows than TMA would write, or a row has overflowed or
-its reference max was raised.
+State stages are stages of K and V after the last keys of a work tile. The threads load and store o themselves if a work tile
+has fewer rows than TMA would write, or if an update in place must rescale, because a row has overflowed or its reference max
+was raised.
 """
 
 from triton.experimental import gluon
@@ -211,13 +208,13 @@ def _write_result(
 def update_scalars(
     ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Merge the scalars of the result into those of the incoming state in place. The caller must then merge o.
+    """Merge the scalars of the result into those of the incoming state in place.
 
     The retry pass recomputes all rows, but must add only the overflowed ones. The first pass therefore only sets the sign bit
     of their l, and the retry pass updates the rows with this bit.
 
     Return (written, alpha, beta, stays): a mask of the rows whose o must become o * alpha + state_o * beta, both factors, and a
-    mask of the rows among them for which o + state_o gives the same result.
+    mask of the rows among them for which both factors have no effect.
     """
     incoming_m, incoming_l = incoming
     written = inside
@@ -267,13 +264,11 @@ def finish_work_tile(
     """Merge the incoming state and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
 
     Args:
-        ref_max, l, o: (64,), (64,) and (64, dim).
         query: the shared memory of this consumer's Q.
         buffers: the K and the V buffer of this consumer's state stage.
         incoming: from `load_state_scalars`.
         results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq), where state_tiles and out_tiles are TMA
             descriptors.
-        UPDATE_REF_MAX: whether no row can overflow.
 
     A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. Its results are invalid until the retry pass.
     """

@@ -24,12 +24,8 @@ def _by_row(numbers, tile):
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     """Store part * alpha + source * beta, or part * alpha if no state comes in.
 
-    Args:
-        part: columns of o, beginning with column FIRST.
-        alpha, beta: (64,), one factor per row.
-        index: (64,), the index of each row in a tensor (B, Nq, Hq).
-        rows: (64,), a mask of the rows to store.
-        source, target: pointers to tensors (B, Nq, Hq, Dv).
+    `part` has the columns of o from FIRST on. alpha and beta (64,) are factors per row, `index` (64,) is the index of each row
+    in (B, Nq, Hq), and `rows` (64,) is a mask.
     """
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns

@@ -297,13 +297,8 @@ def _sequential_steps(
 ):  # fmt: skip
     """Compute all steps of a work tile, in the order without overlap. Return (ref_max, l, parts of o, next position).
 
-    Args:
-        scores: the scores (64, keys) of the first step.
-        query: the Q of this consumer in shared memory.
-        heads: (batch entry, key head).
-        ref_max: (64, 4), the initial reference max. Every thread of a row has the same number, as in the results.
-        factors: (64, 4), from `_row_factors`.
-        block_scales: the scales of the first block, from `_load_block_scales`.
+    `scores` and `block_scales` are those of the first step, and `heads` is (batch entry, key head). Every thread of a row has
+    the same numbers in ref_max, factors and l (64, 4).
     """
     _queries, ring, _ones = buffers
     _q_full, q_empty, full, empty = barriers
@@ -390,7 +385,7 @@ def _forward_kernel(
 
     Args:
         q, k, v: TMA descriptors of the e4m3 tensors (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, C, D, 128).
-        q_scales, k_scales, v_scales: (B, ceil(Nq / 128), Hq), (B, C, Hkv) and (B, C, Hkv).
+        q_scales, k_scales, v_scales: see `ringattn.kernels.fp8`.
         work_tiles: every loop begins at a multiple of 128.
         num_query_blocks, num_key_blocks: ceil(Nq / 128) and C = ceil(Nk / 128).
     """

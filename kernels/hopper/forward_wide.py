@@ -18,13 +18,12 @@ Few registers are left, so the config chooses between two orders of a step:
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
-With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on, and the softmax of a consumer runs during its own second
-product. Without overlap, they hold K(0), V(0), K(1), V(1) and so on, and the softmax runs during the products of the other
-consumer. A consumer then passes the ping-pong only when its O is complete: products in flight at the same time would also end
-at the same time.
+With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on, and otherwise K(0), V(0), K(1), V(1) and so on. Without
+overlap, the softmax runs during the products of the other consumer, so a consumer passes the ping-pong only when its O is
+complete.
 
 With 64 keys per step, Q in shared memory would cost as many bytes per step as K, so half of it is in registers. The threads
-write o without shared memory, so the producer can load the next Q during the end of a work tile, see `epilogue_wide`.
+write o without shared memory, see `epilogue_wide`.
 """
 
 from triton.experimental import gluon

@@ -58,7 +58,7 @@ def _bits_below(bound, tile):
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return the index of every column among those that a thread has of a row, as (1, COLUMNS // 8, 1, 2)."""
+    """Return the index of every column among those that a thread has of a row."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -160,7 +160,7 @@ def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
     """Raise the reference max with the scores of this tile. Return (ref_max, alpha), both (64, 4).
 
-    The caller must multiply the l and o of earlier tiles by alpha, which is 1 if the reference max of a row does not change.
+    The caller must multiply the l and o of earlier tiles by alpha.
     """
     raised = _raise_ref_max(ref_max, gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1) * log2_scale)
     return raised, gl.exp2(ref_max - raised)

@@ -1,32 +1,30 @@
 """The softmax of the Hopper forward with FP8 inputs: the reference max, and the rounding of probabilities to e4m3.
 
 e4m3 represents numbers from 2^-9 to 448, so an optimistic reference max as in `softmax` would overflow soon. This softmax
-checks the maximum of every row in every step, and raises the reference max if a probability would exceed 448. p = exp2(score -
-ref_max + TOP) is mostly in the range in which e4m3 has four significant bits. TOP leaves room for larger probabilities in later
-steps. Scores are in log2 units, and contain the exponent of the scale of V.
+raises the reference max in every step in which a probability would exceed 448. p = exp2(score - ref_max + TOP) is mostly in the
+range in which e4m3 has four significant bits. TOP leaves room for larger probabilities in later steps. Scores are in log2
+units, and contain the exponent of the scale of V.
 
 Rounding. The unit for exponentials (MUFU) would limit the speed, so the kernel rounds the score x, relative to the reference
-max and including TOP, instead of an exponential. e4m3 has 3 bits of mantissa and the exponent bias 7, so the byte of the e4m3
-number next to 2^x is about
+max and including TOP. e4m3 has 3 bits of mantissa and the exponent bias 7, so the byte of the e4m3 number next to 2^x is about
 
     byte(x) = round(8 x + 56 - 0.46)
 
 This replaces the exponential by a straight line between two powers of two. The error of a probability is at most 8%, and 3.0%
-in the root mean square (6.25% and 2.5% with rounding to nearest). The constant 0.46 makes the mean of the errors 0. Below 2^-6,
-the byte of a subnormal number is p times 2^9. A second line falls from 8 at x = -6 to 0 at x = -9. Without it, the small
-probabilities of a row with one large score would vanish:
+in the root mean square (6.25% and 2.5% with rounding to nearest), and its mean is 0. Below 2^-6, the byte of a subnormal number
+is p times 2^9. A second line falls from 8 at x = -6 to 0 at x = -9. Without it, the small probabilities of a row with one large
+score would vanish:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n, so an fp32 number times 2^-24, converted to fp16,
-is a rounded 16-bit integer. One instruction converts two numbers and replaces negative ones by 0. Integers are exact up to
-2048, and larger levels have 11 significant bits. The maximum, the shift and the division by 3 take one instruction for two
-levels.
+Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n, so one instruction, which converts two fp32
+numbers times 2^-24 to fp16 and replaces negative ones by 0, rounds to two 16-bit integers. They are exact up to 2048. The
+maximum, the shift and the division by 3 take one instruction for two levels.
 
 The first steps of a work tile may raise the reference max from UNSET_REF_MAX, which levels cannot represent, so `raise_ref_max`
-computes the maxima in fp32. Later, `limit_levels` raises it by lowering all levels of the row. Only if it changes by more than
-238 in a single step, the probabilities have larger errors, like the products q k^T of such scores.
+computes the maxima in fp32. Later, `limit_levels` lowers all levels of the row, with larger errors only if the reference max
+changes by more than 238 in a single step.
 """
 
 from triton.experimental import gluon

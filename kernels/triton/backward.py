@@ -69,10 +69,8 @@ def _key_gradient_kernel(
     """Compute dk and dv of one tile of keys of one key head.
 
     Args:
-        q, k, v, dout: with any strides except for the last dimension.
         stats: see `_interleave`.
         query_lo, query_hi: (num_masks, Nk), the queries that see each key.
-        table: (num_masks, num_tiles, 6), see `Intervals.tiles`.
         dk, dv: contiguous, written, or added to with ADD_DK and ADD_DV.
 
     The other arguments are those of `forward._forward_kernel`.

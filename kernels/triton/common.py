@@ -105,10 +105,7 @@ def as_addressable(x: Tensor) -> Tensor:
 def allocate_results(
     q: Tensor, v: Tensor, state: State | None, final: bool, dtype: torch.dtype | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return (m, l, o, out, lse) for a forward call, with None for tensors that it neither reads nor writes.
-
-    m, l and o are those of `state`, or new if a state is returned. `dtype` is that of out, by default q's.
-    """
+    """Return (m, l, o, out, lse) for a forward call, with None for tensors that it neither reads nor writes."""
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
     if final:
@@ -120,7 +117,7 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the accumulators in `given`, with a new tensor in place of each None, of zeros if no kernel will run."""
+    """Return the accumulators, with a new tensor in place of each None, of zeros if no kernel will run."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -334,7 +331,7 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     """Return the part (rows, STEP) of `dropout.keep_mask` for a tile of rows and the columns from `start` on.
 
     `dropout` is (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed, threshold,
-    factor). TRANSPOSED tells whether the rows are keys, and MASKED whether the tile may extend beyond the last column.
+    factor). TRANSPOSED tells whether the rows are keys.
     """
     row_positions, column_positions, batch, first_head, seed, threshold, _ = dropout
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]

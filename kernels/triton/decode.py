@@ -7,16 +7,14 @@ entries form one sequence, which is divided into runs of equal length. Every pro
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-A run computes one partial state, called a part, for each entry whose keys it covers. The program that stores the last part of
-an entry and key head, found by a counter, merges all of them, or a second launch does if this would take too long.
-
-The rows of a tile are all queries of all query heads that share a key head, so each key is read only once if they fit.
+A run computes one partial state, a part, for each entry whose keys it covers. The program that stores the last part of an entry
+and key head merges all of them, or a second launch does if this would take too long. The rows of a tile are all queries of all
+query heads that share a key head.
 
 While a program waits for the queries of an entry, it prefetches the first tile into the L2 cache. With two launches, it
 prefetches even before the end of the kernels before it on the stream, if these let it start early.
 
-A tile lies within one page of a paged cache. The kernels read the intervals on the GPU, and the launches depend only on shapes,
-so a call can be captured in a CUDA graph.
+The kernels read the intervals on the GPU, and the launches depend only on shapes, so a call can be captured in a CUDA graph.
 """
 
 import math
@@ -199,7 +197,6 @@ def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Prefetch tile t of an entry, counted as in `_tile_at`, in a cache without pages."""
     UNIT: tl.constexpr = CONFIG.stride_unit
     k, v, _, _ = cache
     k_batch, k_row, k_head, v_batch, v_row, v_head = strides
@@ -370,7 +367,6 @@ def _finish_entry(
 
 @triton.jit
 def _store_empty_entries(results, tiles, entries, batch, head, row, CONFIG: tl.constexpr):
-    """Store the empty state of all entries without tiles, which no run covers."""
     TILE_ROWS: tl.constexpr = CONFIG.rows
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
     if tl.sum(((tiles == 0) & (entries < batch)).to(tl.int32), 0) > 0:
@@ -395,19 +391,15 @@ def _attend_kernel(
     """Compute the parts of one run for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
 
     Args:
-        q: (B, Nq, Hq, D), contiguous.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are
             their first three strides in units of CONFIG.stride_unit.
         page_table: int32 (B, table_stride), the page of each CONFIG.page_tiles tiles of an entry, or None.
-        lo, hi: int32 (1 or B, Nq). bound_stride is 0 or Nq.
-        sinks: int32 (1 or B,), see `reference.decode`, or None. sink_stride is 0 or 1.
+        lo, hi, sinks: see `reference.decode`. bound_stride is 0 or Nq, and sink_stride 0 or 1.
         parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,). A row is a part, a key head and a
             query row, in this order.
         counters: int32 (B * Hkv * tiles of rows,), zeros before and after. With None, `_merge_kernel` merges the parts, and m,
             l, o and lse must be None.
-        m, l: fp32 (B, Nq, Hq) for the merged state, or None to store o / l in `o`.
-        o, lse: (B, Nq, Hq, Dv), fp32 for the state, and fp32 (B, Nq, Hq) or None.
-        num_keys: Nk, to which the intervals are limited.
+        m, l: for the merged state, or None to store o / l in `o`.
     """
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
@@ -574,7 +566,6 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def has_fast_memory(device: torch.device) -> bool:
-    """Return whether the device supports PDL and its memory is clearly faster than that of an H100."""
     if not supports_pdl(device):
         return False
     properties = torch.cuda.get_device_properties(device)

@@ -52,7 +52,6 @@ def _forward_kernel(
         table: (num_masks, num_tiles, 6), see `Intervals.tiles`.
         m, l, o: the state that is read with HAS_STATE and written without FINAL, or None.
         out, lse: written with FINAL, or None.
-        num_masks: 1 if all batch entries have the same mask, else B.
         query_positions to factor: see `common.dropout_arguments`.
         block_lists, block_strides: the lists of kept blocks and their strides per batch entry and head, or None.
     """

@@ -57,8 +57,7 @@ def launch(
 class PreparedLaunch:
     """Launches of one kernel with the same grid, numbers, constants, options and dtypes on one device, with even less work.
 
-    Use this class for kernels that run for only a few microseconds. The arguments are those of `launch`, with Triton's launch
-    `options`.
+    The arguments are those of `launch`, with Triton's launch `options`.
     """
 
     def __init__(

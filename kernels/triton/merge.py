@@ -1,4 +1,4 @@
-"""Add the partial gradients of several ranks and round their sum, in one pass over memory."""
+"""Add the partial gradients of several ranks and round their sum."""
 
 from collections.abc import Sequence
 

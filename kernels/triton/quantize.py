@@ -1,8 +1,8 @@
 """Convert q, k and v to e4m3 in a single launch, see `ringattn.kernels.fp8`. A program converts one block of 128 tokens of one
 head.
 
-The rotation adds numbers in another order than PyTorch does, so an element may be rounded to a neighbouring e4m3 number, and a
-scale may differ if the largest element of a block is close to a power of two times 448, infinite or NaN.
+The rotation adds numbers in another order than PyTorch does, so a number may be rounded to its neighbour, and a scale may
+differ if the largest element of a block is close to a power of two times 448, infinite or NaN.
 """
 
 import torch
@@ -66,7 +66,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Return a tuple of the parts of a rotated tile. The parts have not been divided by sqrt(DIM)."""
+    """Return the parts of a rotated tile, not yet divided by sqrt(DIM)."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)
@@ -164,7 +164,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the Hadamard matrices (D / PART, PART, PART) of ones for the parts of a row, with the signs of the rotation."""
+    """Return the Hadamard matrices of ones for the parts of a row, with the signs of the rotation."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])

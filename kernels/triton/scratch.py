@@ -25,9 +25,8 @@ class Scratch(NamedTuple):
 class ScratchPool:
     """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
 
-    A call takes the memory of its stream, launches all kernels that use it, and gives it back. While one thread has the memory
-    of a stream, another thread receives new memory. A captured call always receives new memory, which belongs to the graph,
-    because a graph may be replayed on any stream.
+    A call takes the memory of its stream, or new memory if another thread has it, launches its kernels, and gives it back. A
+    captured call always receives new memory, because a graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,6 @@ class ScratchPool:
             self._chunks.reserve(like)
 
     def give_back(self, key: Key | None, scratch: Scratch) -> None:
-        """Keep the memory for the next call on the same stream."""
         if key is not None and scratch.numbers.nbytes <= MAX_KEPT_BYTES:
             self._kept[key] = scratch
 
@@ -65,9 +63,8 @@ class ScratchPool:
 class CounterChunks:
     """Counters of captured calls. They are zeros before the first replay, and every replay leaves them as zeros.
 
-    Counters of the graph itself would have to be set to 0 in every replay, which takes as long as a short kernel. Each captured
-    call therefore receives its own part of a chunk of zeros from outside of the capture. Nobody knows when the graph is
-    deleted, so it is never freed.
+    Zeroing counters of the graph itself would take as long as a short kernel in every replay. Each captured call therefore
+    receives its own part of a chunk of zeros, which is never freed, because nobody knows when the graph is deleted.
     """
 
     def __init__(self) -> None:
