@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.data.loader import Loader, Preparation, start_loader
 from ringattn.train.data.packing import Sequences, load, load_held_out
-from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
+from ringattn.train.data.tokenizer import Tokenizer, tokenizer_of
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory, prediction
@@ -33,13 +33,13 @@ from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
-from ringattn.train.settings.config import Config, ConfigError, check
+from ringattn.train.settings.config import Config, ConfigError, check, with_settings
 from ringattn.train.settings.token_budget import resolve_token_budget
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(frozen=True)
 class InferenceRun:
     """The parts of a run on this rank that evaluation and generation need."""
 
@@ -56,7 +56,7 @@ class InferenceRun:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return _num_parameters(self.model)
 
     def plot_title(self, name: str, tokens: str) -> str:
         """Return the title of a plot. `name` is the name of the model, and `tokens` states a number of tokens."""
@@ -64,7 +64,7 @@ class InferenceRun:
         return f"{name}: {self.num_parameters:,} parameters, {tokens}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run(InferenceRun):
     """The parts of a training run on this rank."""
 
@@ -77,8 +77,9 @@ class Run(InferenceRun):
     graphs: ModelGraphs | None  # the CUDA graphs of a training step, if they are used
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
     data_ready: float  # the time at which the data was loaded, on the clock of `time.monotonic`
-    parent: str | None = None  # the checkpoint of another run from which this run branched
-    ready: tuple[int, Any] | None = None  # the latest result of `step.prepare_step`, after the sequences consumed before it
+    parent: str | None  # the checkpoint of another run from which this run branched
+    # The latest result of `step.prepare_step`, by the number of sequences that are consumed before it.
+    prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
     def uncounted_bytes(self) -> int:
@@ -94,7 +95,7 @@ class Run(InferenceRun):
         return self.sequences_per_step * self.config.data.seq_len
 
 
-@dataclass
+@dataclass(frozen=True)
 class Resources:
     """The parts of a run that are chosen and loaded before its model is built. Attributes as in `Run`."""
 
@@ -120,7 +121,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> Resources:
     """
     with sync_errors():
         device, bf16, kernel = choose_device(config, training=True)
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
+        tokenizer = tokenizer_of(config.data)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
         if given is not None and given < minimum:
@@ -151,17 +152,30 @@ def find_resources(config: Config, init_from: Path | None = None) -> Resources:
             f"the text of {config.data.description} differs between the ranks: {ranks} has another one; copy the same files to "
             "all hosts, and set HF_HOME to a shared directory"
         ) from None
-    parts = device, bf16, kernel, tokenizer, init_from_changes, mesh, compiled, recomputed_blocks, graphed, needed
-    return Resources(*parts, data, held_out)
+    return Resources(
+        device=device,
+        bf16=bf16,
+        kernel=kernel,
+        tokenizer=tokenizer,
+        init_from_changes=init_from_changes,
+        mesh=mesh,
+        compiled=compiled,
+        recomputed_blocks=recomputed_blocks,
+        graphed=graphed,
+        needed=needed,
+        data=data,
+        held_out=held_out,
+    )
 
 
-def build(config: Config, init_from: Path | None = None) -> Run:
+def build(config: Config, init_from: Path | None = None, parent: str | None = None) -> Run:
     """Check the settings against the machine, load the data, and build the sharded model and its optimizer.
 
     Args:
-        config: the settings, which `config.check` has accepted.
+        config: the settings, which `config.check` has accepted. If `optim.lr` is None, the run has the default learning rate.
         init_from: the path of the initial weights of a new run. This function checks the weights but does not load
             them. The weights are checked before the data is loaded, because loading the data may take a long time.
+        parent: the checkpoint of another run from which this run branches.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
@@ -191,10 +205,30 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         loader.learn(graphs.slots.requests)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    chosen = found.kernel, found.bf16, found.compiled, found.recomputed_blocks
-    parts = config, device, mesh, tokenizer, found.held_out, *chosen, model
+    if config.optim.lr is None:
+        lr = optim.default_lr(_num_parameters(model), config.model.qk_norm, continued=init_from is not None)
+        config = with_settings(config, {"optim.lr": lr})
     return Run(
-        *parts, found.data, found.needed, optimizer, peak_flops, init_from, loader, graphs, found.init_from_changes, data_ready
+        config=config,
+        device=device,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        held_out=found.held_out,
+        kernel=found.kernel,
+        bf16=found.bf16,
+        compiled=found.compiled,
+        recomputed_blocks=found.recomputed_blocks,
+        model=model,
+        data=found.data,
+        memory_needed=found.needed,
+        optimizer=optimizer,
+        peak_flops=peak_flops,
+        init_from=init_from,
+        init_from_changes=found.init_from_changes,
+        loader=loader,
+        graphs=graphs,
+        data_ready=data_ready,
+        parent=parent,
     )
 
 
@@ -211,7 +245,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     set_deterministic(config.trainer.deterministic)
     with sync_errors():
         device, bf16, kernel = choose_device(config)
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
+        tokenizer = tokenizer_of(config.data)
         changes = initial_weights.compare_settings(weights, config, tokenizer)
     mesh = choose_mesh(config, device, bf16)
     set_timeout(mesh, config.parallel.timeout_s)
@@ -223,7 +257,18 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     initial_weights.load(weights, model)
     log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
-    return InferenceRun(config, device, mesh, tokenizer, None, kernel, bf16, compiled, recomputed_blocks=0, model=model)
+    return InferenceRun(
+        config=config,
+        device=device,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        held_out=None,
+        kernel=kernel,
+        bf16=bf16,
+        compiled=compiled,
+        recomputed_blocks=0,
+        model=model,
+    )
 
 
 def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, backends.Choice]:
@@ -254,8 +299,10 @@ def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
     return build_mesh(device.type, sequence, ulysses)
 
 
-def choose_fastest_mesh(config: Config) -> None:
-    """Set `parallel.ring` and `parallel.ulysses` to the mesh with the highest predicted tokens/s. All ranks call this function.
+def choose_fastest_mesh(config: Config) -> Config:
+    """Return the settings with the `parallel.ring` and `parallel.ulysses` of the mesh with the highest predicted tokens/s.
+
+    All ranks call this function.
 
     Raises:
         ConfigError: on every rank, if the speed of the GPU is not known, or if no mesh suits the settings or fits.
@@ -264,13 +311,10 @@ def choose_fastest_mesh(config: Config) -> None:
     shape = None
     with sync_errors():
         # Settings that a ring of all ranks cannot honour are reported first.
-        parallel = replace(config.parallel, mesh="sizes", ring=None, ulysses=None)
-        ring = replace(config, parallel=parallel, trainer=replace(config.trainer))
-        resolve_token_budget(ring, dist.get_world_size())
-        check(ring, dist.get_world_size())
+        ring = with_settings(config, {"parallel.mesh": "sizes", "parallel.ring": None, "parallel.ulysses": None})
+        check(resolve_token_budget(ring, dist.get_world_size()), dist.get_world_size())
         device, bf16, _ = choose_device(config, training=True)
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
-        machine = machine_of(config, device, tokenizer.vocab_size, bf16)
+        machine = machine_of(config, device, tokenizer_of(config.data).vocab_size, bf16)
         if machine is None:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPUs"
             raise ConfigError(
@@ -280,7 +324,7 @@ def choose_fastest_mesh(config: Config) -> None:
         if dist.get_rank() == 0:
             shape = prediction.fastest_shape(config, machine)
     shape = broadcast_object(shape)
-    config.parallel.ring, config.parallel.ulysses = shape.sequence, shape.ulysses
+    return with_settings(config, {"parallel.ring": shape.sequence, "parallel.ulysses": shape.ulysses})
 
 
 def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool) -> prediction.Machine | None:
@@ -338,6 +382,10 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
         schedule=config.parallel.schedule,
     )
     return broadcast_object(best)
+
+
+def _num_parameters(model: GPT) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _free_memory(device: torch.device) -> None:

@@ -160,8 +160,8 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
         run: the run.
         consumed: the number of sequences that earlier steps consume.
     """
-    if run.ready is not None and run.ready[0] == consumed:
-        return run.ready[1]
+    if consumed in run.prepared:
+        return run.prepared[consumed]
     micro_steps = run.loader.get(consumed)
     totals = [(int((x.batch.labels != IGNORE).sum()), count_pairs(x.mask, x.batch)) for x in micro_steps]
     sums = torch.tensor(totals, device="cpu").sum(0)
@@ -173,8 +173,9 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
             ready.append(ReadyMicroStep(mask, layout, shard, packed=run.graphs.pack(mask, layout, plan)))
         else:
             ready.append(ReadyMicroStep(mask, layout, shard, plan and plan.to(run.device)))
-    run.ready = consumed, ReadyStep(ready, *sums.tolist())
-    return run.ready[1]
+    run.prepared.clear()
+    run.prepared[consumed] = ReadyStep(ready, *sums.tolist())
+    return run.prepared[consumed]
 
 
 def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:

@@ -26,7 +26,7 @@ from ringattn.train.reports.profiling import Profiler
 from ringattn.train.reports.recall_results import to_metrics
 from ringattn.train.reports.summary import complete_summary, peak_memory_gib, plot_loss, write_results
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check
+from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check, with_settings
 from ringattn.train.settings.sweep import is_job_of_sweep
 from ringattn.train.settings.token_budget import default_group_size, resolve_token_budget
 from ringattn.train.setup import Run, build, choose_fastest_mesh, find_resources
@@ -53,7 +53,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     """
     startup.begin_job()
     startup.end_part("settings")
-    check_settings(config)
+    config = resolve(config)
     if preemption.any_rank_stop_requested(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}on request, before {directory} was started")
         raise preemption.TrainingStopped
@@ -61,27 +61,25 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         with sync_errors():
             check_results(directory)
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
-        if checkpoint is None and config.data.group_size is None:
-            config.data.group_size = default_group_size(config, dist.get_world_size())
-        run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
+        if checkpoint is not None:
+            config = keep_settings(config, directory, checkpoint)
+        elif config.data.group_size is None:
+            config = with_settings(config, {"data.group_size": default_group_size(config, dist.get_world_size())})
+        run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None, parent)
         startup.end_part("data", run.data_ready)
         stack.enter_context(closing(run.loader))
-        run.parent = parent
         facts = run_facts(run)
         describe(run, directory, facts)
         done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
         if run.init_from:
             initial_weights.load(run.init_from, run.model)
-        if config.optim.lr is None:
-            is_continued = run.init_from is not None
-            config.optim.lr = optim.default_lr(run.num_parameters, config.model.qk_norm, continued=is_continued)
         if done >= config.trainer.steps:
             return complete_run(run, directory, done, facts)
         startup.end_part("model")
-        log.info(f"{'optimizer':<12}AdamW, peak learning rate {config.optim.lr:.3g}")
+        log.info(f"{'optimizer':<12}AdamW, peak learning rate {run.config.optim.lr:.3g}")
         prepare_directory(run, directory, done)
         with sync_errors():
-            wandb_run = WandbRun(config, directory, facts)
+            wandb_run = WandbRun(run.config, directory, facts)
         startup.end_part("W&B")
         with wandb_run:
             take_steps(run, directory, done, consumed, wandb_run)
@@ -89,13 +87,14 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
             return write_results(run, directory, done, wandb_run)
 
 
-def check_settings(config: Config) -> None:
-    """Check the settings without the data and the weights, and set those that follow from other settings, on all ranks."""
+def resolve(config: Config) -> Config:
+    """Check the settings on all ranks, without the data and the weights. Return them with those that follow from others."""
     if config.parallel.mesh == "fastest":
-        choose_fastest_mesh(config)
+        config = choose_fastest_mesh(config)
     with sync_errors():
-        resolve_token_budget(config, dist.get_world_size())
+        config = resolve_token_budget(config, dist.get_world_size())
         check(config, dist.get_world_size())
+    return config
 
 
 def check_job(config: Config, directory: Path) -> None:
@@ -103,7 +102,7 @@ def check_job(config: Config, directory: Path) -> None:
 
     All ranks call this function with the same arguments. The data is then in the cache. Errors as in `train`.
     """
-    check_settings(config)
+    config = resolve(config)
     set_deterministic(config.trainer.deterministic)
     is_new = storage.latest(directory / "checkpoints") is None
     find_resources(config, initial_weights.initial_weights_path(config) if is_new else None)
@@ -312,6 +311,13 @@ def check_space(run: Run, directory: Path, done: int) -> None:
     storage.check_space(directory, done, needed, trainer.keep_checkpoints, saves)
 
 
+def keep_settings(config: Config, directory: Path, checkpoint: Path) -> Config:
+    """Return the settings with those that a run keeps if it resumes from `checkpoint`. Errors as in `resume`."""
+    with sync_errors():
+        meta = resume_rules.read_run_meta(checkpoint)
+        return resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, config)
+
+
 def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     """Load a checkpoint into the run.
 
@@ -324,7 +330,6 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
         resume_rules.check_corpus(checkpoint, meta, run.data.fingerprint, run.config)
-        resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, run.config)
         if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():
             resume_rules.check_job_of_sweep(checkpoint, meta, run.config)
         changed = resume_rules.compare_settings(checkpoint, meta, run.config, run.tokens_per_step)

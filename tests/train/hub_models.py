@@ -16,7 +16,7 @@ from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.commands.options import folder_config
 from ringattn.train.data.tokenizer import load_tokenizer
 from ringattn.train.model.gpt import GPT
-from ringattn.train.settings.config import ModelConfig
+from ringattn.train.settings.config import ModelConfig, with_settings
 
 # The settings of our model that determine the shapes of its weights.
 SIZES = dict(layers=2, dim=32, heads=4, kv_heads=2, head_dim=16, ffn_dim=48)
@@ -149,11 +149,8 @@ def write_chat_folder(folder: Path, **changes: object) -> Path:
 
 def import_folder(folder: Path, directory: Path, **changes: object) -> Path:
     """Save a checkpoint of a run that started from a folder and trained nothing. `changes` are settings of the run."""
-    config = folder_config(folder)
-    config.trainer.init_from = str(folder)
-    for name, value in changes.items():
-        group, name = name.split("__")
-        setattr(getattr(config, group), name, value)
+    values = {"trainer.init_from": str(folder)} | {name.replace("__", "."): value for name, value in changes.items()}
+    config = with_settings(folder_config(folder), values)
     model = GPT(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
     huggingface.load(folder, model)
     return storage.save(directory, 1, state_dict.model_state(model), {"config": asdict(config)}, keep=1)

@@ -1,6 +1,7 @@
 """Tests of FP8 attention in evaluation, generation and training: what uses FP8, and how little it changes."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -12,7 +13,7 @@ from ringattn.train import step
 from ringattn.train.inference import generation
 from ringattn.train.inference.losses import evaluate
 from ringattn.train.reports.description import describe, run_facts
-from ringattn.train.settings.config import Config
+from ringattn.train.settings.config import Config, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -27,7 +28,7 @@ def train(run: run_setup.Run, steps: int) -> list[float]:
 def losses(corpus: str, use: str, steps: int = 2) -> tuple[list[float], float]:
     """Return the losses of some training steps and of the evaluation afterwards."""
     config = job(corpus, 1)
-    config.trainer.fp8_attention = use
+    config = with_settings(config, {"trainer.fp8_attention": use})
     run = run_setup.build(config)
     return train(run, steps), evaluate(run)["eval_loss"]
 
@@ -36,15 +37,15 @@ def losses(corpus: str, use: str, steps: int = 2) -> tuple[list[float], float]:
 def test_fp8_hardly_changes_the_perplexity_of_a_trained_model(corpus):
     """The loss of the model falls by more than one nat in training, so attention matters."""
     config = job(corpus, 1)
-    config.data.seq_len = 200
+    config = with_settings(config, {"data.seq_len": 200})
     with one_rank():
         run = run_setup.build(config)
         trained = train(run, 20)
         assert trained[-1] < trained[0] - 1
         results = {}
         for use in ("never", "inference"):
-            config.trainer.fp8_attention = use
-            results[use] = evaluate(run)["eval_loss"]
+            changed = replace(run, config=with_settings(config, {"trainer.fp8_attention": use}))
+            results[use] = evaluate(changed)["eval_loss"]
     perplexities = {use: math.exp(loss) for use, loss in results.items()}
     assert results["never"] != results["inference"]
     assert perplexities["inference"] == pytest.approx(perplexities["never"], rel=TOLERANCE)
@@ -70,7 +71,7 @@ def test_only_the_prompt_of_a_generation_uses_fp8(use, corpus, monkeypatch):
     received, attend = [], generation.ring_attention
     monkeypatch.setattr(generation, "ring_attention", lambda *x, **options: received.append(options) or attend(*x, **options))
     config = job(corpus, 1)
-    config.trainer.fp8_attention = use
+    config = with_settings(config, {"trainer.fp8_attention": use})
     with one_rank():
         run = run_setup.build(config)
         tokens = generation.generate(run, [1, 2, 3], 4, temperature=0.0)
@@ -88,10 +89,10 @@ def check_ranks(corpus: str, directory: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
     for settings in ({"ulysses": 1, "schedule": "kv"}, {"ulysses": 2}):
         config = job(corpus, 1, ring=2, **settings)
-        config.trainer.batch_size, config.trainer.accumulate = 4, 1
+        config = with_settings(config, {"trainer.batch_size": 4, "trainer.accumulate": 1})
         run = run_setup.build(config)
         never = evaluate(run)["eval_loss"]
-        config.trainer.fp8_attention = "always"
+        run = replace(run, config=with_settings(config, {"trainer.fp8_attention": "always"}))
         always = evaluate(run)["eval_loss"]
         assert always != never
         assert always == pytest.approx(never, abs=TOLERANCE)
@@ -103,7 +104,7 @@ def check_ranks(corpus: str, directory: Path) -> None:
 def test_description_names_the_use_of_fp8(corpus, caplog):
     caplog.set_level("INFO")
     config = job(corpus, 1)
-    config.trainer.fp8_attention = "inference"
+    config = with_settings(config, {"trainer.fp8_attention": "inference"})
     with one_rank():
         run = run_setup.build(config)
         describe(run, Path("outputs/name"), run_facts(run))
@@ -114,10 +115,9 @@ def test_description_names_the_use_of_fp8(corpus, caplog):
 
 
 def test_kernels_are_those_of_training_or_of_inference():
-    config = Config()
-    config.trainer.fp8_attention = "inference"
+    config = with_settings(Config(), {"trainer.fp8_attention": "inference"})
     cpu = torch.device("cpu")
     assert "FP8" not in run_setup.choose_backend(config, cpu, bf16=True, training=True).reason
     assert "rounded to FP8" in run_setup.choose_backend(config, cpu, bf16=True).reason
-    config.trainer.fp8_attention = "always"
+    config = with_settings(config, {"trainer.fp8_attention": "always"})
     assert "rounded to FP8" in run_setup.choose_backend(config, cpu, bf16=True, training=True).reason

@@ -5,6 +5,7 @@ and the number of rows of its embedding. Every folder also has the files of a ch
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,9 +94,7 @@ def write_model(folder: Path, kind: str = "Llama", scaling: str = "default", hea
 
 
 def our_logits(folder: Path, **changes: object) -> torch.Tensor:
-    settings = settings_of(folder)
-    for name, value in changes.items():
-        setattr(settings, name, value)
+    settings = replace(settings_of(folder), **changes)
     model = GPT(settings, 257).double()
     huggingface.load(folder, model)
     return logits(model, TOKENS)[:, : settings.vocab_size]

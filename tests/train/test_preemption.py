@@ -31,7 +31,7 @@ from ringattn.train.preemption import (
     stop_requested,
 )
 from ringattn.train.reports import metrics
-from ringattn.train.settings.config import Config, ConfigError
+from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.step import until_stopped
 from tests.distributed import run_ranks
 from tests.train.checkpoint.test_formats import unpack
@@ -117,7 +117,7 @@ def receive_sigterm(step: int, rank: int):
 
 def small_job(corpus: str, ring: int) -> Config:
     config = job(corpus, 1, ring=ring)
-    config.trainer.steps, config.trainer.eval_every, config.trainer.accumulate = 4, 2, 1
+    config = with_settings(config, {"trainer.steps": 4, "trainer.eval_every": 2, "trainer.accumulate": 1})
     return config
 
 
@@ -164,10 +164,9 @@ def test_sigterm_in_the_last_step_only_stops_the_evaluation(corpus, tmp_path, mo
 
 def job_of_micro_steps(corpus: str, steps: int = 4, **parallel: object) -> Config:
     config = small_job(corpus, parallel.pop("ring", 1))
-    trainer_config, config.parallel.ulysses = config.trainer, parallel.pop("ulysses", 1)
-    trainer_config.steps, trainer_config.accumulate, trainer_config.eval_every, trainer_config.eval_tokens = steps, 6, 0, 61
-    config.model.layers = 1
-    return config
+    trainer = {"steps": steps, "accumulate": 6, "eval_every": 0, "eval_tokens": 61}
+    values = {"model.layers": 1, "parallel.ulysses": parallel.pop("ulysses", 1)}
+    return with_settings(config, values | {f"trainer.{name}": value for name, value in trainer.items()})
 
 
 def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
@@ -202,7 +201,7 @@ def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
 def test_request_stops_between_micro_steps_without_a_trace(micro_step, every, saved, begun, corpus, tmp_path, monkeypatch):
     """The loss of every step, and the final parameters, are the same as without the request."""
     config = job_of_micro_steps(corpus)
-    config.trainer.checkpoint_every = every
+    config = with_settings(config, {"trainer.checkpoint_every": every})
     saves, save = [], trainer.save_checkpoint
     monkeypatch.setattr(trainer, "save_checkpoint", lambda run, path, *rest: saves.append(rest[0]) or save(run, path, *rest))
     monkeypatch.setattr(step, "compute_loss", step.compute_loss)

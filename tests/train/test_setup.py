@@ -13,7 +13,15 @@ from ringattn.train import step
 from ringattn.train.model.gpt import Block
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
+from ringattn.train.settings.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainerConfig,
+    with_settings,
+)
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -51,8 +59,8 @@ def check_fastest_mesh() -> None:
     run_setup.machine_of = lambda *args: "machine"
     run_setup.prediction.fastest_shape = lambda config, machine: MeshShape(2 - dist.get_rank(), 1, 1)
     config = Config(parallel=ParallelConfig(mesh="fastest", ring=2, ulysses=2))
-    config.trainer.tokens_per_step, config.trainer.batch_size, config.trainer.device = 1024, 1, "cpu"
-    run_setup.choose_fastest_mesh(config)
+    config = with_settings(config, {"trainer.tokens_per_step": 1024, "trainer.batch_size": 1, "trainer.device": "cpu"})
+    config = run_setup.choose_fastest_mesh(config)
     assert (config.parallel.mesh, config.parallel.ring, config.parallel.ulysses) == ("fastest", 1, 1)
 
 
@@ -75,7 +83,7 @@ def test_number_of_ulysses_ranks_comes_from_the_cost_model(window, ranks, ulysse
     monkeypatch.setattr(run_setup, "broadcast_object", lambda value: value)
     model = ModelConfig(dim=2048, heads=16, kv_heads=16, window=window)
     config = Config(model=model, data=DataConfig(seq_len=65536))
-    config.parallel.layout, config.trainer.batch_size = "auto", 1
+    config = with_settings(config, {"parallel.layout": "auto", "trainer.batch_size": 1})
     assert run_setup._best_ulysses(config, ranks, torch.device("cuda"), bf16=True) == ulysses
 
 
@@ -116,7 +124,7 @@ def test_training_computes_in_the_precision_of_the_settings(precision, dtype, co
     dtypes, after = set(), Block.after
     monkeypatch.setattr(Block, "after", lambda block, x, attention: dtypes.add(attention.dtype) or after(block, x, attention))
     config = job(corpus, 1)
-    config.trainer.precision = precision
+    config = with_settings(config, {"trainer.precision": precision})
     with one_rank():
         run = run_setup.build(config)
         record, _ = step.take_step(run, 1, consumed=0)
@@ -128,8 +136,8 @@ def test_training_computes_in_the_precision_of_the_settings(precision, dtype, co
 def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
     """The sizes of a step, the precision, the peak for MFU and the seed of held-out text."""
     config = job(corpus, 1)
-    config.trainer.batch_size, config.trainer.accumulate, config.trainer.peak_tflops = 2, 3, 0.5
-    config.data.seed = 7
+    config = with_settings(config, {"trainer.batch_size": 2, "trainer.accumulate": 3, "trainer.peak_tflops": 0.5})
+    config = with_settings(config, {"data.seed": 7})
     with one_rank():
         run = run_setup.build(config)
     assert (run.sequences_per_step, run.tokens_per_step, run.peak_flops) == (6, 6 * 61, 0.5e12)
@@ -147,6 +155,6 @@ def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
 
 def test_error_names_the_vocabulary_of_the_tokenizer(corpus):
     config = job(corpus, 1)
-    config.model.vocab_size = 100
+    config = with_settings(config, {"model.vocab_size": 100})
     with one_rank(), pytest.raises(ConfigError, match=r"model\.vocab_size=100 .*257"):
         run_setup.build(config)

@@ -15,7 +15,7 @@ from ringattn.train.data.loader import AheadLoader, Loader, choose_layout, mask_
 from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.settings.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from ringattn.train.settings.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.plain import plain_attention
@@ -45,7 +45,9 @@ def plain_loss(model: GPT, batch: Batch) -> torch.Tensor:
 def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
     """The loss, the gradient norm, the learning rate and the parameters of four steps with accumulation, clipping and decay."""
     config = job(write_short_documents(tmp_path / "short"), 1)
-    config.optim, config.trainer.steps = OptimConfig(lr=3e-3, betas=(0.8, 0.9), clip=0.5, warmup_steps=2), 4
+    config = with_settings(
+        config, {"optim": OptimConfig(lr=3e-3, betas=(0.8, 0.9), clip=0.5, warmup_steps=2), "trainer.steps": 4}
+    )
     with one_rank():
         run = run_setup.build(config)
         plain = GPT(config.model, 257)
@@ -73,7 +75,7 @@ def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
 def test_next_step_is_loaded_during_the_current_one(corpus, monkeypatch):
     """The second step loads no batches, because the first one has done so."""
     config = job(corpus, 1)
-    config.trainer.steps, config.trainer.accumulate = 2, 1
+    config = with_settings(config, {"trainer.steps": 2, "trainer.accumulate": 1})
     with one_rank():
         run = run_setup.build(config)
         step.take_step(run, 1, 0)
@@ -104,7 +106,7 @@ def check_stop_request(corpus: str, cache: Path) -> None:
     """On every rank: the request of rank 1 is reported, and the loss of a step with one micro-step is not affected by it."""
     datasets.config.HF_DATASETS_CACHE = cache
     config = job(corpus, 1, ring=2)
-    config.trainer.accumulate, config.trainer.batch_size = 1, 4
+    config = with_settings(config, {"trainer.accumulate": 1, "trainer.batch_size": 4})
     run = run_setup.build(config)
     first, stop = step.take_step(run, 1, 0)
     assert not stop
@@ -116,7 +118,7 @@ def check_stop_request(corpus: str, cache: Path) -> None:
 
 def test_divergence_is_an_error_that_names_the_step(corpus):
     config = job(corpus, 1)
-    config.optim.lr, config.optim.warmup_steps, config.model.layers = 1e30, 0, 1
+    config = with_settings(config, {"optim.lr": 1e30, "optim.warmup_steps": 0, "model.layers": 1})
     with one_rank():
         run = run_setup.build(config)
         step.take_step(run, 1, 0)
@@ -141,7 +143,7 @@ def test_mask_uses_the_settings():
     batch = Batch(torch.zeros(1, 4), torch.zeros(1, 4), ((3, 1),))
     config = Config(model=ModelConfig(window=2))
     assert step.count_pairs(mask_of(config, batch), batch) == 1 + 2 + 2 + 1
-    config.data.mask_documents = False
+    config = with_settings(config, {"data.mask_documents": False})
     assert step.count_pairs(mask_of(config, batch), batch) == 1 + 2 + 2 + 2
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
@@ -435,7 +436,7 @@ def test_run_without_the_final_checkpoint_keeps_the_earlier_ones(settings, outpu
 def test_checkpoints_follow_from_the_settings():
     config = TrainerConfig(steps=7, checkpoint_every=3)
     assert [step for step in range(1, 8) if trainer.saves_after_step(step, config)] == [3, 6, 7]
-    config.save_final = False
+    config = replace(config, save_final=False)
     assert [step for step in range(1, 8) if trainer.saves_after_step(step, config)] == [3, 6]
     config = TrainerConfig(steps=6, checkpoint_every=0, save_final=False)
     assert not any(trainer.saves_after_step(step, config) for step in range(1, 7))

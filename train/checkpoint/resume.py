@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
-from ringattn.train.settings.config import GROUPS, Config, ConfigError, ModelConfig, TrainerConfig, resolve_path
+from ringattn.train.settings.config import GROUPS, Config, ConfigError, ModelConfig, TrainerConfig, resolve_path, with_settings
 from ringattn.train.settings.literal import literal_settings
 
 log = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ def saved_config(meta: dict[str, Any]) -> Config:
     except (OmegaConfBaseException, RecursionError) as error:
         key, reason = getattr(error, "full_key", "settings"), str(error).splitlines()[0]
         raise ConfigError(f"meta.json of the checkpoint is damaged: {key}: {reason}; restore the file") from error
+    values = {}
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
-        config.data.eval_fraction = 0.0  # Earlier versions trained on the whole text.
-    if config.data.held_out is None and config.data.eval_fraction == 0:
-        # This setting has no effect without held-out text, and earlier versions saved another default.
-        config.trainer.eval_tokens = TrainerConfig.eval_tokens
+        values["data.eval_fraction"] = 0.0  # Earlier versions trained on the whole text.
+    # The following settings have no effect without held-out text or without a factor, and earlier versions saved other values.
+    if config.data.held_out is None and values.get("data.eval_fraction", config.data.eval_fraction) == 0:
+        values["trainer.eval_tokens"] = TrainerConfig.eval_tokens
     if config.model.rope_factor is None:
-        # These settings have no effect without a factor, and earlier versions saved other values of them.
-        config.model.rope_trained_len, config.model.rope_scaling = ModelConfig.rope_trained_len, ModelConfig.rope_scaling
-    return config
+        values |= {f"model.{name}": getattr(ModelConfig, name) for name in ("rope_trained_len", "rope_scaling")}
+    return with_settings(config, values)
 
 
 @cache  # The settings of a checkpoint are read several times.
@@ -158,8 +158,8 @@ def _parent(path: Path) -> str | None:
     return storage.read_meta(path).get("origin")
 
 
-def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> None:
-    """Copy settings from a checkpoint into `config`. A resumed run must keep these settings.
+def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
+    """Return the settings of a run, with those of its checkpoint that a resumed run must keep.
 
     The learning rate and the number of warmup steps are copied unless the user sets them. Without this copy, a larger
     `trainer.steps` would lead to a longer warmup. If the checkpoint belongs to this run, `trainer.init_from` is copied as well.
@@ -168,22 +168,24 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
         path: the checkpoint.
         directory: the directory of the run's checkpoints.
         meta: the content of the checkpoint's meta.json.
-        config: the settings of the run, which are updated in place.
+        config: the settings of the run.
 
     Raises:
         ConfigError: the run would end within the warmup.
     """
+    kept = {}
     if config.optim.lr is None:
-        config.optim.lr = meta["config"]["optim"]["lr"]
+        kept["optim.lr"] = meta["config"]["optim"]["lr"]
     if config.optim.warmup_steps is None:
-        config.optim.warmup_steps = warmup = meta["config"]["optim"]["warmup_steps"]
+        kept["optim.warmup_steps"] = warmup = meta["config"]["optim"]["warmup_steps"]
         if warmup > config.trainer.steps:
             raise ConfigError(
                 f"trainer.steps={config.trainer.steps} would end within the warmup of {warmup} steps of {path}: use more "
                 "steps, or set optim.warmup_steps"
             )
     if path.parent.resolve() == directory.resolve():
-        config.trainer.init_from = meta["config"]["trainer"].get("init_from")
+        kept["trainer.init_from"] = meta["config"]["trainer"].get("init_from")
+    return with_settings(config, kept)
 
 
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], config: Config) -> None:

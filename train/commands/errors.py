@@ -25,7 +25,7 @@ from ringattn.comm.watchdog import RingFault
 from ringattn.train.checkpoint.storage import FULL_DISK
 from ringattn.train.data.loader import LoaderError
 from ringattn.train.parallel.memory import InsufficientMemory
-from ringattn.train.settings.config import Config, ConfigError
+from ringattn.train.settings.config import SETTINGS, ConfigError
 from ringattn.train.step import Diverged
 
 DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
@@ -109,10 +109,8 @@ def nearest_setting(name: str) -> str | None:
     group, _, option = name.rpartition(".")
     if other := get_close_matches(option, OTHER_NAMES, 1, cutoff=0.85):
         return OTHER_NAMES[other[0]]
-    groups = {field.name: getattr(Config(), field.name) for field in fields(Config) if field.name != "name"}
-    names = [f"{each}.{setting}" for each, settings in groups.items() for setting in vars(settings)]
-    exact = [each for each in names if each.endswith(f".{option}")]
-    own = [each for each in names if each.startswith(f"{group}.")] if group in groups else []
+    exact = [each for each in SETTINGS if each.endswith(f".{option}")]
+    own = [each for each in SETTINGS if each.startswith(f"{group}.")]
     return next(iter(exact or get_close_matches(name, own, 1, cutoff=0.8)), None)
 
 

@@ -50,7 +50,7 @@ from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.inference.losses import default_lengths, evaluate_lengths
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.reports.loss_results import Losses, loss_table, plot_losses
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, check_values
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, check_values, with_settings
 from ringattn.train.setup import InferenceRun, build_for_inference
 
 # The settings that this command accepts, in addition to those of `ringattn.train.commands.options`.
@@ -96,7 +96,7 @@ def run_command_line(arguments: list[str]) -> None:
         check(longest, dist.get_world_size())
     run = build_for_inference(longest, model.path)
     with sync_errors():
-        run.held_out = load_text(longest, model.config.data.seq_len, run.tokenizer)
+        run = replace(run, held_out=load_text(longest, model.config.data.seq_len, run.tokenizer))
     losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_progress=True)
     with sync_errors():
         if dist.get_rank() == 0:
@@ -129,8 +129,9 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
         raise ConfigError(f"run={config.name} has no held-out text: name the text to evaluate, such as data=text data.path=...")
     configs = [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]
     if text is not None and text.source != "recall":
-        for each in configs:
-            each.data.eval_split, each.data.split = each.data.split, DataConfig.split
+        configs = [
+            with_settings(each, {"data.eval_split": each.data.split, "data.split": DataConfig.split}) for each in configs
+        ]
     return configs
 
 

@@ -203,9 +203,13 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 def _settings_for_inference(config: Config) -> Config:
     """Keep the settings that belong to the model and to the text. Inference may run on another machine than training."""
-    trainer = TrainerConfig(precision=config.trainer.precision, fp8_attention=config.trainer.fp8_attention, compile=False)
-    if config.data.held_out is not None or config.data.eval_fraction > 0:
-        trainer.eval_tokens = config.trainer.eval_tokens
+    has_text = config.data.held_out is not None or config.data.eval_fraction > 0
+    trainer = TrainerConfig(
+        precision=config.trainer.precision,
+        fp8_attention=config.trainer.fp8_attention,
+        compile=False,
+        eval_tokens=config.trainer.eval_tokens if has_text else TrainerConfig.eval_tokens,
+    )
     return Config(name=config.name, model=config.model, data=config.data, trainer=trainer)
 
 

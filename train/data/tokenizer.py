@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ringattn.train.settings.config import ConfigError
+from ringattn.train.settings.config import ConfigError, DataConfig
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +151,11 @@ class JsonTokenizer:
 
 # Both classes have the same attributes and methods.
 Tokenizer = BytesTokenizer | JsonTokenizer
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """Return the tokenizer of a corpus. See `load_tokenizer`."""
+    return load_tokenizer(config.tokenizer, config.eos_token, config.special_tokens)
 
 
 def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str = "text") -> Tokenizer:

@@ -6,8 +6,8 @@ comment above each field explains the setting. For settings whose default is Non
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -48,8 +48,17 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+class Frozen:
+    """A base class for settings that never change. OmegaConf could not set the values of dataclasses with `frozen=True`."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in vars(self):
+            raise FrozenInstanceError(f"{name} of settings is frozen: create a copy with `with_settings`")
+        super().__setattr__(name, value)
+
+
 @dataclass
-class ModelConfig:
+class ModelConfig(Frozen):
     """The shape of the GPT."""
 
     # Rows of the embedding table. None: the number of tokens of the tokenizer. A larger number keeps the published size of a
@@ -99,7 +108,7 @@ class ModelConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Frozen):
     """The settings of the text, the tokenizer and the packing of documents into sequences."""
 
     # The kind of text: "stdlib" or "packages" (the source code of Python's standard library, one document per file or per
@@ -168,7 +177,7 @@ class DataConfig:
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Frozen):
     """The settings that divide the work among the ranks.
 
     The ranks form a mesh of data-parallel x ring x Ulysses ranks. The parameters are sharded over all ranks.
@@ -202,7 +211,7 @@ class ParallelConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Frozen):
     """The settings of AdamW, of gradient clipping and of the learning-rate schedule."""
 
     # The peak learning rate. None: 6e-4 for 124 million parameters and lower for more, 1.75 times as high with `model.qk_norm`,
@@ -227,7 +236,7 @@ class OptimConfig:
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Frozen):
     """The settings of the length of a run, its device, its checkpoints and its results."""
 
     # The number of optimizer steps of the whole run. `total_tokens` determines it if that is set.
@@ -317,7 +326,7 @@ class TrainerConfig:
 
 
 @dataclass
-class LoggerConfig:
+class LoggerConfig(Frozen):
     """The settings of Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
 
     # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" is the variable WANDB_MODE, or
@@ -328,7 +337,7 @@ class LoggerConfig:
 
 
 @dataclass
-class Config:
+class Config(Frozen):
     """All settings of a run."""
 
     # The name of the run and of its directory under `outputs/`. Launching the same name again resumes the run. Without a name
@@ -342,8 +351,21 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
+def with_settings(config: Config, values: Mapping[str, object]) -> Config:
+    """Return a copy of the settings with other values. The keys are names of settings, such as "trainer.steps" and "name"."""
+    groups: dict[str, dict[str, object]] = {}
+    for name, value in values.items():
+        group, _, option = name.rpartition(".")
+        groups.setdefault(group, {})[option] = value
+    own = groups.pop("", {})
+    return replace(config, **own, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
+
+
 # The names of the groups of settings.
 GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
+
+# The names of all settings in these groups, such as "trainer.steps".
+SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
 # The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
 MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}

@@ -6,28 +6,37 @@ and the tokenizer from the folder of the model.
 """
 
 from collections.abc import Iterable
-from copy import deepcopy
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from ringattn.train.settings.config import GROUPS, MAY_DIFFER, Config, DataConfig, ModelConfig, unused_settings
+from ringattn.train.settings.config import (
+    GROUPS,
+    MAY_DIFFER,
+    SETTINGS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    unused_settings,
+    with_settings,
+)
 from ringattn.train.settings.token_budget import SOURCES
 
 
 def reset_unused(config: Config, given: set[str]) -> Config:
-    """Return a copy in which settings without an effect have their default values, unless the command line sets them.
+    """Return the settings with the defaults of those that have no effect, unless the command line sets them.
 
     A recipe or an experiment may set such a setting. For example, `trainer.eval_tokens` has no effect if the command line sets
     `data.eval_fraction=0`. If the command line itself sets a setting without an effect, `config.check` raises an error.
     """
-    config = deepcopy(config)
-    for name, _, _ in list(unused_settings(config)):
-        if name not in given:
-            group, option = name.split(".")
-            setattr(getattr(config, group), option, getattr(getattr(Config(), group), option))
-    return config
+    return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
+
+
+def _values_of(config: Config, names: Iterable[str]) -> dict[str, Any]:
+    return {name: attrgetter(name)(config) for name in names}
 
 
 def given_names(overrides: Iterable[str]) -> set[str]:
@@ -52,41 +61,31 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
         given: the names of the groups and settings that the command line sets.
         is_own: whether the checkpoint belongs to this run and not to a run from which this run branches.
     """
-    config = deepcopy(composed if given & {"experiment", "recipe"} else saved)
+    base = composed if given & {"experiment", "recipe"} else saved
+    config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
     # The checkpoint may come from somebody else. Therefore it may keep data on this machine, but it may not send data to W&B.
     if not is_own:
-        config.logger = deepcopy(composed.logger)
+        config = replace(config, logger=composed.logger)
     elif config.logger.wandb == "online":
-        config.logger.wandb = composed.logger.wandb
-    for group in GROUPS:
-        if group in given:
-            setattr(config, group, deepcopy(getattr(composed, group)))
-        for name in vars(getattr(config, group)):
-            if f"{group}.{name}" in given:
-                setattr(getattr(config, group), name, getattr(getattr(composed, group), name))
-    config.name, config.trainer.resume = composed.name, composed.trainer.resume
-    if not given & {"trainer.steps", "trainer.total_tokens"}:
-        config.trainer.steps, config.trainer.total_tokens = saved.trainer.steps, saved.trainer.total_tokens
+        config = with_settings(config, _values_of(composed, ["logger.wandb"]))
+    config = with_settings(config, _values_of(composed, {"name", "trainer.resume"} | given.intersection(SETTINGS)))
+    kept = ["trainer.steps", "trainer.total_tokens"] if not given & {"trainer.steps", "trainer.total_tokens"} else []
     if not given & {"data.seq_len", "experiment"}:
         # The length that a recipe sets depends on the number of ranks, which may have changed.
-        config.data.seq_len = saved.data.seq_len
+        kept.append("data.seq_len")
+    # The position in the data is valid only in the same order.
+    kept += {"data.group_size", "data.eval_fraction"} - given
+    if not sets_tokenizer(composed, given):
+        kept += ["data.tokenizer", *({"data.eos_token", "data.special_tokens"} - given)]
+    values = _values_of(saved, kept)
     for derived, source in SOURCES.items():
         if f"trainer.{derived}" in given and f"trainer.{source}" not in given:
-            setattr(config.trainer, source, None)
+            values[f"trainer.{source}"] = None
     if config.parallel.mesh == "fastest" and given & {"parallel.ring", "parallel.ulysses"}:
-        for name in ("mesh", "ring", "ulysses"):
-            setattr(config.parallel, name, getattr(composed.parallel, name))
+        values |= _values_of(composed, ["parallel.mesh", "parallel.ring", "parallel.ulysses"])
     # A run that branches does not start from the initial weights of the other run, but from the checkpoint.
-    config.trainer.init_from = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
-    config.model = _override_model(saved.model, composed.model, given)
-    kept = ["group_size", "eval_fraction"]  # The position in the data is valid only in the same order.
-    if not sets_tokenizer(composed, given):
-        config.data.tokenizer = saved.data.tokenizer
-        kept += ["eos_token", "special_tokens"]
-    for name in kept:
-        if f"data.{name}" not in given:
-            setattr(config.data, name, getattr(saved.data, name))
-    return config
+    values["trainer.init_from"] = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
+    return replace(with_settings(config, values), model=_override_model(saved.model, composed.model, given))
 
 
 def settings_of_published_model(composed: Config, given: set[str], folder: Path, model: ModelConfig) -> Config:
@@ -98,12 +97,10 @@ def settings_of_published_model(composed: Config, given: set[str], folder: Path,
         folder: the absolute path of the folder of the model.
         model: the settings of the model.
     """
-    config = deepcopy(composed)
-    config.trainer.init_from = str(folder)
-    config.model = _override_model(model, composed.model, given)
+    values = {"trainer.init_from": str(folder), "model": _override_model(model, composed.model, given)}
     if not sets_tokenizer(composed, given):
-        config.data.tokenizer = str(folder / "tokenizer.json")
-    return config
+        values["data.tokenizer"] = str(folder / "tokenizer.json")
+    return with_settings(composed, values)
 
 
 def sets_tokenizer(composed: Config, given: set[str]) -> bool:

@@ -7,6 +7,7 @@ them to `trainer.accumulate` and `trainer.steps` before a run starts, so the res
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -16,11 +17,11 @@ from ringattn.train.settings.config import Config, ConfigError, check_values
 SOURCES = {"accumulate": "tokens_per_step", "steps": "total_tokens"}
 
 
-def resolve_token_budget(config: Config, world_size: int) -> None:
-    """Set `trainer.accumulate` and `trainer.steps` to the values that follow from the numbers of tokens, if these are set.
+def resolve_token_budget(config: Config, world_size: int) -> Config:
+    """Return the settings with the `trainer.accumulate` and `trainer.steps` that follow from the numbers of tokens, if given.
 
     Args:
-        config: the settings, which are updated in place.
+        config: the settings.
         world_size: the number of ranks that were launched.
 
     Raises:
@@ -29,16 +30,18 @@ def resolve_token_budget(config: Config, world_size: int) -> None:
     check_values(config)
     trainer, ranks = config.trainer, num_data_parallel_ranks(config, world_size)
     tokens = config.data.seq_len * trainer.batch_size * ranks
+    accumulate, steps = trainer.accumulate, trainer.steps
     if trainer.tokens_per_step is not None:
-        trainer.accumulate, rest = divmod(trainer.tokens_per_step, tokens)
-        if rest or trainer.accumulate == 0:
+        accumulate, rest = divmod(trainer.tokens_per_step, tokens)
+        if rest or accumulate == 0:
             raise ConfigError(
                 f"trainer.tokens_per_step={trainer.tokens_per_step} must be a multiple of {tokens}, the tokens of a micro-step "
                 f"(data.seq_len={config.data.seq_len} x trainer.batch_size={trainer.batch_size} x {ranks} data-parallel "
                 "ranks): change one of them"
             )
     if trainer.total_tokens is not None:
-        trainer.steps = -(-trainer.total_tokens // (tokens * trainer.accumulate))
+        steps = -(-trainer.total_tokens // (tokens * accumulate))
+    return replace(config, trainer=replace(trainer, accumulate=accumulate, steps=steps))
 
 
 def by_ranks(value: int, ranks: int | None = None) -> int:

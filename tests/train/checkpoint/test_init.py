@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from ringattn.train.checkpoint import init, state_dict, storage
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.model.gpt import GPT
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig, with_settings
 from tests.train.hub_models import SIZES, read_tensors, settings_of, write_folder
 
 MODEL = ModelConfig(**SIZES, tie_embeddings=False)
@@ -40,7 +40,7 @@ def test_a_run_without_init_from_has_random_weights():
 def test_the_path_of_init_from_is_absolute(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = Config()
-    config.trainer.init_from = "~/model"
+    config = with_settings(config, {"trainer.init_from": "~/model"})
     assert init.initial_weights_path(config) == tmp_path / "model"
 
 

@@ -16,7 +16,7 @@ from ringattn.train.checkpoint.resume import (
     find_checkpoint,
     saved_config,
 )
-from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check
+from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check, with_settings
 from tests.train.jobs import one_rank
 
 PATH = Path("runs/a/checkpoints/step_00000005")
@@ -115,10 +115,7 @@ def meta_of(config: Config, **entries: object) -> dict:
 
 
 def changed(name: str, value: object) -> Config:
-    config = Config()
-    group, option = name.split(".")
-    setattr(getattr(config, group), option, value)
-    return config
+    return with_settings(Config(), {name: value})
 
 
 def compare(now: Config, before: Config | None = None, tokens_per_step: int = 100) -> str:
@@ -161,8 +158,8 @@ def test_settings_that_change_the_meaning_of_weights_are_an_error(name, value):
 
 def test_scaling_is_compared_if_a_factor_is_set():
     before, now = Config(), Config()
-    before.model.rope_factor = now.model.rope_factor = 2.0
-    now.model.rope_scaling = "yarn"
+    before = with_settings(before, {"model.rope_factor": 2.0})
+    now = with_settings(now, {"model.rope_factor": 2.0, "model.rope_scaling": "yarn"})
     with pytest.raises(ConfigError, match=r"model\.rope_scaling"):
         compare(now, before)
 
@@ -176,14 +173,16 @@ def test_a_setting_that_the_checkpoint_does_not_contain_had_its_default_value():
 
 def test_a_completed_run_does_not_change_its_settings():
     before, now = changed("optim.lr", 0.1), changed("optim.lr", 0.5)
-    before.trainer.steps = now.trainer.steps = 5
+    before = with_settings(before, {"trainer.steps": 5})
+    now = with_settings(now, {"trainer.steps": 5})
     with pytest.raises(ConfigError, match=r"completed all 5 steps, with optim.lr=0.1 \(now 0.5\).*raise trainer.steps"):
         compare(now, before)
 
 
 def test_a_completed_run_may_be_sampled_from_on_other_ranks():
     before, now = Config(), changed("parallel.ring", 1)
-    before.trainer.steps = now.trainer.steps = 5
+    before = with_settings(before, {"trainer.steps": 5})
+    now = with_settings(now, {"trainer.steps": 5})
     assert "parallel.ring" in compare(now, before, tokens_per_step=200)
 
 
@@ -199,10 +198,9 @@ def test_initial_weights_may_have_other_settings_but_not_other_heads():
 def resumed(directory: Path, warmup: int | None = None, steps: int = 20) -> Config:
     """The settings of a run after those of a checkpoint, which has a warmup of 10 steps, were applied."""
     saved, config = changed("trainer.init_from", "/weights"), Config()
-    saved.optim.warmup_steps = 10
-    config.optim.warmup_steps, config.trainer.steps = warmup, steps
-    apply_saved_settings(PATH, directory, meta_of(saved), config)
-    return config
+    saved = with_settings(saved, {"optim.warmup_steps": 10})
+    config = with_settings(config, {"optim.warmup_steps": warmup, "trainer.steps": steps})
+    return apply_saved_settings(PATH, directory, meta_of(saved), config)
 
 
 @pytest.mark.parametrize(("warmup", "expected"), [(None, 10), (3, 3)])
@@ -297,7 +295,7 @@ def test_a_checkpoint_without_a_corpus_is_an_error():
 
 def test_saved_settings_are_read_with_their_types():
     saved = changed("optim.betas", (0.5, 0.6))
-    saved.optim.lr, saved.name = 0.25, "a"
+    saved = with_settings(saved, {"optim.lr": 0.25, "name": "a"})
     config = saved_config(meta_of(saved))
     assert (config.name, config.optim.lr, list(config.optim.betas)) == ("a", 0.25, [0.5, 0.6])
 

@@ -17,7 +17,7 @@ from ringattn.train.checkpoint import huggingface, progress, state_dict, storage
 from ringattn.train.commands import export
 from ringattn.train.data.tokenizer import load_tokenizer
 from ringattn.train.model.gpt import GPT
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.hub_models import (
     LLAMA3,
@@ -43,9 +43,8 @@ MODEL = ModelConfig(**SIZES, tie_embeddings=False, qk_norm=True)
 def config_for_folder(corpus: str, folder: Path, ranks: int) -> Config:
     """Return the settings of a run that starts from the weights in a folder and leaves them unchanged."""
     config = job(corpus, 1, ring=ranks)
-    config.model = MODEL
-    config.trainer.init_from, config.trainer.steps, config.optim.lr = str(folder), 1, 1e-30
-    return config
+    values = {"model": MODEL, "trainer.init_from": str(folder), "trainer.steps": 1, "optim.lr": 1e-30}
+    return with_settings(config, values)
 
 
 def train_one_step(corpus: str, folder: Path, directory: Path) -> None:
@@ -99,7 +98,7 @@ def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(d
 def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     config, out = job(write_corpus(tmp_path / "corpus"), 1), tmp_path / "out"
-    config.trainer.steps, config.optim.lr = 3, 0.03
+    config = with_settings(config, {"trainer.steps": 3, "optim.lr": 0.03})
     with one_rank():
         trainer_module.train(config, tmp_path / "run")
         run = run_setup.build(config)

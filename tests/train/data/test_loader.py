@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from ringattn.train.data import loader
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.loader import AheadLoader, Loader, LoaderError, Preparation
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.settings.config import Config, DataConfig, ParallelConfig
+from ringattn.train.settings.config import Config, DataConfig, ParallelConfig, with_settings
 from scripts.command import child_environment
 from tests.ringattn.test_runs import random_layout, random_mask
 
@@ -51,7 +52,7 @@ class Numbers:
 def preparation(seq_len: int, failing: int | None = None, dp: tuple[int, int] = (0, 1)) -> Preparation:
     """Two micro-steps of two sequences each, for rank 1 of a ring of 2 x 2 ranks."""
     config = Config(data=DataConfig(seq_len=seq_len), parallel=ParallelConfig(layout="auto"))
-    config.trainer.batch_size, config.trainer.accumulate = 2, 2
+    config = with_settings(config, {"trainer.batch_size": 2, "trainer.accumulate": 2})
     return Preparation(config, Numbers(seq_len, failing), MeshShape(dp[1], 2, 2), dp[0], ring=1)
 
 
@@ -139,7 +140,7 @@ def test_a_process_prepares_the_same_steps() -> None:
 def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> None:
     """A mask without documents is the same in all steps, so its plan is already known."""
     prepared = preparation(seq_len=100)
-    prepared.config.data.mask_documents = mask_documents
+    prepared = replace(prepared, config=with_settings(prepared.config, {"data.mask_documents": mask_documents}))
     assert all((step.plan is not None) == mask_documents for step in prepared.prepare(0, Requests((), ())))
 
 

@@ -13,7 +13,7 @@ from ringattn import Layout, Mask
 from ringattn.train import setup as run_setup
 from ringattn.train.data import targets
 from ringattn.train.inference import losses as evaluation
-from ringattn.train.settings.config import Config
+from ringattn.train.settings.config import Config, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
@@ -26,7 +26,7 @@ WINDOW = 40
 def config(corpus) -> Config:
     """A run on one rank, in whose evaluation the last batch has fewer sequences than the other batches."""
     config = job(corpus, 1)
-    config.trainer.batch_size = 2
+    config = with_settings(config, {"trainer.batch_size": 2})
     return config
 
 
@@ -46,7 +46,7 @@ def plain_loss(run: run_setup.Run, start: int, position: int) -> float:
 def test_losses_equal_those_of_plain_pytorch(mask_documents, config, monkeypatch):
     """The blocks have one target token each, so each target token has all the context that the length allows."""
     monkeypatch.setattr(targets, "MIN_BLOCK", 1)
-    config.trainer.eval_tokens, config.data.mask_documents = 32, mask_documents
+    config = with_settings(config, {"trainer.eval_tokens": 32, "data.mask_documents": mask_documents})
     with one_rank():
         run = run_setup.build(config)
         losses = evaluation.evaluate_lengths(run, [7, 61])
@@ -70,9 +70,9 @@ def test_lengths_beyond_the_window_of_the_model_have_the_same_loss(mask_document
     random = np.random.default_rng(0)
     for number, length in enumerate([9000, *[200] * 30, 9000, *[20] * 30]):
         (tmp_path / f"text{number:02}").write_bytes(random.integers(97, 123, length, dtype=np.uint8).tobytes())
-    config.model.layers, config.model.window = 1, 32
+    config = with_settings(config, {"model.layers": 1, "model.window": 32})
     data = replace(config.data, path=f"{tmp_path}/text*", seq_len=4096, split="train[50%:]", eval_split="train[:50%]")
-    config.data, config.trainer.eval_tokens = replace(data, mask_documents=mask_documents), 2048
+    config = with_settings(config, {"data": replace(data, mask_documents=mask_documents), "trainer.eval_tokens": 2048})
     with one_rank():
         losses = evaluation.evaluate_lengths(run_setup.build(config), [256, 1024, 4096])
     assert losses.tokens.sum() == 2048
@@ -85,7 +85,7 @@ def test_lengths_beyond_the_window_of_the_model_have_the_same_loss(mask_document
 )
 def test_runs_of_different_lengths_have_the_same_targets(eval_tokens, expected, config):
     """The runs also have different batch sizes. The model is the same, so the losses are equal as well."""
-    config.trainer.eval_tokens = eval_tokens
+    config = with_settings(config, {"trainer.eval_tokens": eval_tokens})
     longer = replace(config, data=replace(config.data, seq_len=90), trainer=replace(config.trainer, batch_size=5))
     with one_rank():
         runs = [run_setup.build(each) for each in (config, longer)]
@@ -115,6 +115,6 @@ def test_evaluation_works_if_a_rank_has_no_tokens(tmp_path):
 def evaluate_five_tokens(corpus: str, directory: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
     config = job(corpus, 1, ring=4, layout="zigzag")
-    config.data.seq_len, config.trainer.eval_tokens = 5, 1
+    config = with_settings(config, {"data.seq_len": 5, "trainer.eval_tokens": 1})
     assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
     assert evaluation.evaluate(run_setup.build(config))["eval_target_tokens"] == 1

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from ringattn.train.model.loss import IGNORE
 from ringattn.train.preemption import StoppedEarly
 from ringattn.train.reports.recall_results import from_metrics
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import Config
+from ringattn.train.settings.config import Config, DataConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -27,9 +28,8 @@ VOCABULARY = 257
 def recall_job(corpus: str = "", dp: int = 1, **parallel: object) -> Config:
     """The settings of a run on the recall task, with batches of several documents."""
     config = job(corpus, dp, **parallel)
-    config.data = type(config.data)(source="recall", seq_len=1100)
-    config.trainer.batch_size, config.trainer.eval_tokens = 5, 1
-    return config
+    data = DataConfig(source="recall", seq_len=1100)
+    return with_settings(config, {"data": data, "trainer.batch_size": 5, "trainer.eval_tokens": 1})
 
 
 def predictor(predict: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -75,7 +75,7 @@ def test_cells_show_where_a_predictor_finds_the_answers():
     config = recall_job()
     with one_rank():
         run = run_setup.build(config)
-        run.model = predictor(lambda tokens: recall_values(tokens, window=550))
+        run = replace(run, model=predictor(lambda tokens: recall_values(tokens, window=550)))
         accuracies = evaluate_recall(run, [1100, 550])
     assert list(accuracies) == [(length, position) for length in (1100, 550) for position in range(0, 101, 10)]
     assert all(accuracies[550, position] == 1 for position in range(0, 101, 10))
@@ -88,10 +88,10 @@ def test_cells_show_where_a_predictor_finds_the_answers():
 @pytest.mark.parametrize("batch_size", [1, 44], ids=["between batches", "between lengths"])
 def test_request_to_stop_ends_the_evaluation(batch_size, monkeypatch):
     config, calls = recall_job(), []
-    config.trainer.batch_size = batch_size
+    config = with_settings(config, {"trainer.batch_size": batch_size})
     with one_rank():
         run = run_setup.build(config)
-        run.model = predictor(lambda tokens: calls.append(len(tokens)) or tokens)
+        run = replace(run, model=predictor(lambda tokens: calls.append(len(tokens)) or tokens))
         monkeypatch.setattr(preemption, "stop_requested", lambda time_limit_s: bool(calls))
         with pytest.raises(StoppedEarly):
             evaluate_recall(run, [64, 64, 64])
@@ -105,7 +105,7 @@ def fixed_values(tokens: torch.Tensor) -> torch.Tensor:
 
 def write_accuracies(directory: Path, ring: int) -> None:
     run = run_setup.build(recall_job(ring=ring))
-    run.model = predictor(fixed_values)
+    run = replace(run, model=predictor(fixed_values))
     accuracies = evaluate_recall(run, [1100, 513])
     if torch.distributed.get_rank() == 0:
         (directory / "accuracies.json").write_text(json.dumps(list(accuracies.values())))

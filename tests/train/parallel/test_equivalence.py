@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from ringattn.train import step, trainer
 from ringattn.train.inference import losses as evaluation
 from ringattn.train.inference.generation import generate
 from ringattn.train.reports import metrics
-from ringattn.train.settings.config import Config, TrainerConfig
+from ringattn.train.settings.config import Config, TrainerConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import STEPS, job, one_rank
 from tests.train.launch import write_corpus
@@ -129,7 +130,7 @@ def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
     """Return a prompt and the eight most likely tokens after it, by a model with random weights."""
     run = run_setup.build(config)
     # No token equals `eos`, because the vocabulary ends before it. Therefore no text ends early.
-    run.tokenizer = SimpleNamespace(vocab_size=256, eos=256, bos=0)
+    run = replace(run, tokenizer=SimpleNamespace(vocab_size=256, eos=256, bos=0))
     return generate(run, prompt, 8, temperature=0.0)
 
 
@@ -146,9 +147,9 @@ def write_runs(corpus: str, directory: Path) -> None:
             (path / "tokens.json").write_text(json.dumps(tokens))
     if ranks == 4:
         config = job(corpus, 1, ring=4)
-        config.data.eval_split, config.data.eval_fraction = None, 0.0
-        config.trainer.eval_every, config.trainer.eval_tokens = TrainerConfig.eval_every, TrainerConfig.eval_tokens
-        trainer.train(config, directory / "without_evaluation")
+        values = {"data.eval_split": None, "data.eval_fraction": 0.0}
+        values |= {f"trainer.{name}": getattr(TrainerConfig, name) for name in ("eval_every", "eval_tokens")}
+        trainer.train(with_settings(config, values), directory / "without_evaluation")
 
 
 @pytest.fixture(scope="module")

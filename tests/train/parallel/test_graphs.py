@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from ringattn.train.commands.run import CONFIGS
 from ringattn.train.inference.losses import evaluate
 from ringattn.train.parallel import graphs, memory
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
 from tests.distributed import gpu_backend, run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -61,18 +62,18 @@ def test_shards_of_different_lengths_cannot_be_captured():
 def test_attention_of_pytorch_is_not_captured(kernel):
     """It reads the mask on the host."""
     config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
-    config.parallel.kernel = kernel
+    config = with_settings(config, {"parallel.kernel": kernel})
     assert not graphs.uses_graphs(config, MeshShape(1, 2, 1), CUDA, compiled=True, bf16=True)
 
 
 def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested(monkeypatch):
     config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
-    situation = config, MeshShape(1, 4, 1), CUDA, True, True, 257, {"activations": 1.5 * memory.GIB}
+    situation = MeshShape(1, 4, 1), CUDA, True, True, 257, {"activations": 1.5 * memory.GIB}
     found = []
     for gib, wanted in ((3, None), (2, None), (2, True)):
         monkeypatch.setattr(memory, "_total_memory", lambda device, gib=gib: gib * memory.GIB)
-        config.trainer.cuda_graphs = wanted
-        graphed, needed = graphs.choose_graphs(*situation)
+        config = with_settings(config, {"trainer.cuda_graphs": wanted})
+        graphed, needed = graphs.choose_graphs(config, *situation)
         found.append((graphed, list(needed)))
     names = ["activations", "CUDA graphs"]
     assert found == [(True, names), (False, names[:1]), (True, names)]
@@ -96,7 +97,7 @@ def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested(monkeypatch)
 def test_the_memory_of_graphs_is_estimated(model, seq_len, shape, peak):
     """The measured peaks of runs with graphs on H200s, in GiB. The estimate is within 10% of the peak."""
     config = Config(data=DataConfig(seq_len=seq_len), trainer=TrainerConfig(batch_size=1))
-    config.model = ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))
+    config = with_settings(config, {"model": ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))})
     estimate = sum(memory.estimate(config, MeshShape(*shape), 257, bf16=True, compiled=True).values())
     estimate += graphs.graph_bytes(config, MeshShape(*shape), 257, bf16=True)
     assert estimate / 2**30 == pytest.approx(peak, rel=0.1)
@@ -112,14 +113,15 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
     """Without a GPU, the function that is captured is called directly. The mask has no documents, so it never changes."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
     config = job(corpus, 1)
-    config.data.mask_documents, config.trainer.accumulate = False, 1
+    config = with_settings(config, {"data.mask_documents": False, "trainer.accumulate": 1})
     with one_rank():
         run = setup.build(config)
         ready = step.prepare_step(run, 0)
         (micro_step,), results = ready.micro_steps, []
         for graphed in (False, True):
             if graphed:
-                run.graphs = graphs.ModelGraphs(run.model, config, run.mesh, run.tokenizer.vocab_size, False, run.device)
+                captured = graphs.ModelGraphs(run.model, config, run.mesh, run.tokenizer.vocab_size, False, run.device)
+                run = replace(run, graphs=captured)
             loss = step.compute_loss(run, micro_step, ready.num_labels)
             loss.backward()
             results.append((loss.item(), [x.grad.full_tensor() for x in run.model.parameters()]))
@@ -132,12 +134,10 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
 def graph_job(corpus: str, wanted: bool) -> Config:
     """Two layers on a GPU, with two micro-steps per step and several documents per sequence. Some programs have no work."""
     config = job(corpus, 1)
-    config.data.path = str(Path(graphs.__file__).parents[1] / "*" / "*.py")
-    config.model = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, qk_norm=True)
-    config.data.seq_len = 4096
-    config.trainer.device, config.trainer.cuda_graphs = "cuda", wanted
-    config.trainer.accumulate, config.trainer.steps, config.optim.lr = 2, 4, 1e-3
-    return config
+    values = {"model": ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, qk_norm=True)}
+    values |= {"data.path": str(Path(graphs.__file__).parents[1] / "*" / "*.py"), "data.seq_len": 4096, "optim.lr": 1e-3}
+    trainer = {"device": "cuda", "cuda_graphs": wanted, "accumulate": 2, "steps": 4}
+    return with_settings(config, values | {f"trainer.{name}": value for name, value in trainer.items()})
 
 
 def losses_of(config: Config) -> list[float]:
@@ -155,7 +155,7 @@ def test_a_plan_that_was_not_computed_ahead_is_computed(corpus, monkeypatch):
     config = job(corpus, 1)
     with one_rank():
         run = setup.build(config)
-        run.graphs = graphs.ModelGraphs(run.model, config, run.mesh, run.tokenizer.vocab_size, False, run.device)
+        run = replace(run, graphs=graphs.ModelGraphs(run.model, config, run.mesh, run.tokenizer.vocab_size, False, run.device))
         (micro_step, *_) = step.prepare_step(run, 0).micro_steps
         mask, layout = micro_step.mask, micro_step.layout
         assert micro_step.plan is None
@@ -171,7 +171,7 @@ def test_training_with_graphs_gives_the_same_losses(corpus):
     losses = {}
     for wanted in (False, True):
         config = graph_job(corpus, wanted)
-        config.trainer.deterministic = True
+        config = with_settings(config, {"trainer.deterministic": True})
         with one_rank():
             losses[wanted] = losses_of(config)
         torch.use_deterministic_algorithms(False)
@@ -196,7 +196,7 @@ def check_two_ranks(corpus: str) -> None:
                 if name == "transport":
                     os.environ["RINGATTN_TRANSPORT"] = value
                 else:
-                    setattr(config.parallel, name, value)
+                    config = with_settings(config, {f"parallel.{name}": value})
             losses.append(losses_of(config))
         os.environ.pop("RINGATTN_TRANSPORT", None)
         assert losses[0] == pytest.approx(losses[1], rel=2e-3), settings

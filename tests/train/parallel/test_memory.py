@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
 
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 
@@ -87,7 +87,7 @@ def test_memory_is_tight_if_little_of_it_remains_free(needed, tight, gpu):
 @pytest.mark.parametrize(("tokens", "setting"), [(1024, None), (16_384, None), (131_072, None), (1024, True), (131_072, False)])
 def test_no_more_blocks_are_recomputed_than_necessary(tokens, setting, gpu):
     config = Config(model=LLAMA, data=DataConfig(seq_len=8 * tokens))
-    config.parallel.activation_checkpointing = setting
+    config = with_settings(config, {"parallel.activation_checkpointing": setting})
     count, needed = memory.choose_recomputation(config, MeshShape(1, 8, 1), 128_256, True, False, gpu)
     assert needed == estimate(LLAMA, tokens, 8, recomputed_blocks=count)
     if setting is not None:

@@ -9,7 +9,15 @@ from omegaconf import OmegaConf
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import memory, prediction
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
+from ringattn.train.settings.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainerConfig,
+    with_settings,
+)
 
 # The names of the GPUs, and their memory in GiB.
 GPUS = {"H100": ("NVIDIA H100 80GB HBM3", 79.2), "H200": ("NVIDIA H200", 139.8)}
@@ -76,7 +84,7 @@ def test_micro_steps_determine_the_time(machine):
 def test_the_host_determines_the_time_of_a_short_step(ring, steps_of_passes, machine):
     """The host needs time for every block and for every step of a ring pass."""
     config = job("tiny", 1024)
-    config.trainer.cuda_graphs = False
+    config = with_settings(config, {"trainer.cuda_graphs": False})
     block = prediction.HOST_BLOCK + steps_of_passes * prediction.HOST_HOP
     expected = prediction.HOST_STEP + prediction.HOST_GROUP + config.model.layers * block
     predicted = prediction.step_seconds(config, MeshShape(1, ring, 1), machine("H200", ring))
@@ -89,7 +97,8 @@ def test_every_rank_updates_its_shard_of_the_parameters(ranks, machine):
     gpus = machine("H200", ranks)
     config = job("1.4b", 16_384)
     seconds = []
-    for config.trainer.accumulate in (1, 2):
+    for accumulate in (1, 2):
+        config = with_settings(config, {"trainer.accumulate": accumulate})
         seconds.append(prediction.step_seconds(config, MeshShape(1, ranks, 1), gpus) - prediction.HOST_STEP)
     assert 2 * seconds[0] - seconds[1] == pytest.approx(40 * 1.44e9 / ranks / (0.7 * 4.8e12), rel=0.01)
 
@@ -119,7 +128,7 @@ def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machi
 def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
     """A mesh that needs recomputation cannot use graphs, but the run's own mesh can."""
     config = job("350m", 131_072)
-    config.trainer.cuda_graphs = True
+    config = with_settings(config, {"trainer.cuda_graphs": True})
     gpus = machine("H100", 4)
     shapes = MeshShape(1, 4, 1), MeshShape(4, 1, 1)
     assert [gpus.recomputes(config, shape)[0] > 0 for shape in shapes] == [False, True]

@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ringattn.planning.workload import backward_work, forward_work
 from ringattn.train import setup as run_setup
 from ringattn.train.data.loader import choose_layout
 from ringattn.train.reports import description
+from ringattn.train.settings.config import with_settings
 from ringattn.train.step import take_step
 from tests.distributed import run_ranks
 from tests.train.hub_models import write_config
@@ -26,7 +28,7 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
     caplog.set_level("INFO")
     with one_rank():
         run = run_setup.build(job(corpus, 1, schedule="kv", route="relay"))
-        run.init_from, run.init_from_changes = Path("weights"), "model.window=None (now 40)"
+        run = replace(run, init_from=Path("weights"), init_from_changes="model.window=None (now 40)")
         facts = description.run_facts(run)
     description.describe(run, Path("outputs/name"), facts)
     entries = dict(message.split(maxsplit=1) for message in caplog.messages)
@@ -41,7 +43,7 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
     assert "blockwise" in entries["kernel"]
     assert entries["model"].endswith(" parameters, vocabulary 257")
     caplog.clear()
-    run.config.model.vocab_size, run.init_from = 300, tmp_path / "hf"
+    run = replace(run, config=with_settings(run.config, {"model.vocab_size": 300}), init_from=tmp_path / "hf")
     write_config(run.init_from, max_position_embeddings=32, rope_parameters=None)
     description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
     assert "positions   sequences of 61 tokens are longer than the 32 positions of the model" in caplog.text
@@ -67,7 +69,7 @@ def test_prediction_is_logged_with_the_documents_of_the_text(corpus, caplog, mon
 
 def test_facts_are_those_of_the_run(corpus):
     config = job(corpus, 1, schedule="kv", route="relay", layout="striped")
-    config.trainer.peak_tflops = 0.5
+    config = with_settings(config, {"trainer.peak_tflops": 0.5})
     with one_rank():
         run = run_setup.build(config)
         facts = json.loads(json.dumps(description.run_facts(run)))

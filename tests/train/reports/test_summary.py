@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringattn.train.reports import summary
-from ringattn.train.settings.config import Config, ConfigError
+from ringattn.train.settings.config import Config, ConfigError, with_settings
 
 
 @pytest.fixture
@@ -19,8 +19,7 @@ def run(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(summary.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(summary, "broadcast_object", lambda value: value)
     monkeypatch.setattr(summary, "peak_memory_gib", lambda *_: 1.5)
-    config = Config()
-    config.trainer.steps, config.trainer.sample_tokens = 20, 0
+    config = with_settings(Config(), {"trainer.steps": 20, "trainer.sample_tokens": 0})
     needed = {"activations": 2.0**30, "parameters": 2.0**29}
     mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
     sizes = {"tokens_per_step": 1000, "peak_flops": 8e12, "memory_needed": needed, "uncounted_bytes": 0}

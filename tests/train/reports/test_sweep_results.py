@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from wandb.proto import wandb_internal_pb2
 
 from ringattn.train.reports.sweep_results import Jobs, Outcome, log_to_wandb, plot_sweep, sweep_table, table_rows
-from ringattn.train.settings.config import Config
+from ringattn.train.settings.config import Config, LoggerConfig
 
 SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123, "mfu": None}
 SUMMARY |= {"total_tokens": 20_000, "tokens_per_step": 1000, "peak_memory_gib": 1.0, "estimated_memory_gib": 0.75}
@@ -145,8 +145,7 @@ def test_failed_jobs(results, failed):
 
 def with_wandb(outcomes: list[Outcome], choice: str) -> list[Outcome]:
     for outcome in outcomes:
-        outcome.config = Config(name="a")
-        outcome.config.logger.wandb = choice
+        outcome.config = Config(name="a", logger=LoggerConfig(wandb=choice))
     return outcomes
 
 

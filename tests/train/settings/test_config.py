@@ -1,6 +1,6 @@
 """Tests of the default settings, of the YAML files, and of the checks of settings."""
 
-from dataclasses import asdict
+from dataclasses import FrozenInstanceError, asdict
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,17 +13,13 @@ from omegaconf import OmegaConf
 from ringattn.train import optim
 from ringattn.train.commands.run import CONFIGS, to_config
 from ringattn.train.model.gpt import GPT
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig, ParallelConfig, check, check_values
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig, ParallelConfig, check, check_values, with_settings
 from ringattn.train.settings.token_budget import by_ranks, resolve_token_budget
 
 
 def changed(**changes) -> Config:
     """The default settings with some changes, such as model__heads=3."""
-    config = Config()
-    for name, value in changes.items():
-        group, _, option = name.partition("__")
-        setattr(getattr(config, group), option, value)
-    return config
+    return with_settings(Config(), {name.replace("__", "."): value for name, value in changes.items()})
 
 
 def composed(*overrides: str) -> Config:
@@ -114,8 +110,7 @@ def test_every_yaml_file_keeps_its_promise_and_is_valid(group):
             assert num_parameters(config.model) / 1e6 == pytest.approx(parameters, rel=0.01), option
         settings = config if group in ("recipe", "experiment") else getattr(config, group)
         assert {name: attrgetter(name)(settings) for name in promise} == promise, option
-        resolve_token_budget(config, world_size=4)
-        check(config, world_size=4)
+        check(resolve_token_budget(config, world_size=4), world_size=4)
 
 
 def test_jobs_of_the_context_sweep_train_on_the_same_tokens():
@@ -124,7 +119,7 @@ def test_jobs_of_the_context_sweep_train_on_the_same_tokens():
     assert (sweep.mode.name, sweep.sweeper.params) == ("MULTIRUN", {"data.seq_len": "512,1024,2048,4096"})
     for length in (512, 1024, 2048, 4096):
         config = composed("experiment=context-sweep", f"data.seq_len={length}")
-        resolve_token_budget(config, world_size=2)
+        config = resolve_token_budget(config, world_size=2)
         assert (config.trainer.accumulate, config.trainer.steps) == (4096 // length, 64)
 
 
@@ -160,7 +155,7 @@ def test_default_model_of_a_gpu_keeps_its_learning_rate():
 
 def test_steps_of_an_experiment_have_the_same_tokens_at_every_length():
     config = composed("experiment=124m-64k", "data.seq_len=131072")
-    resolve_token_budget(config, world_size=4)
+    config = resolve_token_budget(config, world_size=4)
     assert (config.trainer.accumulate, config.trainer.tokens_per_step) == (4, 524288)
 
 
@@ -277,3 +272,13 @@ def test_unknown_kernels_are_errors():
     config = Config(parallel=ParallelConfig(kernel="nonsense"))
     with pytest.raises(ConfigError, match=r"choose one of auto, hopper, triton, blockwise, reference$"):
         check_values(config)
+
+
+def test_settings_are_frozen():
+    config = Config()
+    with pytest.raises(FrozenInstanceError):
+        config.trainer.steps = 5
+    with pytest.raises(FrozenInstanceError):
+        config.name = "other"
+    changed = with_settings(config, {"trainer.steps": 5, "name": "other"})
+    assert (changed.trainer.steps, changed.name, config.trainer.steps) == (5, "other", Config().trainer.steps)

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.commands.options import apply_overrides, folder_config
 from ringattn.train.commands.run import to_config
-from ringattn.train.settings.config import Config, ConfigError
+from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.settings.literal import literal_settings
 from tests.train.hub_models import write_config
 
@@ -54,8 +54,7 @@ def test_element_of_a_list_is_rejected():
 
 
 def test_commands_for_inference_keep_the_text():
-    config = Config(name=SECRET)
-    config.data.path = config.trainer.sample_prompt = SECRET
+    config = with_settings(Config(), dict.fromkeys(("name", "data.path", "trainer.sample_prompt"), SECRET))
     changed = apply_overrides(config, {"trainer.device": "cpu"})
     assert (changed.name, changed.data.path, changed.trainer.sample_prompt) == (SECRET, SECRET, SECRET)
 

@@ -7,17 +7,13 @@ from pathlib import Path
 import pytest
 
 from ringattn.train.commands.launch_settings import resolve_settings
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig, check
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig, check, with_settings
 from tests.train.hub_models import LLAMA3, SIZES, settings_of, write_config
 
 
 def config_with(**settings: object) -> Config:
     """The default settings with changes. A name such as `trainer__steps` stands for trainer.steps."""
-    config = Config()
-    for name, value in settings.items():
-        group, option = name.split("__")
-        setattr(getattr(config, group), option, value)
-    return config
+    return with_settings(Config(), {name.replace("__", "."): value for name, value in settings.items()})
 
 
 def write_checkpoint(directory: Path, config: Config, step: int = 5) -> Path:
@@ -139,7 +135,7 @@ def test_a_checkpoint_never_sends_data_to_wandb(saved, mode, tmp_path):
     composed = config_with(logger__wandb=mode)
     own = resolve_settings(composed, [], tmp_path / "a").logger
     assert own.wandb == (saved if saved in ("offline", "off") else mode if saved == "online" else "auto")
-    composed.trainer.resume = str(path)
+    composed = with_settings(composed, {"trainer.resume": str(path)})
     branch = resolve_settings(composed, [f"trainer.resume={path}"], tmp_path / "b").logger
     assert (branch.wandb, branch.project) == (mode, None)
 
@@ -197,7 +193,7 @@ def test_the_command_line_overrides_the_folder(tmp_path):
 def test_a_chosen_model_sets_its_sizes_but_no_defaults_of_other_settings(tmp_path):
     folder = write_model(tmp_path / "hf")
     composed = config_with(trainer__init_from=str(folder))
-    composed.model = ModelConfig(dim=64, rope_theta=3.0)
+    composed = with_settings(composed, {"model": ModelConfig(dim=64, rope_theta=3.0)})
     config = resolve_settings(composed, ["model=large"], tmp_path / "run")
     assert (config.model.dim, config.model.heads, config.model.rope_theta, config.model.norm_eps) == (64, 4, 3.0, 1e-6)
     assert config.model.ffn_dim == SIZES["ffn_dim"]

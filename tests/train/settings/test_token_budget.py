@@ -2,17 +2,14 @@
 
 import pytest
 
-from ringattn.train.settings.config import Config, ConfigError
+from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.settings.token_budget import check_sources, common_tokens_per_step, default_group_size, resolve_token_budget
 
 
 def config_with(seq_len: int = 64, ring: int | None = 1, **trainer: int) -> Config:
     """The default settings with other sizes."""
-    config = Config()
-    config.data.seq_len, config.parallel.ring = seq_len, ring
-    for name, value in trainer.items():
-        setattr(config.trainer, name, value)
-    return config
+    values = {f"trainer.{name}": value for name, value in trainer.items()}
+    return with_settings(Config(), values | {"data.seq_len": seq_len, "parallel.ring": ring})
 
 
 @pytest.mark.parametrize(
@@ -22,7 +19,7 @@ def config_with(seq_len: int = 64, ring: int | None = 1, **trainer: int) -> Conf
 def test_micro_steps_follow_from_the_tokens_per_step(ring, batch_size, accumulate):
     """On four ranks, a step has 1,024 tokens, 16 sequences."""
     config = config_with(ring=ring, batch_size=batch_size, tokens_per_step=1024)
-    resolve_token_budget(config, world_size=4)
+    config = resolve_token_budget(config, world_size=4)
     assert (config.trainer.accumulate, config.trainer.steps) == (accumulate, Config().trainer.steps)
 
 
@@ -30,7 +27,7 @@ def test_micro_steps_follow_from_the_tokens_per_step(ring, batch_size, accumulat
 def test_steps_follow_from_the_total_tokens(total_tokens, steps):
     """A step has two sequences on each of two ranks. The number of steps is rounded up."""
     config = config_with(accumulate=2, total_tokens=total_tokens)
-    resolve_token_budget(config, world_size=2)
+    config = resolve_token_budget(config, world_size=2)
     assert (config.trainer.accumulate, config.trainer.steps) == (2, steps)
 
 
@@ -46,7 +43,7 @@ def test_steps_follow_from_the_total_tokens(total_tokens, steps):
 )
 def test_data_parallel_ranks_read_groups_of_the_size_of_a_micro_step(ring, mask_documents, source, expected):
     config = config_with(ring=ring, batch_size=3, accumulate=2)
-    config.data.mask_documents, config.data.source = mask_documents, source
+    config = with_settings(config, {"data.mask_documents": mask_documents, "data.source": source})
     assert default_group_size(config, world_size=4) == expected
 
 
@@ -54,7 +51,7 @@ def test_every_length_has_the_same_numbers_of_tokens():
     totals = set()
     for seq_len in (16, 64, 256):
         config = config_with(seq_len, tokens_per_step=512, total_tokens=2560)
-        resolve_token_budget(config, world_size=2)
+        config = resolve_token_budget(config, world_size=2)
         tokens_per_step = 2 * config.trainer.accumulate * seq_len
         totals.add((tokens_per_step, config.trainer.steps * tokens_per_step))
     assert totals == {(512, 2560)}
@@ -64,7 +61,7 @@ def test_resolving_twice_changes_nothing():
     """A resumed run resolves the settings of its checkpoint, which are resolved already."""
     config = config_with(tokens_per_step=1024, total_tokens=4096)
     for _ in range(2):
-        resolve_token_budget(config, world_size=2)
+        config = resolve_token_budget(config, world_size=2)
         assert (config.trainer.accumulate, config.trainer.steps) == (8, 4)
 
 
