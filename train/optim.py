@@ -26,9 +26,13 @@ class AdamW(torch.optim.AdamW):
             states = [self.state[parameter] for parameter in group["params"]]
             averages = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
             tensors = (group["params"], [parameter.grad for parameter in group["params"]], *averages)
+            parameters, gradients, exp_avgs, exp_avg_sqs = ([local_shard(x) for x in each] for each in tensors)
             beta1, beta2 = group["betas"]
             adamw(
-                *([local_shard(x) for x in each] for each in tensors),
+                parameters,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
                 [],
                 [state["step"] for state in states],
                 fused=group["fused"],
@@ -47,16 +51,23 @@ def local_shard(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """Return this rank's shard of each gradient. Call this function under `torch.no_grad()`."""
+    return [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+
+
 @torch.no_grad()
 def squared_norms(model: nn.Module) -> Tensor:
     """Return the squared norm of this rank's shard of each gradient, fp32 (number of parameters,)."""
-    return torch.stack(torch._foreach_norm([local_shard(p.grad) for p in model.parameters()])) ** 2
+    norms = torch._foreach_norm(local_gradients(model))  # pyright: ignore[reportPrivateUsage]  # a norm per tensor would launch many kernels
+    return torch.stack(norms) ** 2
 
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
     """Scale all gradients, whose norm is `norm`, so that their norm is at most `limit`. The host does not wait for the GPU."""
-    torch._foreach_mul_([local_shard(p.grad) for p in model.parameters()], (limit / (norm + 1e-6)).clamp(max=1))
+    scale = (limit / (norm + 1e-6)).clamp(max=1)
+    torch._foreach_mul_(local_gradients(model), scale)  # pyright: ignore[reportPrivateUsage]  # as above
 
 
 def build(model: nn.Module, config: OptimConfig) -> AdamW:
@@ -66,7 +77,7 @@ def build(model: nn.Module, config: OptimConfig) -> AdamW:
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = matrices[0].device.type == "cuda"
     # The learning rate is 0 here, because every step sets the rate that `learning_rate` returns.
-    return AdamW(groups, lr=0.0, betas=tuple(config.betas), eps=config.eps, fused=fused)
+    return AdamW(groups, lr=0.0, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
 
 
 def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
@@ -108,6 +119,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         steps: the number of steps of the run.
         config: the settings of the schedule.
     """
+    assert config.lr is not None
     warmup_steps = resolve_warmup_steps(steps, config)
     if step <= warmup_steps:
         return config.lr * step / warmup_steps

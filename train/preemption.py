@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class StoppedEarly(Exception):
 
 
 @contextmanager
-def handle_stop_signals() -> Iterator[None]:
+def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
 
     Outside this context, these signals end the process at once. A closed terminal sends SIGHUP. If the process was started with
@@ -131,7 +131,7 @@ def any_rank_stop_requested(time_limit_s: float | None) -> bool:
 
 
 @contextmanager
-def acquire_run_directory(directory: Path) -> Iterator[None]:
+def acquire_run_directory(directory: Path) -> Generator[None]:
     """Lock the directory of a run while the context lasts.
 
     Without the lock, two launches would overwrite each other's metrics and checkpoints. Rank 0 holds the lock on behalf of all

@@ -4,11 +4,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from ringattn import Layout, Mask
 from ringattn.planning.rank_plan import Plan, add_plan, get_plan
@@ -147,7 +148,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     if step < run.config.trainer.steps and not memory.reshard_after_forward(run.config.model, run.bf16):
         # Otherwise, the GPU would wait for the host until the next step launches this gather.
-        run.model.unshard()
+        cast("FSDPModule", run.model).unshard()
     return lr
 
 

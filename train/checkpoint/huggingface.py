@@ -73,7 +73,9 @@ def is_model(path: Path) -> bool:
 
 def hugging_face_name(name: str) -> str:
     """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format."""
-    block, module, kind = re.fullmatch(r"(blocks\.\d+\.)?(\w+)\.?(\w*)", name).groups(default="")
+    match = re.fullmatch(r"(blocks\.\d+\.)?(\w+)\.?(\w*)", name)
+    assert match is not None
+    block, module, kind = match.groups(default="")
     # Our norms, embedding and head are parameters without a module, so their names do not end in ".weight".
     return f"{block.replace('blocks', 'model.layers')}{NAMES[module]}.{kind or 'weight'}"
 
@@ -220,7 +222,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
         ConfigError: names the first setting that our model does not support.
     """
     # Maps the name of each setting to its value and to the supported values.
-    checks = {"rope_type": (kind, ("default", *ROPE_FIXED))}
+    checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, ("default", *ROPE_FIXED))}
     checks["quantization_config"] = "given" if config.get("quantization_config") else None, (None,)
     for name, value in FIXED.items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
@@ -307,7 +309,7 @@ def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
     has_other_scaling = model.rope_factor is not None and model.rope_factor != settings["rope_factor"]
     if not isinstance(positions, int) or model.rope_theta != settings["rope_theta"]:
         return ""
-    if model.rope_factor is not None:
+    if model.rope_factor is not None and model.rope_trained_len is not None:
         scaled = int(model.rope_factor * model.rope_trained_len)
         positions = scaled if has_other_scaling else max(scaled, positions)
     if min(seq_len, model.window or seq_len) <= positions:

@@ -60,7 +60,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not allowed in a checkpoint")
 
 
-def _get_enum_member(enum: type, name: str) -> Enum:
+def _get_enum_member(enum: object, name: str) -> Enum:
     """Return a member of an enumeration. While an index is loaded, this function replaces `getattr`.
 
     Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of `getattr` on its class.

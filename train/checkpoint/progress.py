@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,7 +24,7 @@ POLL_S = 0.5
 @contextmanager
 def show_progress(
     verbs: tuple[str, str], path: Path, size: int, fraction: Callable[[], float], if_killed: Callable[[], str] | None = None
-) -> Iterator[None]:
+) -> Generator[None]:
     """Show the progress of a `with` statement at regular intervals, and at its end the size, the time and the rate.
 
     Only rank 0 shows messages.
@@ -43,10 +43,10 @@ def show_progress(
     start, is_done = time.monotonic(), threading.Event()
 
     def watch() -> None:
-        shown, done, has_warned = start, 0.0, if_killed is None
+        shown, done, has_warned = start, 0.0, False
         while not is_done.wait(POLL_S):
             seconds = time.monotonic() - start
-            if not has_warned and preemption.stop_requested(None):
+            if if_killed is not None and not has_warned and preemption.stop_requested(None):
                 has_warned = True
                 log.warning(f"{'signal':<12}{path} is incomplete, and torchrun kills its ranks after 30 s: {if_killed()}")
             if start + seconds - shown >= INTERVAL_S:

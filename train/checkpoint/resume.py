@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.settings.config import GROUPS, Config, ConfigError, ModelConfig, TrainerConfig, resolve_path, with_settings
-from ringattn.train.settings.literal import literal_settings
+from ringattn.train.settings.literal import literal_config
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,8 @@ def saved_config(meta: dict[str, Any]) -> Config:
     stored = meta.get("config")
     if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
         raise ConfigError("meta.json of the checkpoint is damaged: it contains no settings; restore the file")
-    saved, unknown = {"name": stored.get("name")}, []
+    saved: dict[str, Any] = {"name": stored.get("name")}
+    unknown: list[str] = []
     for group in GROUPS:
         values, known = stored.get(group, {}), vars(getattr(Config(), group))
         saved[group] = {name: value for name, value in values.items() if name in known}
@@ -62,7 +62,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
     if unknown:
         _log_ignored(", ".join(unknown))
     try:
-        config = OmegaConf.to_object(literal_settings(saved))
+        config = literal_config(saved)
     except (OmegaConfBaseException, RecursionError) as error:
         key, reason = getattr(error, "full_key", "settings"), str(error).splitlines()[0]
         raise ConfigError(f"meta.json of the checkpoint is damaged: {key}: {reason}; restore the file") from error

@@ -1,6 +1,7 @@
 """Collect the tensors of a checkpoint by name: parameters, optimizer state and the state of the random generators."""
 
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
     # An evaluation leaves parameters gathered, and the optimizer knows only the sharded parameters. Creating the state dict of
     # the model makes FSDP shard the parameters again, so the state dict must be created first.
     tensors, is_new = model_state(model), not optimizer.state
-    for name, state in get_optimizer_state_dict(model, optimizer)["state"].items():
+    states = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(model, optimizer)["state"])
+    for name, state in states.items():
         if is_new:
             # PyTorch creates the state by taking a step with zero gradients, which increments the number of steps.
             state["step"].zero_()

@@ -23,19 +23,20 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -80,7 +81,7 @@ class DiskFullError(CheckpointError):
     """A checkpoint cannot be written, because the disk is full."""
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, keep: int) -> Path:
+def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
     """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints.
 
     All ranks call this function. If the function fails or is interrupted before the new checkpoint has its final name, the
@@ -106,9 +107,8 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
         with _sync_checkpoint_errors(temporary):
-            for name, value in tensors.items():
-                if not isinstance(value, Tensor):
-                    raise TypeError(f"{name} is not a tensor")
+            if others := [name for name, value in tensors.items() if not torch.is_tensor(value)]:
+                raise TypeError(f"{others[0]} is not a tensor")
             if is_rank_0:
                 _remove_hidden(directory)
         with _show_save(target, temporary, tensors):
@@ -194,7 +194,7 @@ def latest(directory: Path) -> Path | None:
     return max(_list_checkpoints(directory), default=None)
 
 
-def read_meta(path: Path) -> dict:
+def read_meta(path: Path) -> dict[str, Any]:
     """Return the `meta` that `save` has written to the checkpoint at `path`.
 
     `save` adds four entries to its argument `meta`: `format`, `step`, `files` (the size in bytes of each file) and `index` (the
@@ -266,7 +266,7 @@ def _log_missing_checksums(path: Path) -> None:
 
 
 @contextmanager
-def _convert_errors(problem: str, advice: str) -> Iterator[None]:
+def _convert_errors(problem: str, advice: str) -> Generator[None]:
     """Replace every error of the body by a CheckpointError with one line: the problem, the first error, and the advice."""
     try:
         yield
@@ -314,7 +314,7 @@ def _free_space(directory: Path) -> float:
 
 
 @contextmanager
-def _sync_checkpoint_errors(path: Path) -> Iterator[None]:
+def _sync_checkpoint_errors(path: Path) -> Generator[None]:
     """Replace every error of the body by a CheckpointError, and raise this error on all ranks."""
     with sync_errors(), _convert_errors(f"{path} failed", "check the disk and the files"):
         yield
@@ -362,14 +362,14 @@ def _wait_for_files(path: Path, files: dict[str, int]) -> None:
         time.sleep(0.1)
 
 
-def _write_meta(directory: Path, meta: dict) -> None:
+def _write_meta(directory: Path, meta: dict[str, Any]) -> None:
     meta["index"] = zlib.crc32((directory / ".metadata").read_bytes())
     meta["checksum"] = _meta_checksum(meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2))
     _fsync(directory / "meta.json")
 
 
-def _meta_checksum(meta: dict) -> int:
+def _meta_checksum(meta: dict[str, Any]) -> int:
     """Return the checksum of the content of meta.json without the entry `checksum`. The order and the layout do not matter."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
@@ -451,7 +451,7 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         # The directory is not listed, because the list of a network file system may lack the files of other hosts.
-        self.sizes = {".metadata": (self.path / ".metadata").stat().st_size}
+        self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
         for info in metadata.storage_data.values():  # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
 
@@ -489,16 +489,16 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._index
 
-    def _slice_file(self, file: IO[bytes], info: object) -> IO[bytes]:
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
         If the checkpoint has no checksum of the shard, check those inside the shard, which is stored as a zip archive.
         torch.load does not check them.
         """
-        content = super()._slice_file(file, info).read()
+        content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):
-            if hasattr(info, "checksum"):
-                is_correct = xxhash.xxh3_64(content).hexdigest() == info.checksum
+            if hasattr(sinfo, "checksum"):
+                is_correct = xxhash.xxh3_64(content).hexdigest() == sinfo.checksum
             else:
                 with zipfile.ZipFile(io.BytesIO(content)) as archive:
                     is_correct = archive.testzip() is None
@@ -527,7 +527,7 @@ def _read_index(path: Path) -> Metadata:
         return parse_index(content, files=meta["files"])
 
 
-def _check_tensors(path: Path, saved: dict[str, TensorStorageMetadata], tensors: dict[str, Tensor]) -> None:
+def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Compare the tensors of a checkpoint with those of the run.
 
     Raises:

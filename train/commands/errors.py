@@ -104,14 +104,14 @@ def describe_error(error: Exception) -> str:
     return text + ("; start the file with # @package _global_" if text.startswith("In 'experiment/") else "")
 
 
-def nearest_setting(name: str) -> str | None:
+def nearest_setting(name: str | None) -> str | None:
     """Return the setting that a user probably meant by an unknown name such as "lr", or None if no setting is similar."""
-    group, _, option = name.rpartition(".")
+    group, _, option = (name or "").rpartition(".")
     if other := get_close_matches(option, OTHER_NAMES, 1, cutoff=0.85):
         return OTHER_NAMES[other[0]]
     exact = [each for each in SETTINGS if each.endswith(f".{option}")]
     own = [each for each in SETTINGS if each.startswith(f"{group}.")]
-    return next(iter(exact or get_close_matches(name, own, 1, cutoff=0.8)), None)
+    return next(iter(exact or get_close_matches(name or "", own, 1, cutoff=0.8)), None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -45,7 +45,8 @@ from ringattn.train.commands.options import (
     run_command,
     write_table_and_plot,
 )
-from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, load_held_out, split_documents
+from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, split_documents
+from ringattn.train.data.recall import EVALUATION_SEED, RecallDataset, check_vocabulary
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.inference.losses import default_lengths, evaluate_lengths
 from ringattn.train.parallel.ranks import sync_errors
@@ -153,7 +154,8 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
     """
     data = config.data
     if data.source == "recall":
-        return load_held_out(data, tokenizer, load(data, tokenizer))
+        check_vocabulary(tokenizer.vocab_size)
+        return RecallDataset(data.seq_len, EVALUATION_SEED)
     if data.held_out is not None:
         return load(data.held_out, tokenizer, shuffle=False)
     _, documents = split_documents(load_documents(data, tokenizer), data.eval_fraction, trained_len)

@@ -48,8 +48,22 @@ TOKENIZER_FILES = (
 )
 # The files of a published model that an export leaves out: weights in any format, their indices, and hidden files, which belong
 # to git or to the download.
-LEFT_OUT = (".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
-LEFT_OUT += ("*.onnx*", "*.ot", "*.tflite", "*.npz")
+LEFT_OUT = (
+    ".*",
+    "*.safetensors",
+    "*.index.json",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+    "*.ot",
+    "*.tflite",
+    "*.npz",
+)
 # The settings of a published model that a run may change, each with the entries of config.json that determine the setting.
 ENTRIES = {
     "vocab_size": ("vocab_size",),
@@ -269,7 +283,8 @@ def config_json(
     Raises:
         ConfigError: transformers has no architecture with these settings.
     """
-    model_type, optional = model_type_of(model), {}
+    model_type = model_type_of(model)
+    optional: dict[str, Any] = {}
     if model.window:
         optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
     if model.rope_factor is not None:

@@ -17,15 +17,17 @@ from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.commands.errors import USER_ERRORS, report_error, terminate, terminate_on_error
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig, replace_link
-from ringattn.train.settings.literal import literal_settings
+from ringattn.train.settings.literal import literal_settings, to_config
 
 RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
 # Settings that both commands accept. A name that ends in a dot stands for all settings of a group.
-SETTINGS = ("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device")
-SETTINGS += ("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention")
+SETTINGS = (
+    *("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device"),
+    *("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention"),
+)
 
 
 def option(text: str, **default: Any) -> Any:
@@ -49,7 +51,7 @@ class Model:
     config: Config
 
 
-def run_command(command: Callable[[list[str]], None], options: type, doc: str) -> int:
+def run_command(command: Callable[[list[str]], None], options: type, doc: str | None) -> int:
     """Run a command on all ranks, and return the exit status. An error of the user is reported in one line.
 
     Args:
@@ -82,9 +84,9 @@ def run_command(command: Callable[[list[str]], None], options: type, doc: str) -
     return status
 
 
-def help_text(options: type, doc: str) -> str:
+def help_text(options: type, doc: str | None) -> str:
     """Return the text that `--help` prints: the docstring of the command and one paragraph per option."""
-    paragraphs = [doc.strip(), "Options:"]
+    paragraphs = [(doc or "").strip(), "Options:"]
     for each in fields(options):
         default = "required" if each.default is MISSING else f"default: {shlex.quote(str(each.default))}"
         text = textwrap.fill(each.metadata["help"], 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -126,7 +128,7 @@ def parse(arguments: list[str], options: type, settings: tuple[str, ...] = ()) -
     return options(**values), overrides
 
 
-def _convert(name: str, value: str, kind: type) -> Any:
+def _convert(name: str, value: str, kind: Any) -> Any:
     try:
         return kind(value)
     except ValueError:
@@ -143,7 +145,7 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
     settings = literal_settings(asdict(config))
     for name, value in overrides.items():
         OmegaConf.update(settings, name, None if value == "null" else value)
-    return OmegaConf.to_object(settings)
+    return to_config(settings)
 
 
 def find_model(run: str) -> Model:

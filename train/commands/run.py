@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import hydra
 import torch
@@ -46,7 +46,7 @@ from ringattn.train.reports import startup
 from ringattn.train.reports.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, log_to_wandb, sweep_table
 from ringattn.train.settings.config import Config, ConfigError, replace_link
 from ringattn.train.settings.help import common_settings
-from ringattn.train.settings.literal import literal_settings
+from ringattn.train.settings.literal import literal_config
 from ringattn.train.settings.overrides import check_options, check_overrides, checked_name, quote_paths
 from ringattn.train.settings.sweep import is_job_of_sweep, job_directory, jobs_of_sweep, varied_lengths, varied_settings
 from ringattn.train.settings.token_budget import by_ranks
@@ -122,8 +122,8 @@ def run_as_rank_zero(launch: Launch) -> int:
         context = HydraConfig.get()
         directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
         jobs.directory = Path(context.sweep.dir).resolve() if is_sweep else None
-        params = OmegaConf.select(context, "sweeper.params") if is_sweep else None
-        overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
+        params = context.sweeper.get("params") if is_sweep else None
+        overrides = list(context.overrides.task)
         outcome = Outcome(overrides, varied_settings(overrides, params))
         jobs.outcomes.append(outcome)
         replace_link(directory / "run.log")
@@ -139,7 +139,7 @@ def run_as_rank_zero(launch: Launch) -> int:
             if is_sweep:
                 check_earlier_attempt(directory, launch.attempt)
             if not resumes and context.runtime.choices.get("experiment") is None:
-                log.info(f"{'recipe':<12}{context.runtime.choices.recipe} (or recipe=cpu, recipe=gpu); override any setting")
+                log.info(f"{'recipe':<12}{context.runtime.choices['recipe']} (or recipe=cpu, recipe=gpu); override any setting")
             if launch.attempt > 1:
                 log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
             outcome.result = run_on_all_ranks(train, config, directory)
@@ -270,7 +270,7 @@ def select_recipe() -> None:
 
 def to_config(settings: DictConfig) -> Config:
     """Convert the settings to dataclasses. An unknown option is an error, even if the user has added it with Hydra's `+`."""
-    return OmegaConf.to_object(literal_settings(OmegaConf.to_container(settings, resolve=True)))
+    return literal_config(cast("dict[str, Any]", OmegaConf.to_container(settings, resolve=True)))
 
 
 def check_name(name: str | None, context: HydraConf) -> None:

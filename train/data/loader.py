@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -140,13 +140,18 @@ class Loader:
         """Set how steps are prepared. Call this method before `get`."""
         self._preparation = preparation
 
+    @property
+    def preparation(self) -> Preparation:
+        assert self._preparation is not None, "`begin` must be called first"
+        return self._preparation
+
     def get(self, consumed: int) -> list[MicroStep]:
         """Return the micro-steps of the step before which `consumed` sequences are consumed.
 
         Raises:
             LoaderError: the loader process failed.
         """
-        return self._preparation.prepare(consumed)
+        return self.preparation.prepare(consumed)
 
     def learn(self, requests: Requests) -> None:
         """Record which schedules and tables the calls of a step request from its plan. Later steps need the same ones."""
@@ -169,12 +174,14 @@ class AheadLoader(Loader):
         command = [sys.executable, "-c", START]
         connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, env=environment)
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno(), env=environment)
+        assert self._process.stdin is not None
+        self._requests_file = self._process.stdin
         # A thread receives the messages, so that the process need not wait for the training process.
         self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         threading.Thread(target=_receive_all, args=(connection, self._received), daemon=True).start()
         # The finalizer also runs if an error ends the job before `close` is called.
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process, self._requests_file)
 
     def begin(self, preparation: Preparation) -> None:
         """See `Loader.begin`."""
@@ -195,14 +202,14 @@ class AheadLoader(Loader):
         while self._pending and self._pending[0] != consumed:
             self._receive()
         while len(self._pending) <= AHEAD:
-            step = self._pending[-1] + self._preparation.sequences_per_step if self._pending else consumed
+            step = self._pending[-1] + self.preparation.sequences_per_step if self._pending else consumed
             self._pending.append(step)
             self._send((step, self._requests))
         return self._receive()
 
     def _send(self, message: Any) -> None:
         try:
-            _write(self._process.stdin, message)
+            _write(self._requests_file, message)
         except OSError:  # The process has ended.
             self._receive()
 
@@ -223,11 +230,11 @@ def start_loader(device: torch.device) -> Loader:
     return AheadLoader() if device.type == "cuda" else Loader()
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
     process.kill()
     process.wait()
     with suppress(BrokenPipeError):  # A request may still be in the buffer.
-        process.stdin.close()
+        requests.close()
 
 
 # A message is a pickle, followed by the memory of its arrays, which is not copied into the pickle. The header of a message
@@ -239,7 +246,7 @@ def _encode(message: Any) -> bytes:
     return b"".join(x for part in (header, *parts) for x in (part, bytes(-len(part) % 16)))
 
 
-def _write(file: BinaryIO, message: Any) -> None:
+def _write(file: IO[bytes], message: Any) -> None:
     data = _encode(message)
     file.write(struct.pack("<q", len(data)))
     file.write(data)
@@ -273,7 +280,7 @@ def _decode(data: bytearray) -> Any:
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _receive_all(connection: socket.socket, received: queue.SimpleQueue) -> None:
+def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearray | None]) -> None:
     # One system call receives a whole message. With a pipe, the thread would need Python's lock again after every 64 KiB, and
     # would wait up to 5 ms each time.
     try:
@@ -284,7 +291,7 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue) -> None
         received.put(None)  # Without it, the training process would wait forever.
 
 
-def run_loader_process(output: BinaryIO) -> None:
+def run_loader_process(output: IO[bytes]) -> None:
     """Prepare the steps that the training process requests, until the input ends, and write them to `output`."""
     # Ctrl-C, a closed terminal and SIGTERM of a cluster also reach this process, but the training process completes its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -293,13 +300,15 @@ def run_loader_process(output: BinaryIO) -> None:
     # A plan of 64 ranks consists of thousands of small objects, and each collection would visit all of them.
     gc.freeze()
     gc.set_threshold(100_000)
-    preparation = None
-    while (data := _read(sys.stdin.buffer.readinto)) is not None:
+    preparation: Preparation | None = None
+    source = os.fdopen(sys.stdin.fileno(), "rb", closefd=False)
+    while (data := _read(source.readinto)) is not None:
         try:
             message = _decode(data)
             if isinstance(message, Preparation):
                 preparation = message
                 continue
+            assert preparation is not None
             steps = preparation.prepare(*message)
         except Exception as error:
             steps = f"{type(error).__name__}: {error}"

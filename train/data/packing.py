@@ -30,19 +30,21 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import datasets
+import datasets.config
 import numpy as np
 import pyarrow
 import torch
 import torch.distributed as dist
 from datasets.fingerprint import Hasher
+from datasets.table import InMemoryTable
 from datasets.utils import tqdm
 from filelock import FileLock
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]  # torch has no public way
 
 from ringattn.train.data import recall, sources
 from ringattn.train.data.batch import Batch
@@ -121,7 +123,7 @@ class PackedDataset:
         """
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
-            crc = zlib.crc32(self._document(index).to_numpy().tobytes(), crc)
+            crc = zlib.crc32(self._document(int(index)).to_numpy().tobytes(), crc)
         return crc
 
     @property
@@ -159,7 +161,7 @@ class PackedDataset:
         order, ends, _ = self._order_of(epoch)
         # The first document contains token `start` of the stream. The last document contains the last label, token `stop`.
         first, last = np.searchsorted(ends, (start, stop), side="right")
-        documents = [self._document(index) for index in order[first : last + 1]]
+        documents = [self._document(int(index)) for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
         # The chunks of the chunked array are views, so only the tokens of the sequence are copied.
         stream = pyarrow.chunked_array(documents).slice(skipped, stop - start + 1).to_numpy().astype(np.int64)
@@ -172,11 +174,11 @@ class PackedDataset:
 
     def beginning(self, num_tokens: int) -> list[int]:
         """Return the first tokens of the longest document, without the token that begins every document."""
-        return self._document(self.lengths.argmax())[1 : 1 + num_tokens].to_pylist()
+        return self._document(int(self.lengths.argmax()))[1 : 1 + num_tokens].to_pylist()
 
     def _document(self, index: int) -> pyarrow.Array:
         """Return the tokens of a document without copying them."""
-        return self._documents[int(index)]["tokens"][0].values
+        return self._documents[index]["tokens"][0].values
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the order of the documents and the order of the sequences in an epoch.
@@ -294,8 +296,8 @@ def split_documents(documents: datasets.Dataset, fraction: float, seq_len: int) 
     held_out, remaining = np.sort(order[:num_whole]), np.sort(order[num_whole + 1 :])
     divided, length = int(order[num_whole]), eval_tokens - int(lengths[order[:num_whole]].sum())
     beginning, remainder = _part(documents, divided, 0, length), _part(documents, divided, length, int(lengths[divided]))
-    parts = (remaining, remainder), (held_out, beginning)
-    return tuple(datasets.concatenate_datasets([documents.select(whole), part]) for whole, part in parts)
+    training = datasets.concatenate_datasets([documents.select(remaining), remainder])
+    return training, datasets.concatenate_datasets([documents.select(held_out), beginning])
 
 
 def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> datasets.Dataset:
@@ -306,7 +308,7 @@ def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> dat
         {"tokens": pyarrow.ListArray.from_arrays([0, len(tokens)][: rows + 1], tokens), "length": [len(tokens)] * rows},
         schema=TOKENS.arrow_schema,
     )
-    return datasets.Dataset(datasets.table.InMemoryTable(table), datasets.DatasetInfo(features=TOKENS))
+    return datasets.Dataset(InMemoryTable(table), datasets.DatasetInfo(features=TOKENS))
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences) -> Sequences | None:
@@ -336,6 +338,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences)
         settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
         message = re.sub(settings, r"data.eval_\1", str(error))
         raise ConfigError(f"held-out text: {message}; or leave out data.eval_split and data.eval_path") from None
+    assert isinstance(training, PackedDataset)
     if not sources.are_disjoint(config, config.held_out, training.splits):
         raise ConfigError(
             f"the training text contains some of the held-out text, data.eval_split={config.eval_split} "
@@ -380,6 +383,7 @@ def _fill_cache(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
     files = sorted(folder.glob("*.arrow"))
     documents, sizes = sources.read_documents(config)
     batches = _tokenised_batches(documents, tokenizer, int(files[-1].stem.split("-")[1]) if files else 0)
+    entries, rows = 0, 0
     for number, first in enumerate(batches, len(files)):
         partial, size = folder / f"{uuid.uuid4().hex}.partial", 0
         with pyarrow.OSFile(str(partial), "wb") as file, pyarrow.ipc.new_stream(file, TOKENS.arrow_schema) as writer:
@@ -436,7 +440,7 @@ def _tokenise(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 @contextmanager
-def _rank_zero_first() -> Iterator[None]:
+def _rank_zero_first() -> Generator[None]:
     """Run the body on rank 0 first, and then on the other ranks.
 
     Rank 0 fills the cache and shows the progress. The other ranks wait without a time limit. The waiting ranks poll the

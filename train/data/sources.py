@@ -16,9 +16,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from glob import escape, glob
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 import datasets
+import datasets.config
 import pyarrow
 import pyarrow.parquet
 
@@ -65,7 +66,8 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
 def identity(config: DataConfig) -> list[object]:
     """Return values that change if the documents of a corpus change."""
     if config.source == "hub":
-        return [load_hub(config)._fingerprint, config.column, config.max_document_mb]
+        rows: Any = load_hub(config)
+        return [rows._fingerprint, config.column, config.max_document_mb]
     names = files(config) if config.path else library_files()
     states = [(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names]
     return [config.source, config.split, config.column, config.max_document_mb, states]
@@ -99,17 +101,20 @@ def _all_documents(config: DataConfig) -> Iterator[Entry]:
         case "parquet":
             for file in files(config):
                 yield from _parquet_rows(file, config)
+        case _:
+            raise AssertionError(f"data.source={config.source} has no reader")
 
 
-def _open(file: str) -> BinaryIO:
+def _open(file: str) -> IO[bytes]:
     """Open a file that may be compressed."""
     if ARCHIVE.search(file):
         raise ConfigError(f"{file} is an archive: extract it, and set data.path to its files")
     with open(file, "rb") as stream:
         start = stream.read(7)
     if start.startswith(ZSTANDARD):
-        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
-    return next((opener for magic, opener in MAGIC.items() if start.startswith(magic)), open)(file, "rb")
+        return cast("IO[bytes]", io.BufferedReader(pyarrow.input_stream(file, compression="zstd")))
+    opener: Any = next((opener for magic, opener in MAGIC.items() if start.startswith(magic)), open)
+    return opener(file, "rb")
 
 
 def _read_limited(file: str, limit_mb: int) -> bytes:
@@ -159,7 +164,7 @@ def _parquet_rows(file: str, config: DataConfig) -> Iterator[Entry]:
         raise _cannot_read_file(file, error) from error
 
 
-def _hub_rows(rows: datasets.Dataset, config: DataConfig) -> Iterator[Entry]:
+def _hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
     if config.column not in rows.features:
         raise no_column(config.description, config.column, rows.features)
     if getattr(kind := rows.features[config.column], "dtype", None) not in ("string", "large_string"):
@@ -249,14 +254,15 @@ def load_hub(config: DataConfig) -> datasets.Dataset:
     """Return a dataset of the Hugging Face hub."""
     # Some datasets contain code. Without this setting, releases of `datasets` before 4 would ask the user, or read an
     # environment variable, to decide whether to run such code.
-    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
+    settings: Any = datasets.config
+    settings.HF_DATASETS_TRUST_REMOTE_CODE = False
     return datasets.load_dataset(_hub_name(config), config.subset, split=config.split)
 
 
 def _hub_name(config: DataConfig) -> str:
     # `datasets` interprets a name without an owner as the name of a reader for local files. One of these readers unpickles
     # files, and unpickling may run any code. Therefore the name must have an owner.
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path or "") or Path(config.path).exists():
+    if config.path is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path) or Path(config.path).exists():
         raise ConfigError(f"data.path={config.path} is not a dataset of the hub: it must have the form owner/name")
     return config.path
 
@@ -285,7 +291,8 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
         raise no_text(where, column, f"{row[column]!r:.60}")
     text = row[column] or ""
     try:
-        text.isascii() or text.encode()
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError as error:
         escaped = f"\\u{ord(text[error.start]):x}"
         raise ConfigError(

@@ -133,7 +133,7 @@ class JsonTokenizer:
 
     def token(self, index: int) -> str:
         """Return the name of a token, such as "<|endoftext|>"."""
-        return self._tokenizer.id_to_token(index)
+        return str(self._tokenizer.id_to_token(index))
 
     def encode(self, text: str) -> np.ndarray:
         if not self._is_parsed and self.fingerprint not in _warned and (found := self._names.search(text)):

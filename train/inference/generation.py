@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,7 @@ def _attend_with_cache(
     """
     if cache.length == 0:
         cache.prefill(k, v, layout)
-        return ring_attention(q, k, v, layout=layout, mask=mask, precision=precision, **options)
+        return cast("Tensor", ring_attention(q, k, v, layout=layout, mask=mask, precision=precision, **options))
     cache.append(k, v)
     return decode_attention(q, cache, window=mask.window, **options)
 

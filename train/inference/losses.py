@@ -31,6 +31,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
         StoppedEarly: on every rank, if any rank was asked to stop.
     """
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
+    assert run.held_out is not None
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
     # Each row contains the sum of the losses of a group and the number of its tokens. The last row is for all other tokens.
     sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)

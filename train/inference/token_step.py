@@ -45,6 +45,7 @@ class TokenStep:
         if self.graph is None:
             return self._run()
         self.graph.replay()
+        assert self.result is not None
         return self.result
 
     def capture(self, position: int) -> None:

@@ -12,6 +12,7 @@ a function `finish`, which processes the last hidden states. `forward` calls `fi
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +78,7 @@ class Block(nn.Module):
         """Return the rotated queries, the rotated keys, and the values."""
         h = self.norm(x, self.attention_norm)
         q, k, v = (project(h).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
-        if self.config.qk_norm:
+        if self.query_norm is not None and self.key_norm is not None:
             q, k = self.norm(q, self.query_norm), self.norm(k, self.key_norm)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
@@ -100,7 +101,8 @@ class GPT(nn.Module):
         self.config = config
         padded = padded_vocabulary(config, vocab_size)
         self.embedding = nn.Parameter(torch.empty(padded, config.dim))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        # The type of a ModuleList does not contain the type of its modules.
+        self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.dim))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
 
@@ -126,8 +128,8 @@ class GPT(nn.Module):
         """
         x = F.embedding(tokens, self.embedding)
         cos, sin = rope(positions, self.config)
-        attends = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
-        for block, attend in zip(self.blocks, attends, strict=True):
-            x = block(x, cos, sin, attend)
+        attends: Sequence[Attend] = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
+        for block, each in zip(self.blocks, attends, strict=True):
+            x = block(x, cos, sin, each)
         x = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
         return finish(x, self.embedding if self.head is None else self.head)

@@ -5,6 +5,7 @@ Only the logits of one chunk exist at a time, because the logits of a long seque
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,17 +72,26 @@ class _CrossEntropy(torch.autograd.Function):
     """Computes the sum of lse_t - logit_t[label_t] over valid tokens t. The gradient of the logits is softmax - onehot."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled, with_gradients):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        chunk: int,
+        compiled: bool,
+        with_gradients: bool,
+    ) -> Tensor:
         losses, dhidden, dhead = _compute(hidden, head, labels, vocab_size, chunk, compiled, with_gradients)
         ctx.save_for_backward(dhidden, dhead)
         ctx.dtype = head.dtype
         # Groups of tokens are summed separately, because one fp32 sum over all tokens of a long sequence would be less
         # accurate.
-        return sum(part.sum() for part in losses.split(min(chunk, CHUNK)))
+        return cast("Tensor", sum(part.sum() for part in losses.split(min(chunk, CHUNK))))
 
     @staticmethod
-    def backward(ctx, dloss):
-        dhidden, dhead = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (dloss,), (dhidden, dhead) = grad_outputs, ctx.saved_tensors
         # The product is written in the dtype of the head, so that it needs no second fp32 matrix.
         dhead = torch.mul(dhead, dloss, out=dhead.new_empty(dhead.shape, dtype=ctx.dtype))
         return dhidden * dloss, dhead, None, None, None, None, None
@@ -102,7 +112,7 @@ def _compute(
     for start in range(0, len(labels), chunk):
         rows = slice(start, start + chunk)
         losses[rows], dlogits = compute(hidden[rows] @ head.T, labels[rows], vocab_size, with_gradients)
-        if with_gradients:
+        if dhidden is not None and dhead is not None and dlogits is not None:
             dhidden[rows] = dlogits @ head
             dhead += dlogits.T @ hidden[rows]
     return losses, dhidden, dhead
@@ -133,5 +143,5 @@ def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 @lru_cache
-def _compiled(function: Callable) -> Callable:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)

@@ -27,11 +27,11 @@ def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """
     dim = config.resolved_head_dim
     frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
+    scale = 1.0
     if config.rope_factor is not None:
         frequency = frequency * slowdown(frequency, config)
+        scale = yarn_scale(config.rope_factor) if config.rope_scaling == "yarn" else 1.0
     angle = torch.atleast_2d(positions).double()[..., None, None] * frequency
-    is_yarn = config.rope_factor is not None and config.rope_scaling == "yarn"
-    scale = yarn_scale(config.rope_factor) if is_yarn else 1.0
     return scale * angle.cos().float(), scale * angle.sin().float()
 
 
@@ -52,21 +52,23 @@ def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
     to the pair that makes one rotation. The indices of these two pairs are rounded outwards to whole numbers, as in other
     implementations.
     """
+    assert config.rope_factor is not None
+    assert config.rope_trained_len is not None
     limit = MAX_ROTATIONS[config.rope_scaling]
     if config.rope_scaling == "llama3":
         rotations = frequency * config.rope_trained_len / (2 * math.pi)
         kept = ((rotations - 1) / (limit - 1)).clamp(0, 1)
     else:
-        first, last = math.floor(_pair_of(limit, config)), math.ceil(_pair_of(1.0, config))
-        first, last = max(first, 0), min(last, config.resolved_head_dim - 1)
+        first, last = (_pair_of(rotations, config, config.rope_trained_len) for rotations in (limit, 1.0))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), config.resolved_head_dim - 1)
         pair = torch.arange(len(frequency), dtype=frequency.dtype, device=frequency.device)
         kept = 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
     return kept + (1 - kept) / config.rope_factor
 
 
-def _pair_of(rotations: float, config: ModelConfig) -> float:
-    """Return the index of the pair that makes `rotations` rotations within rope_trained_len tokens. The index is fractional."""
-    positions_per_radian = config.rope_trained_len / (2 * math.pi * rotations)
+def _pair_of(rotations: float, config: ModelConfig, trained_len: int) -> float:
+    """Return the fractional index of the pair that makes `rotations` rotations within `trained_len` tokens."""
+    positions_per_radian = trained_len / (2 * math.pi * rotations)
     return config.resolved_head_dim / 2 * math.log(positions_per_radian) / math.log(config.rope_theta)
 
 

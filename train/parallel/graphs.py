@@ -176,7 +176,7 @@ class ModelGraphs:
             # No step has another mask.
             self.slots.write(self.slots.pack(self._plan(mask, layout)))
         # FSDP gathers the parameters before a call of this method, as before a call of the model.
-        model.replay = self._replay
+        object.__setattr__(model, "replay", self._replay)
         register_fsdp_forward_method(model, "replay")
         axes = (mesh.ring, config.parallel.route == "relay"), (mesh.ulysses, False)
         groups = [(axis.get_group().group_name, relays) for axis, relays in axes if axis.size() > 1]
@@ -205,7 +205,8 @@ class ModelGraphs:
             self.slots.write(packed)
         # The hops of the graphs are not watched, so the watchdogs regard a whole micro-step as one hop.
         self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
-        return self._model.replay(tokens, positions, labels)
+        replay: Any = self._model.replay
+        return replay(tokens, positions, labels)
 
     def finish(self) -> None:
         """Record in the watchdogs that a backward pass has been launched."""
@@ -226,7 +227,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
-        torch._foreach_copy_(copies, parameters)
+        torch._foreach_copy_(copies, parameters)  # pyright: ignore[reportPrivateUsage]  # single copies would launch many kernels
         return tuple(x.detach() for x in copies)
 
     @staticmethod

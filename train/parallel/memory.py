@@ -187,11 +187,11 @@ def choose_recomputation(
     """
     recompute, layers = config.parallel.activation_checkpointing, config.model.layers
     least, most = (0, layers) if recompute is None else (layers * recompute,) * 2
-    for count in range(least, most + 1):
+    for count in range(least, most):
         needed = estimate(config, shape, vocab_size, bf16, compiled, count)
         if not is_tight(needed, device):
-            break
-    return count, needed
+            return count, needed
+    return most, estimate(config, shape, vocab_size, bf16, compiled, most)
 
 
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:

@@ -8,11 +8,11 @@ all-to-all.
 import os
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]  # torch has no public way
 
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
@@ -81,17 +81,20 @@ def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: 
         training: whether the attention belongs to a training step, see `trainer.fp8_attention`.
         recompute: whether the backward pass recomputes blocks, except for attention.
     """
-    return partial(
-        ulysses_attention,
-        layout=layout,
-        mask=mask,
-        ulysses_group=mesh.ulysses.get_group(),
-        ring_group=mesh.ring.get_group(),
-        schedule=config.parallel.schedule,
-        route=config.parallel.route,
-        backend=config.parallel.kernel,
-        precision=config.trainer.attention_precision(training),
-        recompute_all_to_all=recompute,
+    return cast(
+        "Attend",
+        partial(
+            ulysses_attention,
+            layout=layout,
+            mask=mask,
+            ulysses_group=mesh.ulysses.get_group(),
+            ring_group=mesh.ring.get_group(),
+            schedule=config.parallel.schedule,
+            route=config.parallel.route,
+            backend=config.parallel.kernel,
+            precision=config.trainer.attention_precision(training),
+            recompute_all_to_all=recompute,
+        ),
     )
 
 
@@ -108,7 +111,9 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
     """
     shape = dist.get_world_size() // sequence, sequence // ulysses, ulysses
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ring", "ulysses"))
-    return Mesh(mesh["dp"], mesh["ring", "ulysses"]._flatten("sequence"), mesh["ring"], mesh["ulysses"], mesh._flatten("all"))
+    flatten = DeviceMesh._flatten  # pyright: ignore[reportPrivateUsage]  # torch has no public way
+    shared = flatten(mesh["ring", "ulysses"], "sequence")
+    return Mesh(mesh["dp"], shared, mesh["ring"], mesh["ulysses"], flatten(mesh, "all"))
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:

@@ -220,7 +220,7 @@ def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Se
     for is_same in (True, False):
         others = [other for other in speeds if (other.dp == shape.dp) == is_same and speeds[other] > WORTH_MENTIONING * speed]
         if others:
-            best = max(others, key=speeds.get)
+            best = max(others, key=speeds.__getitem__)
             sequences = config.trainer.batch_size * best.dp * num_micro_steps(config, best)
             number = "" if is_same else f", {sequences} sequence{'s' * (sequences > 1)} per step"
             parts.append(f"{describe_shape(best)}: about {speeds[best] / speed:.2g} times the tokens/s{number}")

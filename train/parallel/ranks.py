@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 @contextmanager
-def sync_errors() -> Iterator[None]:
+def sync_errors() -> Generator[None]:
     """Raise a ConfigError of one rank on all ranks.
 
     All ranks run the body of the `with` statement. If the body raises a ConfigError on some ranks, every rank raises the error
@@ -129,7 +129,8 @@ def set_deterministic(deterministic: bool) -> None:
             )
         # By default, deterministic mode fills new tensors with a value. Filling takes time, and it is not needed here, because
         # every kernel writes all elements of its outputs.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        deterministic_mode: Any = torch.utils.deterministic
+        deterministic_mode.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 

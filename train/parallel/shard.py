@@ -5,9 +5,11 @@ therefore does not increase the memory that they need on each rank.
 """
 
 from functools import partial
+from typing import cast
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import save_attention
@@ -36,7 +38,6 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     # None selects FSDP's default: after the forward pass, FSDP shards the parameters of all modules again, except those of the
     # root module.
     reshard = None if memory.reshard_after_forward(model.config, bf16) else False
-    options = dict(mesh=mesh.all, mp_policy=precision, reshard_after_forward=reshard)
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = memory.blocks_per_group(model.config, bf16), list(model.blocks)
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
@@ -49,11 +50,12 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
         if len(groups) == 1 and model not in group:
             # One group contains all parameters of the model, because the hooks of a second group would need time on the host.
             continue
-        fully_shard(group, **options)
+        fully_shard(list[nn.Module](group), mesh=mesh.all, mp_policy=precision, reshard_after_forward=reshard)
+        root = cast("FSDPModule", group[0])
         # FSDP must sum the gradients and not average them, because the loss of every rank is already divided by the number of
         # tokens of all ranks.
-        group[0].set_gradient_divide_factor(1.0)
-        group[0].set_force_sum_reduction_for_comms(True)
+        root.set_gradient_divide_factor(1.0)
+        root.set_force_sum_reduction_for_comms(True)
 
 
 def compile_blocks(model: GPT) -> None:

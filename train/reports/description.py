@@ -16,6 +16,7 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.train.checkpoint import huggingface
+from ringattn.train.data.packing import PackedDataset
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory, prediction
 from ringattn.train.parallel.mesh import choose_layout
@@ -84,7 +85,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         data = f"generated sequences of {config.data.seq_len:,} tokens"
     rows = config.model.vocab_size or 0
     padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
-    entries = {
+    entries: dict[str, Any] = {
         "directory": directory,
         "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}{padding}",
         "data": f"{config.data.description}, {data}",
@@ -105,7 +106,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     if (machine := machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)) and dist.get_rank() == 0:
         if run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
             entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
-    if run.held_out and config.data.resolved_eval_fraction:
+    if isinstance(run.held_out, PackedDataset) and isinstance(run.data, PackedDataset) and config.data.resolved_eval_fraction:
         share = run.held_out.tokens_per_epoch / (run.data.tokens_per_epoch + run.held_out.tokens_per_epoch)
         entries["held out"] = f"{share:.1%} of the tokens, because data.eval_split is not set (see data.eval_fraction)"
     if run.init_from:

@@ -64,7 +64,7 @@ def to_metrics(losses: Losses) -> dict[str, float]:
         `eval_target_tokens`, and their checksum, `eval_targets`. Errors are left out if they are unknown.
     """
     means, errors = losses.means.tolist(), losses.errors()
-    metrics = {"eval_loss": means[-1]}
+    metrics: dict[str, float] = {"eval_loss": means[-1]}
     metrics |= {f"eval_loss_at/{length}": mean for length, mean in zip(losses.lengths, means, strict=True)}
     if errors is not None:
         own, differences = (each.tolist() for each in errors)

@@ -166,7 +166,7 @@ class Recorder:
 
     def _log_to_wandb(self, record: dict[str, float]) -> None:
         if self._wandb is not None:
-            self._wandb.log(record["step"], {name: value for name, value in record.items() if name != "step"})
+            self._wandb.log(int(record["step"]), {name: value for name, value in record.items() if name != "step"})
 
 
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:

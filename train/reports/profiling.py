@@ -1,9 +1,10 @@
 """Profile some steps of a run with torch.profiler, and record the memory of a GPU during these steps."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ringattn.train.settings.config import TrainerConfig
 
 log = logging.getLogger(__name__)
+
+# The functions that record the memory of a GPU are documented by PyTorch, but private.
+_memory: Any = torch.cuda.memory
 
 # With `trainer.profile=true`, a launch profiles these steps. The first step of a launch is step 1. The steps before them warm
 # up the device and compile the model.
@@ -47,7 +51,7 @@ class Profiler:
             log.warning("trainer.profile=%s: these steps were taken by earlier launches, so none is profiled", trainer.profile)
 
     @contextmanager
-    def profile_step(self, step: int) -> Iterator[None]:
+    def profile_step(self, step: int) -> Generator[None]:
         """Profile the work in this context if it is a step to profile. After the last of these steps, write the files."""
         if step not in self._steps:
             yield
@@ -62,7 +66,7 @@ class Profiler:
 
     def _start(self) -> None:
         if self._is_cuda:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+            _memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_cuda else [])]
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
@@ -82,6 +86,6 @@ class Profiler:
         log.info(f"{'profile':<12}{trace}: open it at https://ui.perfetto.dev or in chrome://tracing")
         if self._is_cuda:
             snapshot = self._folder / f"memory-{name}.pickle"
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            _memory._dump_snapshot(str(snapshot))
+            _memory._record_memory_history(enabled=None)
             log.info(f"{'profile':<12}{snapshot}: open it at https://pytorch.org/memory_viz")

@@ -221,7 +221,7 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
     """Plot the loss by sequence length, with one line per job. The error bar of a job is at its longest length."""
     for outcome in outcomes:
-        if losses := _losses_by_length(outcome):
+        if isinstance(outcome.result, dict) and (losses := _losses_by_length(outcome)):
             errors = [0.0] * (len(losses) - 1) + [outcome.result.get("eval_loss_error") or 0.0]
             draw_by_length(axes, list(losses), list(losses.values()), errors, label=outcome.name)
     if lengths := _lengths(outcomes):
@@ -248,16 +248,16 @@ def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
         return
     import wandb  # Importing wandb is slow.
 
-    names, *rows = table_rows(outcomes)
+    table: list[Any] = table_rows(outcomes)
     config = configs[-1]
-    options = dict(project=project_name(config), name=config.name, group=config.name, job_type="sweep", id=run_id(directory))
+    options: dict[str, Any] = {"project": project_name(config), "name": config.name, "group": config.name, "job_type": "sweep"}
     try:
         settings = wandb.Settings(silent=True, console="off", init_timeout=30)
         is_online = choice != "offline" and wandb.login(prompt=False, verify=False)
         mode = "online" if is_online else "offline"
         keep_tables_in(directory)
-        with wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options) as run:
-            run.log({"sweep": wandb.Table(names, rows), "sweep_chart": wandb.Image(str(directory / "sweep.png"))})
+        with wandb.init(dir=directory, id=run_id(directory), mode=mode, resume="allow", settings=settings, **options) as run:
+            run.log({"sweep": wandb.Table(table[0], table[1:]), "sweep_chart": wandb.Image(str(directory / "sweep.png"))})
         log.info(f"{'W&B':<12}{mode}, the table and the picture of the sweep")
         if not is_online:
             log.info(f"{'W&B':<12}upload all runs of the sweep with: {sync_command(directory, is_sweep=True)}")

@@ -161,7 +161,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
             # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
-            log.info(f"{'W&B':<12}{mode}, " + (run.url if mode == "online" else str(directory / "wandb")))
+            log.info(f"{'W&B':<12}{mode}, " + str(run.url if mode == "online" else directory / "wandb"))
             return run, mode == "offline"
         except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
@@ -181,7 +181,7 @@ def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str
 def chosen_mode(config: Config) -> str:
     """Return "online", "offline" or "off" if the user has chosen this mode, and "auto" otherwise."""
     choice = config.logger.wandb
-    return WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto") if choice == "auto" else choice
+    return WANDB_MODES.get(os.environ.get("WANDB_MODE", ""), "auto") if choice == "auto" else choice
 
 
 def project_name(config: Config) -> str:

@@ -583,7 +583,7 @@ def _check_training(config: Config) -> Iterator[str]:
             f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "
             "init_from to start a new run from weights, or only resume to continue a run"
         )
-    if trainer.is_profiled and trainer.profile.lower() != "true":
+    if trainer.is_profiled and str(trainer.profile).lower() != "true":
         first, last = trainer.profiled_range or (0, 0)
         if not 1 <= first <= last <= trainer.steps:
             yield f"trainer.profile={trainer.profile}: must be true or a range of steps from 1 to {trainer.steps}, such as 3-5"

@@ -1,7 +1,7 @@
 """Convert plain values to typed settings, and keep every string as it is."""
 
 import re
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -9,7 +9,7 @@ from ringattn.train.settings.config import Config
 
 
 def literal_settings(values: dict[str, Any]) -> DictConfig:
-    """Return all settings with these values. `OmegaConf.to_object` converts the result to a Config.
+    """Return all settings with these values. `to_config` converts the result to a Config.
 
     OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. The string may come from a file that
     somebody else has written, so nothing in it is replaced.
@@ -20,7 +20,17 @@ def literal_settings(values: dict[str, Any]) -> DictConfig:
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
     """
-    return OmegaConf.merge(Config, _escape(values))
+    return cast("DictConfig", OmegaConf.merge(Config, _escape(values)))
+
+
+def literal_config(values: dict[str, Any]) -> Config:
+    """Do the same as `literal_settings`, and return a Config."""
+    return to_config(literal_settings(values))
+
+
+def to_config(settings: DictConfig) -> Config:
+    """Convert composed settings to a Config."""
+    return cast("Config", OmegaConf.to_object(settings))
 
 
 def _escape(value: Any) -> Any:
