@@ -47,7 +47,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself. Call this function under `torch.no_grad()`."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself. Call it under `torch.no_grad()`."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -59,7 +59,7 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def squared_norms(model: nn.Module) -> Tensor:
     """Return the squared norm of this rank's shard of each gradient, fp32 (number of parameters,)."""
-    norms = torch._foreach_norm(local_gradients(model))  # pyright: ignore[reportPrivateUsage]  # a norm per tensor would launch many kernels
+    norms = torch._foreach_norm(local_gradients(model))
     return torch.stack(norms) ** 2
 
 
@@ -67,11 +67,11 @@ def squared_norms(model: nn.Module) -> Tensor:
 def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
     """Scale all gradients, whose norm is `norm`, so that their norm is at most `limit`. The host does not wait for the GPU."""
     scale = (limit / (norm + 1e-6)).clamp(max=1)
-    torch._foreach_mul_(local_gradients(model), scale)  # pyright: ignore[reportPrivateUsage]  # as above
+    torch._foreach_mul_(local_gradients(model), scale)
 
 
 def build(model: nn.Module, config: OptimConfig) -> AdamW:
-    """Build AdamW for the parameters of the model. Weight decay applies only to matrices, not to biases or norms."""
+    """Build AdamW. Weight decay applies only to matrices, not to biases or norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -81,18 +81,11 @@ def build(model: nn.Module, config: OptimConfig) -> AdamW:
 
 
 def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
-    """Return the peak learning rate for a model: 6e-4 for 124 million parameters without `qk_norm`.
+    """Return the peak learning rate: 6e-4 for 124 million parameters, and at most 2e-3.
 
-    The rate is inversely proportional to the power 0.4 of the number of parameters. The resulting rates are close to those of
-    GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table 2.1). For example, the rate is 2.3e-4 for 1.3 billion
-    parameters, and at most 2e-3. With normalised queries and keys, training is stable at higher rates. The rate is then 1.75
-    times as high, and at most 3e-3.
-
-    Args:
-        num_parameters: the number of parameters.
-        qk_norm: whether queries and keys are normalised (`model.qk_norm`).
-        continued: whether the run starts from trained weights. If it does, the rate is a tenth of the usual rate, because a
-            large learning rate would destroy the trained weights.
+    It is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
+    https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, training is stable at 1.75 times this rate, at most
+    3e-3. A run that is `continued` from trained weights uses a tenth, because a large rate would destroy them.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)
@@ -100,31 +93,23 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
 
 
 def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:
-    """Return the number of warmup steps in a run of `steps` steps: `config.warmup_steps`, or by default `steps` / 10."""
+    """Return the number of warmup steps: `config.warmup_steps`, or by default `steps` / 10."""
     return steps // 10 if config.warmup_steps is None else config.warmup_steps
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Return the learning rate of one step.
+    """Return the learning rate of a step, which is counted from 1 to `steps`.
 
-    During the warmup, the learning rate rises linearly from 0 to `config.lr`. After the warmup, the learning rate depends on
-    `config.schedule`:
+    It rises linearly to `config.lr` in the warmup. Then `config.schedule` decides:
 
-        cosine: the learning rate falls along half a cosine, and reaches min_lr_ratio * lr at the last step.
-        wsd: the learning rate stays at lr, and then falls linearly to min_lr_ratio * lr during the last `decay_fraction` of all
-            steps. The decay never begins before the warmup has ended.
-
-    Args:
-        step: the number of the step, from 1 to `steps`.
-        steps: the number of steps of the run.
-        config: the settings of the schedule.
+        cosine: it falls along half a cosine to min_lr_ratio * lr at the last step.
+        wsd: it stays at lr, and falls linearly to min_lr_ratio * lr during the last `decay_fraction` of all steps.
     """
     assert config.lr is not None
     warmup_steps = resolve_warmup_steps(steps, config)
     if step <= warmup_steps:
         return config.lr * step / warmup_steps
-    # `scale` is 1 at the start of the decay, and falls to 0 at the last step. The decay starts after the warmup ("cosine") or
-    # after the stable phase ("wsd").
+    # `scale` falls from 1 at the start of the decay to 0 at the last step.
     if config.schedule == "cosine":
         scale = (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps))) / 2
     else:

@@ -1,8 +1,7 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-A run stops on SIGTERM, SIGHUP, Ctrl-C or at its time limit. The run then completes its current step, or leaves a step of
-several micro-steps or an evaluation. It saves a checkpoint and exits. If the run is launched again, it resumes from this
-checkpoint, and repeats the step or the evaluation that it has left.
+On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, or leaves an evaluation or a step of several
+micro-steps. It saves a checkpoint and exits. Another launch resumes from it, and repeats what was left.
 """
 
 import errno
@@ -26,26 +25,21 @@ log = logging.getLogger(__name__)
 # The errors of the operating system if a file system does not support locks.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
-# The signals that this process has received. No signal is ever removed from the set, because a signal stops the whole launch
-# and not only the current job of a sweep.
+# The received signals. None is ever removed, because a signal stops all jobs of a sweep.
 _received_signals: set[int] = set()
-# Python writes the number of each signal to this pipe at once. It calls the handler of a signal later, when the main thread
-# returns to Python. During a save, this may take longer than torchrun waits, because fsync writes many gigabytes.
+# Python writes each signal to this pipe at once, but calls its handler only when the main thread returns to Python. During a
+# save, that may take longer than torchrun waits.
 _signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpoint{}\n"
 
 
 def _launch_time() -> float:
-    """Return the time at which torchrun started, on the clock of `time.monotonic`.
-
-    If torchrun did not start this process, return the time at which this process started.
-    """
+    """Return the time at which torchrun, or else this process, started, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        # The 22nd field is the start time of the process, in clock ticks since the machine was booted. The second field is the
-        # name of the process in brackets. A process name may contain spaces, so the text is split only after the closing
-        # bracket.
+        # The 22nd field is the start time in clock ticks since the boot. The second field, the name in brackets, may contain
+        # spaces.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:  # The file exists only on Linux.
         return time.monotonic()
@@ -57,26 +51,20 @@ LAUNCH_TIME = _launch_time()
 
 
 class TrainingStopped(SystemExit):
-    """A run stopped on a signal or at its time limit, and its progress is saved.
-
-    Stopping in this way is not an error. This exception is a SystemExit without a code, so the process ends with exit status 0.
-    """
+    """A run stopped on request, and its progress is saved. A SystemExit without a code ends with exit status 0."""
 
 
 class StoppedEarly(Exception):
-    """Any rank was asked to stop during a step or an evaluation. All ranks have left it, and its results are lost."""
+    """Any rank was asked to stop during a step or an evaluation, which all ranks have left without results."""
 
 
 @contextmanager
 def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
 
-    Outside this context, these signals end the process at once. A closed terminal sends SIGHUP. If the process was started with
-    SIGHUP ignored, as nohup does, it remains ignored. By default, torchrun handles SIGHUP even under nohup, passes it on, and
-    kills the ranks 30 s later. SIGTERM may arrive several times, because torchrun forwards the signal to ranks that
-    have already received it. Ctrl-C sends SIGINT. After the first SIGINT, a second SIGINT ends the
-    process at once, even if the process is waiting for another rank. After the first SIGINT, SIGTERM also ends the process at
-    once, because torchrun dies if it is interrupted twice, and the death of torchrun sends SIGTERM to the ranks.
+    Outside this context, they end the process at once. If the process ignores SIGHUP, as under nohup, it still does. SIGTERM
+    may arrive several times, because torchrun also forwards it to ranks that have received it. After the first Ctrl-C, a second
+    one or SIGTERM ends the process at once: torchrun dies if it is interrupted twice, which sends SIGTERM to the ranks.
     """
 
     announced: set[int] = set()
@@ -113,9 +101,9 @@ def handle_stop_signals() -> Generator[None]:
 
 
 def stop_requested(time_limit_s: float | None) -> bool:
-    """Return True if this rank has received a signal, or if more than `time_limit_s` seconds have passed since the launch.
+    """Return whether this rank has received a signal, or `time_limit_s` seconds have passed since the launch.
 
-    Any thread may call this function. It notices a signal even while the main thread is inside a long system call.
+    It notices a signal from any thread, even while the main thread is inside a long system call.
     """
     if _signal_pipe is not None:
         with suppress(BlockingIOError):  # The pipe is empty.
@@ -124,7 +112,7 @@ def stop_requested(time_limit_s: float | None) -> bool:
 
 
 def any_rank_stop_requested(time_limit_s: float | None) -> bool:
-    """Return whether `stop_requested` is true on any rank. All ranks must call this function and receive the same result."""
+    """Return whether `stop_requested` is true on any rank. All ranks call this function."""
     requested = torch.tensor(int(stop_requested(time_limit_s)), device="cpu")
     dist.all_reduce(requested, dist.ReduceOp.MAX)
     return bool(requested)
@@ -132,10 +120,9 @@ def any_rank_stop_requested(time_limit_s: float | None) -> bool:
 
 @contextmanager
 def acquire_run_directory(directory: Path) -> Generator[None]:
-    """Lock the directory of a run while the context lasts.
+    """Lock the directory of a run, so that two launches do not overwrite each other's files.
 
-    Without the lock, two launches would overwrite each other's metrics and checkpoints. Rank 0 holds the lock on behalf of all
-    ranks. The operating system releases the lock when the process of rank 0 ends, even if the process is killed.
+    Rank 0 holds the lock for all ranks. The operating system releases it when the process ends, even if it is killed.
 
     Raises:
         ConfigError: on every rank, if another process holds the lock, or if the file `.lock` cannot be used.
@@ -146,8 +133,7 @@ def acquire_run_directory(directory: Path) -> Generator[None]:
                 directory.mkdir(parents=True, exist_ok=True)
                 path = replace_link(directory / ".lock")
                 try:
-                    # On a file system without flock, filelock would otherwise use a marker file. A marker file still exists
-                    # after the process is killed.
+                    # Otherwise filelock would fall back to a marker file, which would survive a kill.
                     lock.enter_context(FileLock(path, blocking=False, fallback_to_soft=False))
                 except Timeout:
                     raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None

@@ -1,7 +1,4 @@
-"""Build the parts of a run from its settings: device, data, mesh, model and optimizer.
-
-Each part is checked before the next part is built.
-"""
+"""Build the parts of a run from its settings. Each part is checked before the next one is built."""
 
 import gc
 import logging
@@ -40,18 +37,35 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class InferenceRun:
-    """The parts of a run on this rank that evaluation and generation need."""
+class Resources:
+    """The parts of a run on this rank that are chosen and loaded before the model is built."""
 
-    config: Config
     device: torch.device
     mesh: Mesh
     tokenizer: Tokenizer
     held_out: Sequences | None  # the text for evaluation
-    kernel: backends.Choice  # the attention kernels, and the reason for choosing these kernels
+    kernel: backends.Choice  # the attention kernels, and the reason for choosing them
     bf16: bool  # whether the model computes in bf16
     compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
     recomputed_blocks: int  # how many blocks the backward pass recomputes, except for attention
+
+
+@dataclass(frozen=True)
+class TrainingResources(Resources):
+    """Further parts of a training run."""
+
+    data: Sequences
+    memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
+    graphed: bool  # whether a training step is replayed from CUDA graphs
+    init_from_changes: str  # the settings in which this run differs from the training of the initial weights
+    data_ready: float  # the time at which the data was loaded, on the clock of `time.monotonic`
+
+
+@dataclass(frozen=True)
+class InferenceRun(Resources):
+    """The parts of a run on this rank that evaluation and generation need."""
+
+    config: Config
     model: GPT
 
     @property
@@ -59,25 +73,21 @@ class InferenceRun:
         return _num_parameters(self.model)
 
     def plot_title(self, name: str, tokens: str) -> str:
-        """Return the title of a plot. `name` is the name of the model, and `tokens` states a number of tokens."""
+        """Return the title of a plot. `tokens` states a number of tokens."""
         ranks = dist.get_world_size()
         return f"{name}: {self.num_parameters:,} parameters, {tokens}, {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 @dataclass(frozen=True)
-class Run(InferenceRun):
+class Run(InferenceRun, TrainingResources):
     """The parts of a training run on this rank."""
 
-    data: Sequences
-    memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
     init_from: Path | None  # the initial weights of a new run; None for random weights
-    loader: Loader  # loads the batches of steps and plans their attention
-    graphs: ModelGraphs | None  # the CUDA graphs of a training step, if they are used
-    init_from_changes: str  # the settings in which this run differs from the training of the initial weights
-    data_ready: float  # the time at which the data was loaded, on the clock of `time.monotonic`
     parent: str | None  # the checkpoint of another run from which this run branched
+    loader: Loader  # loads the batches of steps and plans their attention
+    graphs: ModelGraphs | None
     # The latest result of `step.prepare_step`, by the number of sequences that are consumed before it.
     prepared: dict[int, Any] = field(default_factory=dict)
 
@@ -95,26 +105,8 @@ class Run(InferenceRun):
         return self.sequences_per_step * self.config.data.seq_len
 
 
-@dataclass(frozen=True)
-class Resources:
-    """The parts of a run that are chosen and loaded before its model is built. Attributes as in `Run`."""
-
-    device: torch.device
-    bf16: bool
-    kernel: backends.Choice
-    tokenizer: Tokenizer
-    init_from_changes: str
-    mesh: Mesh
-    compiled: bool
-    recomputed_blocks: int
-    graphed: bool
-    needed: dict[str, float]
-    data: Sequences
-    held_out: Sequences | None
-
-
-def find_resources(config: Config, init_from: Path | None = None) -> Resources:
-    """Check the settings against the machine, choose what they leave open, and load the data. Arguments as in `build`.
+def find_resources(config: Config, init_from: Path | None = None) -> TrainingResources:
+    """Check the settings against the machine, choose what they leave open, and load the data.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
@@ -139,8 +131,8 @@ def find_resources(config: Config, init_from: Path | None = None) -> Resources:
         memory.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
-    # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until
-    # rank 0 has filled the cache. Rank 0 must report an error of the first call before the other ranks wait in the second call.
+    # Each call of `load` lets the other ranks wait for rank 0, so rank 0 must report an error of the first call before the
+    # second.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
@@ -152,7 +144,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> Resources:
             f"the text of {config.data.description} differs between the ranks: {ranks} has another one; copy the same files to "
             "all hosts, and set HF_HOME to a shared directory"
         ) from None
-    return Resources(
+    return TrainingResources(
         device=device,
         bf16=bf16,
         kernel=kernel,
@@ -162,19 +154,19 @@ def find_resources(config: Config, init_from: Path | None = None) -> Resources:
         compiled=compiled,
         recomputed_blocks=recomputed_blocks,
         graphed=graphed,
-        needed=needed,
+        memory_needed=needed,
         data=data,
         held_out=held_out,
+        data_ready=time.monotonic(),
     )
 
 
 def build(config: Config, init_from: Path | None = None, parent: str | None = None) -> Run:
-    """Check the settings against the machine, load the data, and build the sharded model and its optimizer.
+    """Build a training run.
 
     Args:
         config: the settings, which `config.check` has accepted. If `optim.lr` is None, the run has the default learning rate.
-        init_from: the path of the initial weights of a new run. This function checks the weights but does not load
-            them. The weights are checked before the data is loaded, because loading the data may take a long time.
+        init_from: the path of the initial weights of a new run, which are checked but not loaded.
         parent: the checkpoint of another run from which this run branches.
 
     Raises:
@@ -182,15 +174,13 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     """
     set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
-        # The loader starts first, because its process imports its modules while this process builds the other parts.
+        # Its process imports its modules while this process builds the other parts.
         loader = start_loader(pick_device(config.trainer.device))
     found = find_resources(config, init_from)
     device, mesh, tokenizer = found.device, found.mesh, found.tokenizer
-    data_ready = time.monotonic()
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
-    # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
-    # of the settings applies from here on.
+    # Tokenising a corpus may take longer than the timeout of the settings, which applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
@@ -209,26 +199,15 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         lr = optim.default_lr(_num_parameters(model), config.model.qk_norm, continued=init_from is not None)
         config = with_settings(config, {"optim.lr": lr})
     return Run(
+        **vars(found),
         config=config,
-        device=device,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        held_out=found.held_out,
-        kernel=found.kernel,
-        bf16=found.bf16,
-        compiled=found.compiled,
-        recomputed_blocks=found.recomputed_blocks,
         model=model,
-        data=found.data,
-        memory_needed=found.needed,
         optimizer=optimizer,
         peak_flops=peak_flops,
         init_from=init_from,
-        init_from_changes=found.init_from_changes,
+        parent=parent,
         loader=loader,
         graphs=graphs,
-        data_ready=data_ready,
-        parent=parent,
     )
 
 
@@ -240,7 +219,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
         weights: a checkpoint, or a folder with a Hugging Face model.
 
     Raises:
-        ConfigError: on every rank, if the machine does not support the settings, or the weights do not fit the settings.
+        ConfigError: on every rank, if the machine does not support the settings, or the weights do not fit them.
     """
     set_deterministic(config.trainer.deterministic)
     with sync_errors():
@@ -274,20 +253,18 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
 def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, backends.Choice]:
     """Return the device of this rank, whether the model computes in bf16, and the attention kernels.
 
-    The kernels are those of training steps if `training` is True, and those of evaluation and generation otherwise.
-
     Raises:
         ConfigError: the machine does not have the device, or the kernels do not support the settings.
     """
     device = pick_device(config.trainer.device)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-    # A run evaluates its model, so the kernels of the evaluation must be available in training as well.
+    # A run evaluates its model, so these kernels must be available in training as well.
     inference_kernel = choose_backend(config, device, bf16)
     return device, bf16, choose_backend(config, device, bf16, training=True) if training else inference_kernel
 
 
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
-    """Build the mesh of all ranks, and choose the number of ranks along each axis whose setting is None."""
+    """Build the mesh of all ranks, and choose what its settings leave open."""
     if config.parallel.mesh == "fastest" and config.parallel.ring is None:
         raise ConfigError("parallel.mesh=fastest is only for training: set parallel.ring and parallel.ulysses instead")
     sequence = config.parallel.ring or dist.get_world_size()
@@ -328,7 +305,7 @@ def choose_fastest_mesh(config: Config) -> Config:
 
 
 def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool) -> prediction.Machine | None:
-    """Return the ranks of this job for the prediction of steps, or None if the speed of the device is not known."""
+    """Return the ranks of this job for a prediction, or None if the speed of the device is not known."""
     if (gpu := prediction.Gpu.of(device)) is None:
         return None
     ranks = dist.get_world_size(), ranks_per_host()
@@ -336,12 +313,10 @@ def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> backends.Choice:
-    """Return the attention kernels for these settings, together with the reason for choosing these kernels.
-
-    The kernels are those of training steps if `training` is True, and those of evaluation and generation otherwise.
+    """Return the attention kernels of training steps, or those of evaluation and generation, and the reason for them.
 
     Raises:
-        ConfigError: the settings ask for kernels that do not support the device, the precision or the head dim.
+        ConfigError: the kernels do not support the device, the precision or the head dim.
     """
     kernel, dim = config.parallel.kernel, config.model.resolved_head_dim
     if device.type == "cpu" and kernel in ("hopper", "triton"):
@@ -354,18 +329,16 @@ def choose_backend(config: Config, device: torch.device, bf16: bool, training: b
 
 
 def uses_compile(config: Config, device: torch.device) -> bool:
-    """Return the value of `trainer.compile`. If this setting is None, return whether the device is a CUDA device."""
     return device.type == "cuda" if config.trainer.compile is None else config.trainer.compile
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
     """Return the number of ranks per all-to-all for which the cost model on rank 0 predicts the shortest time.
 
-    `sequence` is the number of ranks that share a sequence. The prediction ignores documents, because the documents differ from
-    step to step.
+    `sequence` ranks share a sequence. Documents are ignored, because they differ from step to step.
     """
     model = config.model
-    # The cost model reads only shapes and dtypes, so tensors on the meta device, which need no memory, are enough.
+    # The cost model reads only shapes and dtypes.
     shape = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
     q = torch.empty(shape, dtype=torch.bfloat16 if bf16 else torch.float32, device="meta")
     k = q[:, :, : model.kv_heads]
@@ -389,7 +362,7 @@ def _num_parameters(model: GPT) -> int:
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
+    """Free what an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
     gc.unfreeze()
     connect.free_messages()
     free_plans()

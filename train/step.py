@@ -25,7 +25,7 @@ Work = TypeVar("Work")
 
 
 class ReadyMicroStep(NamedTuple):
-    """A micro-step of one rank, with everything that it needs on the device of the rank."""
+    """A micro-step of one rank, with everything that it needs on the device."""
 
     mask: Mask
     layout: Layout
@@ -43,36 +43,32 @@ class ReadyStep(NamedTuple):
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradient norm is not finite. Further steps would only write unusable checkpoints."""
+    """The loss or the gradient norm is not finite."""
 
 
 def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], bool]:
     """Take one optimizer step. All ranks call this function together.
 
-    `ringattn.train.trainer.take_steps` calls this function in a loop, and also evaluates and saves checkpoints.
-
     Args:
-        run: the run. This function updates the model and the optimizer of the run in place.
+        run: the run, whose model and optimizer are updated in place.
         step: the number of the step, from 1.
         consumed: the number of sequences that earlier steps consumed.
 
     Returns:
-        A pair. The first element is the record of the step. The record contains `loss` (nats per token), `grad_norm` (before
-        clipping), `lr`, `flops` (model FLOPs of all ranks together) and `data_wait_s` (seconds in which this rank loaded data
-        while its device was idle). The second element is True if any rank should stop after this step. All values except for
-        `data_wait_s` are the same on every rank.
+        The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
+        `grad_norm`
+        (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds of this rank in which its device
+        was
+        idle). All other values are the same on every rank.
 
     Raises:
-        Diverged: on every rank, if the loss or the gradient norm is not finite. The run must then not be saved, because its
-            parameters have been updated.
-        StoppedEarly: on every rank between the same two micro-steps, if any rank should stop. The gradients of the step are
-            discarded, and the parameters are those after the previous step.
+        Diverged: on every rank, if the loss or the gradient norm is not finite. The parameters must then not be saved.
+        StoppedEarly: on every rank before the same micro-step, if any rank should stop. The parameters are unchanged.
     """
     start = time.perf_counter()
     ready = prepare_step(run, consumed)
     data_wait = time.perf_counter() - start
-    # Each loss is divided by the number of labels of the whole step. The sum of the losses over all ranks and micro-steps is
-    # then the mean loss per token.
+    # Each loss is divided by the labels of the whole step, so that the sum over all ranks and micro-steps is the mean.
     num_valid = max(ready.num_labels, 1)
     # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
     sums = torch.zeros(2, dtype=torch.float32, device=run.device)
@@ -80,8 +76,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     try:
         for micro_step in until_stopped(run, micro_steps) if len(micro_steps) > 1 else micro_steps:
             loss = compute_loss(run, micro_step, num_valid)
-            # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for
-            # every backward pass, and would compete with this thread for Python's lock.
+            # A thread of autograd would have to wake up for every backward pass, and would compete for Python's lock.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
             if run.graphs is not None:
@@ -90,7 +85,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     except preemption.StoppedEarly:
         run.optimizer.zero_grad()
         raise
-    # The assignment `sums[1] = value` would copy the value from the CPU, and this copy would wait until the GPU is idle.
+    # `sums[1] = value` would copy from the CPU and wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
     sums = torch.cat((sums, optim.squared_norms(run.model)))
     dist.all_reduce(sums)
@@ -112,10 +107,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 
 
 def start_reading(x: Tensor) -> Callable[[], list[float]]:
-    """Copy `x` to the host, and return a function that waits for the copy and returns the values.
-
-    The function does not wait for GPU work that is launched after this call.
-    """
+    """Copy `x` to the host. Return a function that waits for the copy, not for later GPU work, and returns the values."""
     if not x.is_cuda:
         return x.tolist
     host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
@@ -130,13 +122,9 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
 
 
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
-    """Clip the gradients, whose norm is `grad_norm`, update the parameters, and clear the gradients.
+    """Clip the gradients, whose norm is `grad_norm`, update the parameters, clear the gradients, and return the learning rate.
 
-    If FSDP keeps parameters gathered, those of its root group are gathered again for the next step. The host does not wait
-    for the GPU.
-
-    Returns:
-        The learning rate of the step.
+    The host does not wait for the GPU. If FSDP keeps parameters gathered, those of its root group are gathered again.
     """
     config = run.config.optim
     if config.clip is not None:
@@ -155,11 +143,8 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
 def prepare_step(run: Run, consumed: int) -> ReadyStep:
     """Fetch the micro-steps of a step from the loader, and copy their tokens and plans to the device.
 
-    A second call for the same step returns the same result. All data-parallel ranks call this function together.
-
-    Args:
-        run: the run.
-        consumed: the number of sequences that earlier steps consume.
+    A second call for the same step returns the same result. All data-parallel ranks call this function together. `consumed` is
+    the number of sequences that earlier steps consume.
     """
     if consumed in run.prepared:
         return run.prepared[consumed]
@@ -167,7 +152,7 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
     totals = [(int((x.batch.labels != IGNORE).sum()), count_pairs(x.mask, x.batch)) for x in micro_steps]
     sums = torch.tensor(totals, device="cpu").sum(0)
     dist.all_reduce(sums, group=run.mesh.dp.get_group())
-    rank, ready = run.mesh.sequence.get_local_rank(), []
+    rank, ready = run.mesh.sequence.get_local_rank(), list[ReadyMicroStep]()
     for batch, mask, layout, plan in micro_steps:
         shard = Shard.of(batch, layout, rank, run.device)
         if run.graphs is not None:
@@ -188,7 +173,7 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
         current: the last micro-step of the current step.
 
     Returns:
-        The seconds that this took, or 0 if the GPU is still working on the current step.
+        The seconds that this took, or 0 if the GPU is still busy.
     """
     start = time.perf_counter()
     if run.graphs is None:
@@ -202,7 +187,7 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 def count_pairs(mask: Mask, batch: Batch) -> int:
     """Return the number of (query, key) pairs that the mask allows, summed over the sequences of the batch."""
     pairs = mask.pairs(batch.tokens.shape[1])
-    # If a mask has no documents, `pairs` has only one entry, which applies to every sequence.
+    # Without documents, `pairs` has one entry for all sequences.
     return sum(pairs) * (len(batch.tokens) // len(pairs))
 
 
@@ -214,28 +199,24 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
     if plan is not None:
         add_plan(plan)
     finish = partial(
-        cross_entropy,
-        labels=shard.labels,
-        vocab_size=run.tokenizer.vocab_size,
-        num_valid=num_valid,
-        compiled=run.compiled,
+        cross_entropy, labels=shard.labels, vocab_size=run.tokenizer.vocab_size, num_valid=num_valid, compiled=run.compiled
     )
     attend = attention(run.config, run.mesh, mask, layout, training=True, recompute=run.recomputed_blocks > 0)
     return run.model(shard.tokens, shard.positions, attend, finish)
 
 
 def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
-    """Yield the micro-steps of a step or the batches of an evaluation. All ranks must yield the same number of batches.
+    """Yield micro-steps or batches of an evaluation. All ranks must yield the same number.
 
-    A request to stop ends the work after at most two further batches.
+    A request to stop ends the work after at most two further ones.
 
     Raises:
-        StoppedEarly: on every rank before the same batch, if any rank should stop.
+        StoppedEarly: on every rank before the same one, if any rank should stop.
     """
     read_request = None
     for batch in batches:
-        # The result is read one batch late. The CPU can thus launch a batch while the GPU computes the previous one, but the
-        # CPU cannot launch all batches ahead, before the request comes.
+        # The result is read one batch late, so that the CPU can launch a batch while the GPU computes the previous one. It must
+        # not launch all batches ahead, before the request comes.
         if read_request is not None and any(read_request()):
             raise preemption.StoppedEarly
         request = torch.zeros(1, device=run.device).fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
@@ -245,17 +226,9 @@ def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
 
 
 def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """Run the model on this rank's tokens of a batch, outside of a training step.
+    """Return `loss_fn(hidden, head, labels=labels)` of this rank's tokens of a batch, outside of a training step.
 
-    Args:
-        run: the run.
-        batch: the batch.
-        mask: the attention mask of the batch.
-        layout: the layout that selects the tokens of this rank.
-        loss_fn: a function of the last hidden states, the weight of the output head, and the labels of this rank's tokens.
-
-    Returns:
-        The result of `loss_fn(hidden, head, labels=labels)`.
+    `hidden` are the last hidden states, and `head` is the weight of the output head.
     """
     shard = Shard.of(batch, layout, run.mesh.sequence.get_local_rank(), run.device)
     attend = attention(run.config, run.mesh, mask, layout, training=False)

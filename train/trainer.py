@@ -36,15 +36,11 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config, directory: Path) -> dict[str, Any]:
-    """Run one job. All ranks call this function with the same arguments.
+    """Run one job. All ranks call this function with the same arguments, and return the same summary.
 
     Args:
         config: the settings.
-        directory: the directory of the run. The run writes checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json
-            to this directory. With data.source=recall, it also writes recall.png.
-
-    Returns:
-        The summary. Every rank returns the same summary.
+        directory: the directory of the run, for checkpoints/, metrics.jsonl, loss.png, recall.png, sample.txt and summary.json.
 
     Raises:
         ConfigError: on every rank, before training starts, if a setting or a file is invalid.
@@ -98,10 +94,7 @@ def resolve(config: Config) -> Config:
 
 
 def check_job(config: Config, directory: Path) -> None:
-    """Check a job of a sweep before any job starts: its settings, its data, and the memory that it needs.
-
-    All ranks call this function with the same arguments. The data is then in the cache. Errors as in `train`.
-    """
+    """Check a job of a sweep before any job starts: settings, data and memory. Ranks and errors as in `train`."""
     config = resolve(config)
     set_deterministic(config.trainer.deterministic)
     is_new = storage.latest(directory / "checkpoints") is None
@@ -111,8 +104,8 @@ def check_job(config: Config, directory: Path) -> None:
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run that has no steps left.
 
-    If the run was stopped or killed after its last step and before it wrote its summary, this function runs the evaluation if
-    it is missing, and writes the summary. Only in this case, it continues the W&B run. `facts` is the result of `run_facts`.
+    If the run ended after its last step and before it wrote its summary, run the evaluation if it is missing, and write the
+    summary. `facts` is the result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
         write_sample(run, directory)
@@ -121,7 +114,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         wandb_run = WandbRun(run.config, directory, facts)
     with wandb_run:
         with sync_errors():
-            # If the run went back to fewer steps, the records of the later steps are kept, because their checkpoints are kept.
+            # The records of steps that the run has gone back from are kept, because their checkpoints are.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
@@ -130,7 +123,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
 
 
 def check_results(directory: Path) -> None:
-    """Check that the run can write its results. Otherwise, it would fail after its last step.
+    """Check before the first step that the run can write its results.
 
     Raises:
         ConfigError: a folder has the name of a file that the run writes.
@@ -141,7 +134,7 @@ def check_results(directory: Path) -> None:
 
 
 def prepare_directory(run: Run, directory: Path, done: int) -> None:
-    """Remove all results of the steps after step `done` from the directory, except for the metrics of these steps.
+    """Remove all results of the steps after step `done` from the directory, except for their metrics.
 
     Raises:
         ConfigError: on every rank, if the disk has too little space for a checkpoint.
@@ -150,11 +143,10 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
         # The space is checked before anything is removed.
         if dist.get_rank() == 0:
             check_space(run, directory / "checkpoints", done)
-        # An existing summary is outdated. Either this run takes more steps than the summary describes, or this run resumes from
-        # an earlier checkpoint and discards some of the steps that the summary describes.
+        # An existing summary describes fewer steps, or steps that this run discards.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Checkpoints of later steps are removed before the recorder removes the metrics of the later steps. If the run is
-        # killed between the two removals, the next launch resumes from the same checkpoint as this launch.
+        # Checkpoints are removed before metrics. After a kill between the two, the next launch resumes from the same
+        # checkpoint.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
 
@@ -162,18 +154,11 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
 def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: WandbRun) -> None:
     """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
 
-    This function calls `ringattn.train.step.take_step`, which takes a single step, in a loop.
-
-    Args:
-        run: the run.
-        directory: the directory of the run, which `prepare_directory` has prepared.
-        done: the number of steps that earlier launches have completed.
-        consumed: the number of sequences that the first `done` steps consumed.
-        wandb_run: the W&B run, which this function does not close.
+    `consumed` is the number of sequences of the first `done` steps. This function does not close `wandb_run`.
 
     Raises:
-        TrainingStopped: on every rank, if any rank was asked to stop before the last step or before the end of its evaluation.
-            The last complete step is saved.
+        TrainingStopped: on every rank, if any rank was asked to stop before the end of the last evaluation. The last complete
+            step is saved.
     """
     trainer = run.config.trainer
     gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
@@ -205,20 +190,19 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if step == done + 1:
                 log.info(f"{'start-up':<12}{startup.describe()}")
                 wandb_run.add_facts(communication_facts(run))
-            # The checkpoint is saved before the evaluation, so that a crash or a kill in the evaluation does not lose the step.
+            # Saved first, so that a kill in the evaluation does not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder)
                 saved = step
-            # If the run must stop, it skips or leaves the evaluation, because the process may be killed soon. The next launch
-            # then runs this evaluation.
+            # A run that must stop leaves the evaluation to the next launch, because it may be killed soon.
             if evaluates and not stop:
                 try:
                     recorder.extend(step, **timed_evaluation(run))
                 except preemption.StoppedEarly:
                     stop = True
             if step < trainer.steps and (is_saved or evaluates) and not stop:
-                # If the request came during the save or the last batches, the run must not take another step and save again.
+                # Without this check, a request during the save or the evaluation would allow another step.
                 stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
                 if not is_saved:
@@ -227,12 +211,11 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
 
 
 def is_evaluated(run: Run, step: int) -> bool:
-    """Return whether the model is evaluated after `step`."""
     return bool(run.held_out) and runs_after_step(step, run.config.trainer.eval_every, run.config.trainer.steps)
 
 
 def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Recorder, wandb_run: WandbRun) -> None:
-    """Run the evaluation after `step`, which an earlier launch has saved, if that launch skipped or did not complete it.
+    """Run the evaluation after `step`, which an earlier launch has saved, if that launch did not complete it.
 
     Raises:
         TrainingStopped: on every rank, if any rank was asked to stop before the end of the evaluation.
@@ -245,7 +228,7 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
 
 
 def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: metrics.Recorder) -> None:
-    """Call `save_checkpoint`, and add the seconds that it took to the record of `step`, as `checkpoint_s`."""
+    """Call `save_checkpoint`, and add its seconds to the record of `step`, as `checkpoint_s`."""
     start = time.perf_counter()
     save_checkpoint(run, directory, step, consumed)
     recorder.extend(step, checkpoint_s=time.perf_counter() - start)
@@ -264,9 +247,7 @@ def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -
 
 
 def timed_evaluation(run: Run) -> dict[str, float]:
-    """Return the losses of `evaluate`, together with the seconds that the evaluation took, as `evaluation_s`.
-
-    With data.source=recall, the result also contains the accuracies of `evaluate_recall`.
+    """Return the losses of `evaluate`, for recall also its accuracies, and the seconds as `evaluation_s`.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
@@ -279,11 +260,7 @@ def timed_evaluation(run: Run) -> dict[str, float]:
 
 
 def runs_after_step(step: int, every: int, steps: int) -> bool:
-    """Return whether a periodic action runs after `step`.
-
-    The action runs after every `every` steps and after the last step. If `every` is 0, the action runs only after the last
-    step.
-    """
+    """Return whether a periodic action runs after `step`: after every `every` steps (0: never) and after the last step."""
     return step == steps or (every > 0 and step % every == 0)
 
 
@@ -295,12 +272,9 @@ def saves_after_step(step: int, trainer: TrainerConfig) -> bool:
 
 
 def check_space(run: Run, directory: Path, done: int) -> None:
-    """Check that the disk has enough space for the checkpoints of the steps after step `done`.
-
-    If the run will save no checkpoint, print a message instead.
-    """
+    """Check that the disk has space for the checkpoints after step `done`, or print that none will be saved."""
     trainer = run.config.trainer
-    # AdamW stores two averages for each parameter, and both have the size of the parameter.
+    # AdamW stores two averages of the size of each parameter.
     needed = 3 * storage.estimate_size(run.model.parameters())
     every = trainer.checkpoint_every or trainer.steps
     saves = -(-trainer.steps // every) - done // every - (not trainer.save_final)
@@ -319,10 +293,7 @@ def keep_settings(config: Config, directory: Path, checkpoint: Path) -> Config:
 
 
 def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
-    """Load a checkpoint into the run.
-
-    Returns:
-        The number of completed steps, and the number of sequences that these steps consumed.
+    """Load a checkpoint. Return the number of completed steps, and the number of sequences that they consumed.
 
     Raises:
         ConfigError: on every rank, if the settings or the data do not fit the checkpoint.
@@ -341,11 +312,10 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
 
 
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
-    """Write a checkpoint after the completed `step`. A run that resumes from this checkpoint continues bit for bit."""
+    """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit."""
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # The number of warmup steps is saved as a number and never as None. If it were None, a larger `trainer.steps` would change
-    # the warmup of the resumed run.
+    # If it were None, a larger `trainer.steps` would change the warmup of the resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

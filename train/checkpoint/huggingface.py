@@ -1,9 +1,7 @@
 """Load models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
 
-The model in `ringattn.train.model.gpt` has the architecture of Llama, but its weights have different names. The setting
-`model.window` turns this architecture into the one of Mistral, `model.qkv_bias` into the one of Qwen 2, and `model.qk_norm`
-into the one of Qwen 3. A run can start from a Hugging Face model (`trainer.init_from`), and
-`train/export.py` writes a trained model in the format of Hugging Face.
+Our model has the architecture of Llama. The setting `model.window` turns it into Mistral, `model.qkv_bias` into Qwen 2, and
+`model.qk_norm` into Qwen 3. `train/export.py` writes this format.
 """
 
 import json
@@ -12,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +24,7 @@ from ringattn.train.settings.config import MAY_DIFFER, ConfigError, ModelConfig
 
 log = logging.getLogger(__name__)
 
-# Maps the names of our modules and weights to their names in Hugging Face's format. The prefix with the number of a block is
-# left out.
+# Our names of modules and weights, without the prefix of a block, and those of Hugging Face's format.
 NAMES = {
     "embedding": "model.embed_tokens",
     "attention_norm": "input_layernorm",
@@ -46,15 +43,13 @@ NAMES = {
 }
 # config.json may also contain these settings. Our model supports only the value that is given here.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# For each rope_type, config.json may contain these settings of scaled rotary positions. Our model supports only the value that
-# is given here.
+# The only supported values of the settings of each rope_type.
 ROPE_FIXED = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
-# The supported types of models. If config.json lacks a setting, transformers uses a default value. For some settings, the
-# default value depends on the type of the model. Each type lists such settings and their default values.
-DEFAULTS = {
+# The supported types of models, and the defaults of transformers that depend on the type.
+DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
@@ -76,19 +71,18 @@ def hugging_face_name(name: str) -> str:
     match = re.fullmatch(r"(blocks\.\d+\.)?(\w+)\.?(\w*)", name)
     assert match is not None
     block, module, kind = match.groups(default="")
-    # Our norms, embedding and head are parameters without a module, so their names do not end in ".weight".
+    # Our norms, embedding and head are parameters, not modules, so their names have no ".weight".
     return f"{block.replace('blocks', 'model.layers')}{NAMES[module]}.{kind or 'weight'}"
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the model in the folder `path`. The keys are the names of the fields of ModelConfig.
+    """Return the settings of the model in a folder, by the names of the fields of ModelConfig.
 
-    If `rope_factor` is None, the settings `rope_trained_len` and `rope_scaling` have no effect, and they are left out. If the
-    weights contradict `tie_word_embeddings` in config.json, the weights take precedence.
+    Without `rope_factor`, `rope_trained_len` and `rope_scaling` are left out. If the weights contradict `tie_word_embeddings`,
+    the weights take precedence.
 
     Raises:
-        ConfigError: config.json or a file of weights cannot be read, config.json requires a feature that our model does not
-            support, or the files contain weights that our model does not have.
+        ConfigError: a file cannot be read, or describes a model that is not supported.
     """
     settings, files = declared_settings(path), _open_tensors(path)
     if unused := _unused_tensors(files, settings):
@@ -113,11 +107,7 @@ def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict
 
 
 def model_config(path: Path) -> ModelConfig:
-    """Return the settings of the model in the folder `path`.
-
-    Raises:
-        ConfigError: config.json cannot be read, or it requires a feature that our model does not support.
-    """
+    """Return `read_settings` as a ModelConfig. The errors are the same."""
     return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in read_settings(path).items()})
 
 
@@ -125,12 +115,12 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a model with this config.json.
 
     Raises:
-        ConfigError: an entry has a wrong type, or the model requires a feature that our model does not support.
+        ConfigError: an entry has a wrong type, or the model is not supported.
         LookupError, ValueError, TypeError, AttributeError, ArithmeticError: an entry has a value that is not possible.
     """
     if (model_type := config.get("model_type")) not in DEFAULTS:
         raise ConfigError(f"model_type is {model_type}, but only {' or '.join(DEFAULTS)} is supported")
-    config = DEFAULTS[model_type] | config
+    config = {**DEFAULTS[model_type], **config}
     # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -159,7 +149,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` of the first source that contains it. It must be an integer, or a number if `kind` is float."""
+    """Return the entry `name` of the first source that contains it: an integer, or a number if `kind` is float."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
@@ -167,7 +157,7 @@ def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any 
 
 
 def _unused_tensors(names: Iterable[str], settings: dict[str, Any]) -> list[str]:
-    """Return the names of tensors that are neither weights of the model nor harmless, sorted."""
+    """Return the sorted names of tensors that are neither weights of the model nor harmless."""
     outside = {f"{NAMES[name]}.weight" for name in ("embedding", "norm", "head")}
     inside = {f"{name}.weight" for name in NAMES.values()} - outside
     if settings["qkv_bias"]:
@@ -183,12 +173,12 @@ def _unused_tensors(names: Iterable[str], settings: dict[str, Any]) -> list[str]
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the sequence length of the training. As in transformers, config.json may contain the length in three places."""
+    """Return the length of the training, which config.json may contain in three places."""
     return _number("original_max_position_embeddings", config, rope, default=config.get("max_position_embeddings"))
 
 
 def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
-    """Return the factor of yarn. As in transformers, null means the ratio of the extended length to the trained length."""
+    """Return the factor of yarn. As in transformers, null means the ratio of the extended to the trained length."""
     if rope.get("factor") is not None:
         return _number("factor", rope, kind=float)
     return _number("max_position_embeddings", config) / _rope_trained_len(config, rope)
@@ -197,10 +187,7 @@ def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
 def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     """Return whether the embedding is also the output head.
 
-    Args:
-        files: the open file of each tensor, or {} for a folder without weights.
-        declared: the value of `tie_word_embeddings` in config.json. transformers also ignores this value if it is True and the
-            weights contain a separate, different head.
+    `declared` is `tie_word_embeddings`. Like transformers, this function ignores it if the weights contain a different head.
     """
     embedding, head = (files.get(hugging_face_name(name)) for name in ("embedding", "head"))
     if head is None:
@@ -210,17 +197,12 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     embedding, head = (file.get_slice(hugging_face_name(name)) for name, file in (("embedding", embedding), ("head", head)))
     if (shape := embedding.get_shape()) != head.get_shape():
         return False
-    # Few rows are compared at a time, because both tensors may have several GB. They may also have different dtypes.
+    # Few rows at a time, because both tensors may have several GB. Their dtypes may differ.
     parts = (slice(i, i + 1024) for i in range(0, shape[0], 1024))
     return all(torch.equal(embedding[part].double(), head[part].double()) for part in parts)
 
 
 def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
-    """Check that our model supports all settings in `config` and `rope`.
-
-    Raises:
-        ConfigError: names the first setting that our model does not support.
-    """
     # Maps the name of each setting to its value and to the supported values.
     checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, ("default", *ROPE_FIXED))}
     checks["quantization_config"] = "given" if config.get("quantization_config") else None, (None,)
@@ -260,19 +242,12 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 
 
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
-    """Describe the settings in which the run differs from the model in a folder.
+    """Describe the settings in which the run differs from the model in a folder, as text; "" if none differs.
 
-    Args:
-        path: the folder.
-        model: the model settings of the run.
-        vocab_size: the number of tokens of the run's tokenizer.
-
-    Returns:
-        A list of the differing settings with both values, as text. The text is "" if no setting differs.
+    `vocab_size` is that of the run's tokenizer.
 
     Raises:
-        ConfigError: a setting that determines the shapes of weights differs, or the model of the run has fewer rows of
-            embeddings than the folder or than the tokenizer has tokens.
+        ConfigError: a setting that determines the shapes of weights differs, or there are too few rows of embeddings.
     """
     settings = read_settings(path)
     rows = settings.pop("vocab_size")
@@ -286,7 +261,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     for name in ("rope_trained_len", "rope_scaling"):
         settings.setdefault(name, None)
     if model.rope_factor is None:
-        model = replace(model, rope_trained_len=None, rope_scaling=None)  # They have no effect without a factor.
+        model = replace(model, rope_trained_len=None, rope_scaling=cast("str", None))  # They have no effect.
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
     if fixed := {name: value for name, value in changes.items() if name not in MAY_DIFFER}:
         listed = _list_changes(fixed, model)
@@ -297,13 +272,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
 
 
 def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
-    """Return a warning if the sequences of a run are longer than the model in a folder can use, or "".
-
-    Args:
-        path: the folder.
-        model: the model settings of the run.
-        seq_len: the number of tokens per sequence.
-    """
+    """Return a warning if the sequences of a run are longer than the model in the folder can use, or ""."""
     settings, config = declared_settings(path), json.loads((path / "config.json").read_text())
     positions = config.get("max_position_embeddings")
     has_other_scaling = model.rope_factor is not None and model.rope_factor != settings["rope_factor"]
@@ -331,10 +300,8 @@ def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
 def load(path: Path, model: nn.Module) -> None:
     """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
 
-    The vocabulary of `model` may be padded to more rows than the folder contains. The additional rows keep their values.
-
-    This function does not use DCP's HuggingFaceStorageReader, because that reader cannot leave out the additional rows. The
-    reader would also read all safetensors files of the folder, including files that the index does not contain.
+    The vocabulary of `model` may be padded to more rows, which keep their values. DCP's HuggingFaceStorageReader cannot leave
+    out rows, and reads files that the index does not contain.
 
     Args:
         path: the folder.
@@ -377,10 +344,9 @@ def _warn_of_the_head(path: Path, is_tied: bool) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a parameter, and the index of the first of these rows.
+    """Return this rank's rows of a parameter, and the index of the first one.
 
-    FSDP splits the rows of a parameter in the same way as `torch.chunk`. The number of rows per rank is rounded up, so the last
-    ranks may have fewer rows than the other ranks, or none.
+    FSDP splits rows like `torch.chunk`: the last ranks may have fewer rows, or none.
     """
     if not isinstance(parameter, DTensor):
         return parameter, 0
@@ -388,21 +354,18 @@ def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
 
 
 def _open_tensors(path: Path) -> dict[str, Any]:
-    """Open the safetensors files of a folder.
-
-    Returns:
-        A dict that maps the name of each tensor to the open file that contains this tensor.
+    """Open the safetensors files of a folder. Return the open file of each tensor.
 
     Raises:
-        ConfigError: a file cannot be read, or a file lacks a tensor that the index lists.
+        ConfigError: a file cannot be read, or lacks a tensor that the index lists.
     """
     from safetensors import SafetensorError, safe_open
 
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    file, opened, listed = index, [], {}
+    file, opened = index, list[Any]()
+    listed: dict[str, str] = {}
     try:
-        # If model.safetensors exists, the index is ignored, because it may have been left from an earlier save. transformers
-        # also ignores the index in this case.
+        # Like transformers, ignore an index next to model.safetensors, which may be left from an earlier save.
         if single.is_file():
             names = [single]
         elif index.is_file():

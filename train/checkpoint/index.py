@@ -1,8 +1,7 @@
 """Read the index of a checkpoint without running code from it.
 
-torch.distributed.checkpoint (DCP) stores the names, shapes, dtypes and file offsets of all tensors in the file `.metadata`,
-which is a pickle. Loading a pickle may run any code. Therefore this module loads only the classes that an index needs, and
-rejects every other class and function.
+torch.distributed.checkpoint (DCP) stores the index `.metadata` as a pickle, and loading a pickle may run any code. Therefore
+this module loads only the classes that an index needs.
 """
 
 import io
@@ -13,7 +12,7 @@ from enum import Enum
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# The classes of DCP's metadata that an index may contain. Creating their objects has no side effects.
+# Creating objects of these classes has no side effects.
 _METADATA_CLASSES = (
     "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "_MEM_FORMAT_ENCODING"
@@ -30,15 +29,11 @@ _ALLOWED_CLASSES = {
 
 
 def parse_index(content: bytes, files: Container[str]) -> Metadata:
-    """Return the index that the file `.metadata` contains.
-
-    Args:
-        content: the content of the file.
-        files: the names of the other files of the checkpoint.
+    """Return the index with this content. `files` are the names of the other files of the checkpoint.
 
     Raises:
-        Exception: the content is not an index, or a tensor lies in a file outside `files`. A broken pickle may raise an error
-            of any type.
+        Exception: the content is not an index, or a tensor lies in another file. A broken pickle may raise an error of any
+            type.
     """
     index = _IndexUnpickler(io.BytesIO(content)).load()
     for name, entry in index.state_dict_metadata.items():
@@ -61,10 +56,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Return a member of an enumeration. While an index is loaded, this function replaces `getattr`.
-
-    Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of `getattr` on its class.
-    """
+    """Replaces `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

@@ -1,7 +1,6 @@
 """Load the initial weights of a new run from a checkpoint or from a Hugging Face model (`trainer.init_from`).
 
-`ringattn.train.parallel.shard` draws random weights while it shards the model. If `trainer.init_from` is set, this module
-replaces the random weights.
+They replace the random weights that `ringattn.train.parallel.shard` has drawn.
 """
 
 from pathlib import Path
@@ -23,19 +22,14 @@ def initial_weights_path(config: Config) -> Path | None:
 
 
 def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
-    """Describe the settings in which the run differs from the training of the weights at `path`.
+    """Describe the settings in which the run differs from the training of the weights at `path`, as text; "" if none differs.
 
     Args:
         path: a checkpoint, or a folder with a Hugging Face model.
-        config: the settings of the run.
-        tokenizer: the tokenizer of the run.
-
-    Returns:
-        A list of the differing settings with both values, as text. The text is "" if no setting differs.
+        config, tokenizer: those of the run.
 
     Raises:
-        ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the tokenizer or the model settings
-            of the run.
+        ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the run.
     """
     if huggingface.is_model(path):
         if (source := path / "tokenizer.json").is_file():

@@ -15,7 +15,7 @@ from ringattn.train import preemption
 
 log = logging.getLogger(__name__)
 
-# The console shows the progress every INTERVAL_S seconds. A save or a load that takes less time is not shown.
+# The seconds between two messages. Shorter saves and loads are not shown.
 INTERVAL_S = 5.0
 # The number of seconds between two checks for a signal.
 POLL_S = 0.5
@@ -25,17 +25,14 @@ POLL_S = 0.5
 def show_progress(
     verbs: tuple[str, str], path: Path, size: int, fraction: Callable[[], float], if_killed: Callable[[], str] | None = None
 ) -> Generator[None]:
-    """Show the progress of a `with` statement at regular intervals, and at its end the size, the time and the rate.
-
-    Only rank 0 shows messages.
+    """Show the progress of a `with` statement on rank 0, and at its end the size, the time and the rate.
 
     Args:
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
         path: the file or the folder that the body reads or writes.
         size: the number of bytes that all ranks together read or write.
-        fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls it while the body runs.
-        if_killed: a function that returns what happens if the ranks are killed before the body has ended. The console shows
-            this text if the run receives a signal before the end of the body.
+        fraction: returns how much of the work is done, from 0 to 1. A thread calls it.
+        if_killed: returns what happens if the ranks are killed, for a message after a signal.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         yield

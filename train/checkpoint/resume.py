@@ -18,10 +18,10 @@ from ringattn.train.settings.literal import literal_config
 
 log = logging.getLogger(__name__)
 
-# The prefixes of settings that must not change within a run. These settings determine what the weights mean.
+# Settings that must not change within a run, because they determine what the weights mean.
 FIXED = ("model.", "data.mask_documents")
 
-# Settings that may change without a message. data.path is one of them, because `check_corpus` compares the corpus itself.
+# Settings that may change without a message. `check_corpus` compares the corpus itself.
 FREE = (
     "data.path data.max_document_mb parallel.timeout_s trainer.device trainer.compile trainer.cuda_graphs trainer.resume "
     "trainer.init_from trainer.peak_tflops trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.save_final "
@@ -35,15 +35,10 @@ COMPARED = tuple(group for group in GROUPS if group != "logger")
 def saved_config(meta: dict[str, Any]) -> Config:
     """Return the settings with which a checkpoint was trained.
 
-    Settings that did not exist when the checkpoint was saved have their default values. Settings that another version has saved
-    and that do not exist in this version are ignored, except for those of the model.
-
-    Args:
-        meta: the content of the checkpoint's meta.json.
+    Settings that are missing in meta.json have their defaults. Unknown settings are ignored, except for those of the model.
 
     Raises:
-        ConfigError: a setting has an invalid type, or another version of the program has saved a setting of the model that does
-            not exist in this version, with another value than None.
+        ConfigError: a setting has an invalid type, or an unknown setting of the model is not None.
     """
     stored = meta.get("config")
     if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
@@ -69,7 +64,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
     values = {}
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
         values["data.eval_fraction"] = 0.0  # Earlier versions trained on the whole text.
-    # The following settings have no effect without held-out text or without a factor, and earlier versions saved other values.
+    # Earlier versions saved other values of settings that have no effect without held-out text or without a factor.
     if config.data.held_out is None and values.get("data.eval_fraction", config.data.eval_fraction) == 0:
         values["trainer.eval_tokens"] = TrainerConfig.eval_tokens
     if config.model.rope_factor is None:
@@ -93,7 +88,7 @@ def read_run_meta(path: Path) -> dict[str, Any]:
         saved_config(meta)
     except ConfigError as error:
         raise storage.CheckpointError(f"{path}: {error}") from error
-    if not isinstance(meta.get("corpus"), dict | None):
+    if meta.get("corpus") is not None and not isinstance(meta["corpus"], dict):
         raise storage.CheckpointError(f"{path} is damaged: meta.json lacks the corpus of its run; choose another checkpoint")
     return meta
 
@@ -101,21 +96,14 @@ def read_run_meta(path: Path) -> dict[str, Any]:
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is the path of a checkpoint of this run, every launch goes back to that checkpoint. If `trainer.resume`
-    is the path of a checkpoint of another run, this run branches from that checkpoint. As soon as a branched run has its own
-    checkpoints, the run resumes from its own checkpoints. The user can therefore launch the same command again.
-
-    Args:
-        directory: the directory of the run's checkpoints.
-        trainer: the settings `resume` and `init_from`.
+    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is that of another run, this run
+    branches from it, until it has checkpoints of its own.
 
     Returns:
-        A pair. The first element is the checkpoint to resume from, or None for a new run. The second element is the checkpoint
-        of another run from which this run branched, or None if this run is not a branch.
+        The checkpoint, or None for a new run, and the checkpoint of another run from which this run branched, or None.
 
     Raises:
-        ConfigError: on every rank, if the existing checkpoints of the run contradict `trainer.resume` or `trainer.init_from`,
-            or if a checkpoint cannot be read.
+        ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
     """
     # Only rank 0 looks for checkpoints, so that all ranks resume from the same checkpoint.
     with sync_errors():
@@ -145,7 +133,7 @@ def choose_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | N
 
 
 def _check_init_from(newest: Path, init_from: str) -> None:
-    """Check that a run with the checkpoint `newest` started from the initial weights that `trainer.init_from` names."""
+    """Check that the run of the checkpoint `newest` started from the weights that `trainer.init_from` names."""
     saved = read_run_meta(newest)["config"]["trainer"].get("init_from")
     if saved is None or Path(saved).expanduser().resolve() != resolve_path("trainer.init_from", init_from):
         raise ConfigError(
@@ -161,8 +149,8 @@ def _parent(path: Path) -> str | None:
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
     """Return the settings of a run, with those of its checkpoint that a resumed run must keep.
 
-    The learning rate and the number of warmup steps are copied unless the user sets them. Without this copy, a larger
-    `trainer.steps` would lead to a longer warmup. If the checkpoint belongs to this run, `trainer.init_from` is copied as well.
+    These are the learning rate and the warmup, unless the user sets them. Otherwise a larger `trainer.steps` would lengthen the
+    warmup. `trainer.init_from` is kept if the checkpoint belongs to this run.
 
     Args:
         path: the checkpoint.
@@ -191,16 +179,12 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], config: Config) -> None:
     """Check the saved position in the corpus, and that this run has the corpus of the checkpoint.
 
-    Args:
-        path: the checkpoint.
-        meta: the content of the checkpoint's meta.json.
-        current: the fingerprint of the run's corpus. Entries that the checkpoint does not contain are not compared.
-        config: the settings of the run, which the error message compares with those of the checkpoint.
+    `current` is the fingerprint of the run's corpus. Other arguments as in `apply_saved_settings`.
 
     Raises:
         ConfigError: the corpora differ, or the position is not a number of sequences.
     """
-    # If a checkpoint lacks the entry "sequences", its run has read the sequences in the order of the stream.
+    # Without the entry "sequences", the run has read the sequences in the order of the stream.
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
@@ -217,7 +201,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
 
 
 def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current: dict[str, Any], config: Config) -> str:
-    """Name the settings that differ, or what differs if no setting does. `saved` and `current` are fingerprints of corpora."""
+    """Name the settings that differ, or what differs otherwise. `saved` and `current` are fingerprints of corpora."""
     if not meta.get("corpus"):
         return "it does not describe its corpus"
     changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb"))
@@ -230,16 +214,9 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
 
 
 def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """Describe the settings in which a run differs from the checkpoint that it resumes.
+    """Describe the settings in which a run differs from the checkpoint that it resumes, as text; "" if none differs.
 
-    Args:
-        path: the checkpoint.
-        meta: the content of the checkpoint's meta.json.
-        config: the settings of the run.
-        tokens_per_step: the number of tokens per step of the run.
-
-    Returns:
-        A list of the differing settings with both values, as text. The text is "" if no setting differs.
+    Arguments as in `apply_saved_settings`.
 
     Raises:
         ConfigError: a setting of the model differs, or all steps are completed and another setting differs.
@@ -249,8 +226,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
         changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
     if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
         raise ConfigError(f"{path} was trained with {', '.join(fixed)}: resume with the same settings, or choose another name")
-    # A completed run only generates samples, on any number of ranks. Therefore the parallel settings and the number of tokens
-    # per step do not matter for a completed run.
+    # A completed run only generates samples, for which the mesh and the tokens per step do not matter.
     relevant = [change for name, change in changes.items() if not name.startswith(("parallel.", "tokens_per_step"))]
     if relevant and meta["step"] >= config.trainer.steps:
         raise ConfigError(
@@ -263,16 +239,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
     """Check that a job of a sweep resumes with the settings of its checkpoint. Only the number of steps may be larger.
 
-    The directory of a job is named by the settings that the sweep varies. The settings that all jobs have in common are not
-    part of the name. If they differ, the checkpoint belongs to a job of another sweep.
-
-    Args:
-        path: the checkpoint.
-        meta: the content of the checkpoint's meta.json.
-        config: the settings of the job.
-
-    Raises:
-        ConfigError: a setting differs.
+    The directory of a job is named by the settings that the sweep varies. If others differ, the checkpoint is of another sweep.
     """
     changes = _changes(meta, config, COMPARED)
     for name in ("trainer.steps", "trainer.total_tokens"):
@@ -285,20 +252,10 @@ def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None
 
 
 def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
-    """Describe the model settings in which a new run differs from the checkpoint that provides its initial weights.
-
-    Args:
-        path: the checkpoint.
-        meta: the content of the checkpoint's meta.json.
-        config: the settings of the run.
-
-    Returns:
-        A list of the differing settings with both values, as text. The text is "" if no setting differs.
+    """Describe the model settings in which a new run differs from the checkpoint of its initial weights, as text.
 
     Raises:
-        ConfigError: the number of heads differs. Models with different numbers of heads may have weights of the same shapes,
-            so loading the weights would not raise an error. If another setting changes a shape, loading the weights raises an
-            error.
+        ConfigError: the number of heads differs, which may not change any shape. Loading the weights checks the shapes.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:

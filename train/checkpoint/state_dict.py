@@ -17,33 +17,24 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Return the state of the model and of its optimizer. The tensors are not copied.
+    """Return the tensors of `model_state`, and "optim.<parameter>.<exp_avg | exp_avg_sq | step>". They are not copied.
 
-    If the optimizer has not taken a step, this function fills its state with zeros, as the first step would do. A checkpoint
-    can then be loaded into the tensors of this state.
-
-    Returns:
-        The tensors of `model_state(model)`, and the tensors "optim.<parameter>.<exp_avg | exp_avg_sq | step>" of every
-        parameter.
+    If the optimizer has not taken a step, its state is filled with zeros, so that a checkpoint can be loaded into it.
     """
-    # An evaluation leaves parameters gathered, and the optimizer knows only the sharded parameters. Creating the state dict of
-    # the model makes FSDP shard the parameters again, so the state dict must be created first.
+    # The optimizer knows only the sharded parameters, but an evaluation leaves them gathered. The state dict of the model makes
+    # FSDP shard them again, so it must be created first.
     tensors, is_new = model_state(model), not optimizer.state
     states = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(model, optimizer)["state"])
     for name, state in states.items():
         if is_new:
-            # PyTorch creates the state by taking a step with zero gradients, which increments the number of steps.
+            # PyTorch creates the state by a step with zero gradients, which it counts.
             state["step"].zero_()
         tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Return the state of this rank's random generators.
-
-    Returns:
-        A dict of uint8 tensors with the name "rng.rank<r>.cpu" and, if CUDA is in use, the name "rng.rank<r>.cuda".
-    """
+    """Return the states of this rank's generators, uint8: "rng.rank<r>.cpu" and, if CUDA is in use, "rng.rank<r>.cuda"."""
     prefix = f"rng.rank{dist.get_rank() if dist.is_initialized() else 0}"
     state = {f"{prefix}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -52,13 +43,10 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def load_rng_state(path: Path) -> bool:
-    """Restore this rank's random generators from the checkpoint at `path`. All ranks call this function.
-
-    The CUDA generator is restored only if CUDA was in use when the checkpoint was saved and is in use now.
+    """Restore this rank's random generators from a checkpoint. All ranks call this function.
 
     Returns:
-        True if the generators were restored. If the checkpoint was saved by a different number of ranks, nothing is restored
-        and the result is False.
+        False, and restore nothing, if another number of ranks saved the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.

@@ -1,15 +1,14 @@
 """Save and load sharded checkpoints. A checkpoint is written either completely or not at all.
 
     <directory>/step_00000010/     the tensors, as torch.distributed.checkpoint (DCP) writes them, and meta.json
-    <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes such directories
+    <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes it
 
-Every rank writes its own shards. When a run resumes, every rank reads the parts that it needs, so the number of ranks may
-change. The directory must be visible to all ranks. meta.json contains a checksum of itself and of the index, and the index
-contains a checksum of every shard of a tensor. Every read compares the data with these checksums, so no file can be replaced by
-that of another checkpoint. Checkpoints of earlier versions lack the checksums of meta.json and of the shards.
+Every rank writes its own shards to a directory that all ranks see. A run that resumes reads the parts that it needs, so the
+number of ranks may change. Every read compares checksums: meta.json has those of itself and of the index, and the index that of
+every shard. Earlier versions lack some.
 
-`save` accepts only tensors, because DCP would store any other object as a pickle, and loading a pickle may run any code. DCP's
-own index is a pickle. Therefore `ringattn.train.checkpoint.index` reads the index with a list of allowed classes.
+`save` accepts only tensors, because DCP would pickle any other object, and loading a pickle may run any code. DCP's index is a
+pickle as well, which `ringattn.train.checkpoint.index` reads safely.
 """
 
 import errno
@@ -48,33 +47,30 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The version of the format of checkpoints. A version that cannot read the checkpoints of the next one must get a new number.
-#   1  ringattn 0.2.0. These checkpoints do not contain the number.
-#   2  meta.json contains a checksum of itself, and the index contains a checksum of every shard.
+# The version of the format. A version that cannot read the checkpoints of the next one must get a new number. Version 1, of
+# ringattn 0.2.0, had no number. Version 2 has checksums of meta.json and of every shard.
 FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
-# With these options, DCP stores every tensor under the name that we give to it. DCP then adds no table of nested names to the
-# index.
+# DCP then stores every tensor under its given name, without a table of nested names.
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-# DCP stores each shard of a tensor as an archive of its own. The archive adds at most this many bytes to the shard.
+# DCP stores each shard as an archive, which adds at most this many bytes.
 ARCHIVE_BYTES = 2048
 
-# The number of seconds after which a file of another host must be visible on a network file system. NFS caches names and sizes
-# for up to 60 s.
+# A file of another host must be visible after this many seconds. NFS caches names and sizes for up to 60 s.
 VISIBLE_S = 70.0
 
-# The errors of the operating system if a file system, such as some network file systems, cannot sync a directory.
+# Some network file systems cannot sync a directory.
 NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
-# The errors of the operating system if the disk is full, or if the user may not store more data on the disk.
+# The disk is full, or the user may not store more on it.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be written or read. The message names the path, the reason and what to do."""
+    """A checkpoint cannot be written or read."""
 
 
 class DiskFullError(CheckpointError):
@@ -82,25 +78,23 @@ class DiskFullError(CheckpointError):
 
 
 def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
-    """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints.
+    """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints. All ranks call this
+    function.
 
-    All ranks call this function. If the function fails or is interrupted before the new checkpoint has its final name, the
-    checkpoints of all other steps are unchanged.
+    Until the new checkpoint has its final name, all others are unchanged.
 
     Args:
         directory: the directory of the run's checkpoints.
         step: the number of completed steps.
-        tensors: the tensors by name. If a tensor is a DTensor, every rank writes its own shard. If a tensor is not a DTensor,
-            only one of the ranks that pass this name writes the tensor.
-        meta: additional data that JSON can represent. This function adds `format`, `step`, the sizes of the files and the
-            checksums of the index and of meta.json itself.
+        tensors: the tensors by name. Every rank writes its shard of a DTensor. One rank writes any other tensor.
+        meta: values that JSON can represent. This function adds `format`, `step`, the sizes of the files and the checksums.
         keep: how many checkpoints to keep, at least 1.
 
     Returns:
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if a file cannot be written. The error is a DiskFullError if the disk is full.
+        CheckpointError: on every rank, if a file cannot be written; a DiskFullError if the disk is full.
     """
     target = directory / _name(step)
     temporary = target.with_name(f".{target.name}.tmp")
@@ -134,7 +128,6 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
 
 
 def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Show the progress of a save to `target`, whose files are first written to `temporary`."""
     size = estimate_size(tensors.values())
 
     def next_launch() -> str:
@@ -146,20 +139,20 @@ def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> Abs
 
 
 def estimate_size(tensors: Iterable[Tensor]) -> int:
-    """Return the approximate number of bytes that these tensors take up in a checkpoint, with the shards of all ranks."""
+    """Return the approximate number of bytes that these tensors take up in a checkpoint of all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    # The number of elements of a DTensor is that of the whole tensor, not of the shard of this rank.
+    # `numel` of a DTensor is that of the whole tensor.
     return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
 
 
 def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) -> None:
-    """Check before the first step that the disk has enough space for the checkpoints. Only one rank calls this function.
+    """Check before the first step that the disk has space for the checkpoints. Only one rank calls this function.
 
-    If only some of the checkpoints fit, this function logs a warning.
+    If only some of them fit, log a warning.
 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
-        step: the number of completed steps. The space of later checkpoints counts as free, because the run removes them.
+        step: the number of completed steps. Later checkpoints will be removed, so their space counts as free.
         needed: the number of bytes of one checkpoint.
         keep: how many checkpoints the run keeps.
         saves: how many checkpoints the run will write.
@@ -190,19 +183,16 @@ def delete_later_checkpoints(directory: Path, step: int) -> None:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the path of the checkpoint with the highest step in `directory`, or None if there is no checkpoint."""
+    """Return the checkpoint with the highest step in `directory`, or None."""
     return max(_list_checkpoints(directory), default=None)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Return the `meta` that `save` has written to the checkpoint at `path`.
-
-    `save` adds four entries to its argument `meta`: `format`, `step`, `files` (the size in bytes of each file) and `index` (the
-    checksum of the index).
+    """Return the `meta` of a checkpoint, with the entries that `save` has added.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, or its meta.json is damaged, was edited or belongs to another step, or a
-            newer version has saved the checkpoint.
+        CheckpointError: `path` is not a checkpoint, its meta.json is damaged, was edited or belongs to another step, or a newer
+            version has saved it.
     """
     if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
         found = "another directory" if path.is_dir() else "no such directory"
@@ -230,7 +220,7 @@ def is_count(value: object) -> bool:
 
 
 def read_tensor_names(path: Path) -> set[str]:
-    """Return the names of all tensors in the checkpoint at `path`. All ranks call this function.
+    """Return the names of all tensors in a checkpoint. All ranks call this function.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.
@@ -240,11 +230,10 @@ def read_tensor_names(path: Path) -> set[str]:
 
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place with the values in the checkpoint at `path`. All ranks call this function.
+    """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
-    The sharding of a DTensor may differ from its sharding in the checkpoint. All names, shapes and dtypes are compared before
-    any tensor is read. If `tensors` contains any name that begins with "model.", it must contain every name in the checkpoint
-    that begins with "model.". The same rule applies to names that begin with "optim.".
+    The sharding of a DTensor may differ from that in the checkpoint. Names, shapes and dtypes are compared before any tensor is
+    read. If any name begins with "model." or "optim.", `tensors` must contain all such names of the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.
@@ -255,7 +244,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
         if not all(hasattr(info, "checksum") for info in index.storage_data.values()):
             _log_missing_checksums(path)
         _check_tensors(path, index.state_dict_metadata, tensors)
-        # DCP prints a warning because every rank reads without the other ranks. Reading in this way is intended.
+        # DCP warns that every rank reads without the other ranks, which is intended.
         with warnings.catch_warnings(action="ignore"):
             dcp.load(tensors, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
 
@@ -267,12 +256,12 @@ def _log_missing_checksums(path: Path) -> None:
 
 @contextmanager
 def _convert_errors(problem: str, advice: str) -> Generator[None]:
-    """Replace every error of the body by a CheckpointError with one line: the problem, the first error, and the advice."""
+    """Replace every error of the body by a CheckpointError: the problem, the first error, and the advice."""
     try:
         yield
     # CheckpointException is not a subclass of Exception, so it must be named here.
     except (Exception, CheckpointException) as error:
-        # DCP gathers the errors of all ranks in a CheckpointException. Report the error of the lowest rank that has failed.
+        # DCP gathers the errors of all ranks. Report that of the lowest rank.
         errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         first = errors[0]
         if isinstance(first, CheckpointError):
@@ -285,8 +274,8 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 def _is_full_disk(error: BaseException | None) -> bool:
     """Return whether an error was raised because the disk is full.
 
-    If a write fails while torch writes a zip archive, torch raises "unexpected pos", and the error of the operating system is
-    the context of this RuntimeError. An error that comes from another rank has no context.
+    If a write of a zip archive fails, torch raises "unexpected pos", whose context is the error of the operating system. An
+    error that comes from another rank has no context.
     """
     if isinstance(error, OSError):
         return error.errno in FULL_DISK
@@ -296,7 +285,7 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 
 def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullError:
-    """Return the error for a checkpoint that does not fit on the disk. The files of this checkpoint must have been removed."""
+    """Return the error for a checkpoint that does not fit on the disk, after its files have been removed."""
     needed = estimate_size(tensors.values())
     free, newest = _free_space(target.parent), latest(target.parent)
     remaining = f"the latest checkpoint that remains is {newest}" if newest else "there is no earlier checkpoint"
@@ -307,7 +296,7 @@ def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullErr
 
 
 def _free_space(directory: Path) -> float:
-    """Return the free bytes of the disk of a directory, which may not exist yet. Return infinity if they are unknown."""
+    """Return the free bytes of the disk of a directory, which may not exist yet, or infinity if unknown."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     return usage.free if usage.total else float("inf")
@@ -315,22 +304,18 @@ def _free_space(directory: Path) -> float:
 
 @contextmanager
 def _sync_checkpoint_errors(path: Path) -> Generator[None]:
-    """Replace every error of the body by a CheckpointError, and raise this error on all ranks."""
+    """Replace every error of the body by a CheckpointError on all ranks."""
     with sync_errors(), _convert_errors(f"{path} failed", "check the disk and the files"):
         yield
 
 
 def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
-    """Replace every error of the body by a CheckpointError with the message that the file `name` at `path` is damaged."""
+    """Replace every error of the body by a CheckpointError: the file `name` at `path` is damaged."""
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Write the tensors and their index to `directory`, which DCP creates.
-
-    Returns:
-        On rank 0, the size in bytes of each file that contains the index or a tensor. On other ranks, an empty dict.
-    """
+    """Write the tensors and their index. Return the size in bytes of each file on rank 0, and {} on other ranks."""
     writer = _Writer(directory, sync_files=True)
     # DCP prints a warning if there is no process group.
     with warnings.catch_warnings(action="ignore"):
@@ -339,7 +324,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, int
 
 
 def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
-    """Return the name of one of the files that is missing in `path` or has another size, or None."""
+    """Return the name of a file that is missing in `path` or has another size, or None."""
     for name, size in files.items():
         if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
             return name
@@ -347,11 +332,7 @@ def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
 
 
 def _wait_for_files(path: Path, files: dict[str, int]) -> None:
-    """Wait until rank 0 sees all files that the ranks have written to a checkpoint, with their sizes.
-
-    Raises:
-        CheckpointError: a file is still missing or incomplete after VISIBLE_S seconds.
-    """
+    """Wait for up to VISIBLE_S seconds until rank 0 sees all files that the ranks have written, with their sizes."""
     deadline = time.monotonic() + VISIBLE_S
     while (name := _find_incomplete(path, files)) is not None:
         if time.monotonic() > deadline:
@@ -370,14 +351,12 @@ def _write_meta(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:
-    """Return the checksum of the content of meta.json without the entry `checksum`. The order and the layout do not matter."""
+    """Return the checksum of meta.json without the entry `checksum`. The order and the layout do not matter."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Rename a completely written checkpoint from `temporary` to `target`."""
-    # All files must be on the disk before the directory is renamed. Otherwise a power failure could leave a checkpoint that has
-    # a valid name but lacks some of its contents.
+    # Otherwise a power failure could leave a checkpoint that has a valid name but lacks some of its contents.
     _fsync(temporary)
     if target.exists():
         _hide(target)
@@ -386,7 +365,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Wait until the content of a path is on the disk. The content of a directory is the list of its files."""
+    """Wait until the content of a file, or the list of files of a directory, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -398,10 +377,7 @@ def _fsync(path: Path) -> None:
 
 
 def _list_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints, the oldest first.
-
-    Step numbers have eight digits, so sorting the names also sorts the steps.
-    """
+    """Return the complete checkpoints, the oldest first. Step numbers have eight digits, so names sort like steps."""
     return sorted(path for path in directory.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
@@ -420,7 +396,7 @@ def _remove(directory: Path, checkpoints: list[Path]) -> None:
 
 
 def _hide(checkpoint: Path) -> None:
-    """Rename a checkpoint before its removal, so that no run loads a checkpoint whose removal was interrupted."""
+    """Rename a checkpoint before its removal, so that no run loads a half-removed checkpoint."""
     os.rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.old"))
 
 
@@ -429,9 +405,7 @@ def _remove_hidden(directory: Path) -> None:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
-class _HashingStream(io.IOBase):
-    """Passes bytes on to another stream, and computes their checksum."""
-
+class _HashingStream(io.IOBase):  # passes bytes on to another stream
     def __init__(self, stream: io.IOBase):
         self._stream, self.hash = stream, xxhash.xxh3_64()
 
@@ -444,26 +418,28 @@ class _HashingStream(io.IOBase):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes tensors, and adds the checksum of each shard of a tensor to its entry in the index, as `checksum`."""
+    """Writes tensors, and adds the checksum of each shard to its entry in the index, as `checksum`."""
 
     sizes: dict[str, int] = {}  # on rank 0, after a save: the sizes of the files
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # The directory is not listed, because the list of a network file system may lack the files of other hosts.
+        # The list of a network file system may lack the files of other hosts.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
         for info in metadata.storage_data.values():  # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.transforms, self._hashes = self, {}
+        transforms: Any = self
+        self.transforms = transforms
+        self._hashes: dict[Any, xxhash.xxh3_64] = {}
         results = super().write_data(plan, planner)
         for result in results.value():
             result.storage_data.checksum = self._hashes[result.index].hexdigest()
         return results
 
     def transform_save_stream(self, entry: WriteItem, stream: io.IOBase) -> tuple[io.IOBase, list[str]]:
-        """DCP calls this function for each shard, and writes the shard to the returned stream."""
+        """DCP writes each shard to the returned stream."""
         transformed = _HashingStream(stream)
         self._hashes[entry.index] = transformed.hash
         return transformed, []
@@ -480,7 +456,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors with an already checked index. DCP calls torch.load with weights_only=True for each tensor."""
+    """Reads tensors with an already checked index. DCP calls torch.load with weights_only=True."""
 
     def __init__(self, path: Path, index: Metadata):
         super().__init__(path)
@@ -492,8 +468,8 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        If the checkpoint has no checksum of the shard, check those inside the shard, which is stored as a zip archive.
-        torch.load does not check them.
+        Earlier versions saved no checksums of shards. Then check those inside the shard, a zip archive, which torch.load
+        ignores.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):
@@ -508,12 +484,10 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _read_index(path: Path) -> Metadata:
-    """Return DCP's index of the checkpoint.
-
-    The index contains the name, the shape and the dtype of each tensor, and the position of the tensor in the files.
+    """Return DCP's index: the name, shape, dtype and position of each tensor.
 
     Raises:
-        CheckpointError: the index is damaged, or it does not match the files.
+        CheckpointError: the index is damaged, or does not match the files.
     """
     meta = read_meta(path)
     if (name := _find_incomplete(path, meta["files"])) is not None:
@@ -528,11 +502,6 @@ def _read_index(path: Path) -> Metadata:
 
 
 def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Compare the tensors of a checkpoint with those of the run.
-
-    Raises:
-        CheckpointError: a tensor is missing in the checkpoint or in the run, or its shapes or its dtypes differ.
-    """
     prefixes = {name.split(".")[0] for name in tensors} & {"model", "optim"}
     found = {name: f"{entry.properties.dtype} of shape {tuple(entry.size)}" for name, entry in saved.items()}
     expected = {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}

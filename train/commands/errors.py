@@ -40,16 +40,12 @@ OTHER_NAMES = {
     **dict.fromkeys(("save_steps", "save_every"), "trainer.checkpoint_every"),
     **{"eval_steps": "trainer.eval_every", "logging_steps": "trainer.log_every"},
 }
-# Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
+# Mistakes of the user, which are reported in one line. A sweep continues with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exit after the ranks have disconnected.
-
-    The process exits without Python's usual cleanup. Threads of gloo sometimes abort a process during this cleanup, after the
-    command has completed.
-    """
+    """Exit after the ranks have disconnected, without Python's cleanup, in which threads of gloo sometimes abort."""
     logging.shutdown()
     with suppress(BrokenPipeError):  # The reader of the output may have exited.
         sys.stdout.flush()
@@ -66,10 +62,9 @@ def report_error(error: Exception) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """Write a message to the file from which torchrun reads why this rank failed.
+    """Write a message to the file from which torchrun reads why this rank failed, if torchrun has started it.
 
-    If a rank fails, torchrun ends with a traceback of its own and a summary of the failure. The summary contains the message
-    from this file, so the message is also at the end of the output. Without torchrun, this function does nothing.
+    torchrun ends with a traceback and a summary of its own, which then contains the message.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.
@@ -79,10 +74,7 @@ def write_error_file(text: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a user error as one line.
-
-    Some messages of Hydra have several lines, and some of Hydra's errors keep the important message in `__cause__`.
-    """
+    """Return the message of a user error as one line. Hydra writes several, or keeps the important one in `__cause__`."""
     if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
         return str(error.__cause__)  # A resolver, such as the one that checks the name of the run, has raised this error.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -92,8 +84,7 @@ def describe_error(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        # In Hydra's message, some lines mark a position and some lines contain a link. The last of the other lines is the
-        # reason.
+        # The reason is the last line that neither marks a position nor contains a link.
         parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
         reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
         return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"
@@ -105,7 +96,7 @@ def describe_error(error: Exception) -> str:
 
 
 def nearest_setting(name: str | None) -> str | None:
-    """Return the setting that a user probably meant by an unknown name such as "lr", or None if no setting is similar."""
+    """Return the setting that a user probably meant by an unknown name, or None."""
     group, _, option = (name or "").rpartition(".")
     if other := get_close_matches(option, OTHER_NAMES, 1, cutoff=0.85):
         return OTHER_NAMES[other[0]]
@@ -123,10 +114,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
-    """Exit at once after an error that is not a user error.
+    """Exit at once after an error that is not a user error. torchrun then terminates the other ranks.
 
-    Other ranks may be waiting in a collective for this rank, and would wait forever. When this process exits, torchrun
-    terminates the other ranks.
+    They may be waiting for this rank in a collective.
     """
     described = describe_compile_error(error) if isinstance(error, BackendCompilerFailed) else describe_external_error(error)
     reason = described or "".join(traceback.format_exception(error))
@@ -134,11 +124,7 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
 
 
 def describe_external_error(error: Exception) -> str | None:
-    """Describe an external error in one line. Return None if the error is not external.
-
-    An error is external if a disk or another rank has caused it. External errors need no traceback, because they are not faults
-    of this program.
-    """
+    """Describe an error that a disk or another rank has caused in one line, or return None for any other error."""
     if isinstance(error, RingFault | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
@@ -149,7 +135,7 @@ def describe_external_error(error: Exception) -> str | None:
 
 
 def describe_compile_error(error: BackendCompilerFailed) -> str:
-    """Describe an error of torch.compile: in one line if a library in its cache is damaged, and otherwise with a traceback.
+    """Describe an error of torch.compile: in one line if its cache is damaged, and otherwise with a traceback.
 
     If a process is killed while the C++ compiler writes a library to the cache, the library remains incomplete.
     """
@@ -161,7 +147,7 @@ def describe_compile_error(error: BackendCompilerFailed) -> str:
 
 
 def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
-    """Exit at once. Only the first rank that calls this function prints `text`, because the first error causes all others."""
+    """Exit at once. Only the first rank prints `text`, because the first error causes all others."""
     if store.add("failures", 1) == 1:
         print(text, file=sys.stderr, flush=True)
         write_error_file(text)

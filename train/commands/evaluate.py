@@ -6,9 +6,8 @@
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
 All losses are means over the same target tokens. The length only limits the number of earlier tokens to which a target token
-can attend. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains the
-error of each loss, and the error of its difference to the loss at the shortest length. train/data/targets.py describes the
-target tokens.
+can attend, so a model that benefits from a long context has a lower loss at a longer length. The table contains the errors of
+the losses, and those of their differences to the shortest length.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
 default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:
@@ -19,12 +18,12 @@ default, it evaluates the held-out text of the run. To evaluate other text, desc
     data.column=... data.subset=...             as in training
 
 trainer.eval_tokens=N sets the number of target tokens. Other settings can follow as group.key=value, for example
-trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains them.
-With trainer.fp8_attention=inference, attention uses FP8.
+trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains them. With
+trainer.fp8_attention=inference, attention uses FP8.
 
-With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png. They show the
-accuracy by the length of the sequence and by the position of the answer in the sequence. The default lengths are the sequence
-length of the training, half of this length, a quarter, and so on. The command accepts models that were trained on any text.
+With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png with the accuracy
+by the length of the sequence and by the position of the answer. The default lengths are the length of the training, half of it,
+a quarter, and so on. Any model can be evaluated.
 """
 
 from dataclasses import dataclass, replace
@@ -77,12 +76,12 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit. This function is the entry point of `ringattn-evaluate`."""
+    """Run the command line and exit."""
     exit_process(run_command(run_command_line, Options, __doc__))
 
 
 def run_command_line(arguments: list[str]) -> None:
-    """Evaluate the model that the arguments name, and write the results on rank 0. All ranks call this function."""
+    """Evaluate the model that the arguments name. All ranks call this function."""
     options, overrides = parse(arguments, Options, SETTINGS)
     if options.evaluate not in EVALUATIONS:
         raise ConfigError(f"unknown evaluate={options.evaluate}: choose one of {', '.join(EVALUATIONS)}")
@@ -107,11 +106,7 @@ def run_command_line(arguments: list[str]) -> None:
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
     """Return the settings of the evaluation at each sequence length.
 
-    Evaluation uses only one text. In the overrides, data.path and data.split therefore describe the evaluated text.
-
-    Args:
-        config: the settings with which the model was trained.
-        overrides: the values of settings, from the command line.
+    Evaluation uses only one text, which data.path and data.split describe in the overrides.
 
     Raises:
         ConfigError: there is no text to evaluate, or a sequence length is not an integer.
@@ -137,7 +132,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 
 
 def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
-    """Return the settings of a separate corpus for the evaluation. The overrides have not been applied to these settings.
+    """Return the settings, without the overrides, of a separate corpus for the evaluation.
 
     The result is None if the evaluated text is the fraction of the training text that was held out.
     """
@@ -150,7 +145,7 @@ def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | 
 def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequences:
     """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function.
 
-    The fraction of the text that the training has held out depends on the sequence length of the training, `trained_len`.
+    The held-out fraction of the text depends on the sequence length of the training, `trained_len`.
     """
     data = config.data
     if data.source == "recall":
@@ -163,17 +158,7 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
 
 
 def write_results(losses: Losses, model: Model, run: InferenceRun, output: str) -> None:
-    """Print the table of the results, and write the table and the plot to a folder.
-
-    Args:
-        losses: the losses of the target tokens.
-        model: the evaluated model.
-        run: the run of the evaluation.
-        output: the folder. If it is empty, the folder is next to the directory of the run.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
+    """Print the table of the losses, and write it and a plot to the folder `output`. Errors as in `write_table_and_plot`."""
     config = run.config
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
     text = config.data.description + (f" {part}" if config.data.source != "recall" else "")

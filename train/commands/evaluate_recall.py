@@ -15,12 +15,7 @@ from ringattn.train.setup import build_for_inference
 
 
 def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None:
-    """Evaluate a model, and write the results on rank 0. All ranks call this function.
-
-    Args:
-        model: the model.
-        overrides: the values of settings, from the command line.
-        output: the folder of the results. If it is empty, the folder is next to the directory of the run.
+    """Evaluate a model, and write the results to the folder `output`. All ranks call this function.
 
     Raises:
         ConfigError: on every rank, if a setting is invalid or has no effect on this evaluation.
@@ -43,12 +38,7 @@ def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
-    """Return the settings of the evaluation at each sequence length.
-
-    Args:
-        config: the settings with which the model was trained.
-        overrides: the values of settings, from the command line. Without data.seq_len, the lengths are the length of the
-            training, and this length divided by powers of two.
+    """Return the settings of the evaluation at each length, by default those of `evaluation_lengths`.
 
     Raises:
         ConfigError: an override describes a text, or a sequence length is not an integer.

@@ -46,8 +46,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
-# The files of a published model that an export leaves out: weights in any format, their indices, and hidden files, which belong
-# to git or to the download.
+# An export leaves out weights in any format, their indices, and hidden files, which belong to git or to the download.
 LEFT_OUT = (
     ".*",
     "*.safetensors",
@@ -64,7 +63,7 @@ LEFT_OUT = (
     "*.tflite",
     "*.npz",
 )
-# The settings of a published model that a run may change, each with the entries of config.json that determine the setting.
+# The settings that a run may change, and the entries of config.json that determine them.
 ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
@@ -98,7 +97,7 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit. This function is the entry point of `ringattn-export`."""
+    """Run the command line and exit."""
     exit_process(run_command(run_command_line, Options, __doc__))
 
 
@@ -123,12 +122,12 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
     Args:
         path: the directory of the checkpoint.
-        folder: a new or empty folder. If writing fails, the folder is removed.
+        folder: a new or empty folder, which is removed if writing fails.
         dtype: the dtype of the exported parameters.
 
     Raises:
-        ConfigError: the checkpoint or the tokenizer does not exist, the tokenizer differs from the tokenizer of the training,
-            transformers has no suitable architecture, the folder is not empty, or the folder cannot be written.
+        ConfigError: the checkpoint or its tokenizer does not exist, the tokenizer is another one, transformers has no suitable
+            architecture, or the folder is not empty or cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
@@ -174,10 +173,10 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
-    """Return the folder in Hugging Face's format of the model that a run has trained, or None if there is no such folder.
+    """Return the folder in Hugging Face's format of the model that a run has trained, or None.
 
-    The folder is `trainer.init_from`. If a run started from a checkpoint of another run, the folder is the one that contains
-    the tokenizer. The sizes in config.json must be those of the run.
+    It is `trainer.init_from` or, for a run that started from a checkpoint, the folder of the tokenizer. The sizes in
+    config.json must be those of the run.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
     for folder in (initial_weights_path(saved), tokenizer_folder):
@@ -192,11 +191,7 @@ def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
 def changed_files(published: Path, saved: Config, current: dict[str, Any], tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     """Return the new contents of config.json and generation_config.json of a published model, if the run has changed them.
 
-    Args:
-        published: the folder of the model.
-        saved: the settings of the run.
-        current: the result of `config_json` for the run.
-        tokenizer: the tokenizer of the run.
+    `current` is the result of `config_json` for the run.
     """
     files = {name: read_config(published, name) for name in ("config.json", "generation_config.json")}
     special = {name: current[name] for name in ("bos_token_id", "eos_token_id")}
@@ -226,7 +221,7 @@ def _with_stop_token(config: dict[str, Any], token: int) -> dict[str, Any]:
 
 
 def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
-    """Copy the files of a folder and of its subfolders, except those whose names match a pattern in `left_out`."""
+    """Copy a folder, except for files and subfolders whose names match a pattern in `left_out`."""
     for path in source.iterdir():
         if any(path.match(pattern) for pattern in left_out):
             continue
@@ -238,7 +233,7 @@ def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
 
 
 def exported_tensors(path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the parameters of a checkpoint under their names in transformers. Only `rows` of the embedding are exported."""
+    """Return the parameters of a checkpoint under their names in transformers, with `rows` of the embedding."""
     model = GPT(settings, rows)
     storage.load(path, state_dict.model_state(model))
     tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
@@ -248,13 +243,7 @@ def exported_tensors(path: Path, settings: ModelConfig, rows: int, dtype: torch.
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
-    """Write the files of a tokenizer to a folder, unless the folder already contains them.
-
-    Args:
-        path: the tokenizer.json of the training. Files next to it that belong to a tokenizer are copied as well.
-        tokenizer: the tokenizer that was loaded from `path`.
-        folder: the folder.
-    """
+    """Write the tokenizer.json at `path`, and files next to it that the folder does not contain."""
     shutil.copyfile(path, folder / "tokenizer.json")
     for name in TOKENIZER_FILES:
         if path.with_name(name).is_file() and not (folder / name).exists():
@@ -276,8 +265,8 @@ def config_json(
     Args:
         model: the settings of the model.
         vocab_size: the number of rows of the embedding.
-        max_positions: the number of tokens of the longest sequences for which the model was trained.
-        special: the ids of the special tokens under their names in config.json.
+        max_positions: the number of tokens of the longest sequences of the training.
+        special: the ids of the special tokens by their names in config.json.
         dtype: the dtype of the weights.
 
     Raises:
@@ -316,11 +305,7 @@ def config_json(
 
 
 def model_type_of(model: ModelConfig) -> str:
-    """Return the `model_type` of the model in transformers.
-
-    Raises:
-        ConfigError: transformers has no architecture with these settings.
-    """
+    """Return the `model_type` in transformers. Errors as in `config_json`."""
     if model.qkv_bias and model.qk_norm:
         raise ConfigError(
             "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"

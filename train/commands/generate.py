@@ -21,7 +21,7 @@ from ringattn.train.commands.options import RUN_HELP, apply_overrides, find_mode
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.inference.generation import stream
 from ringattn.train.parallel.ranks import sync_errors
-from ringattn.train.settings.config import ConfigError, check
+from ringattn.train.settings.config import ConfigError, check, replace_invalid
 from ringattn.train.setup import build_for_inference
 
 
@@ -48,7 +48,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, bound, is_valid in (
-            ("prompt", "UTF-8", self.prompt.encode(errors="replace").decode() == self.prompt),
+            ("prompt", "UTF-8", replace_invalid(self.prompt) == self.prompt),
             ("tokens", "at least 1", self.tokens >= 1),
             ("temperature", "at least 0 and finite", 0 <= self.temperature < math.inf),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
@@ -59,12 +59,12 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit. This function is the entry point of `ringattn-generate`."""
+    """Run the command line and exit."""
     exit_process(run_command(run_command_line, Options, __doc__))
 
 
 def run_command_line(arguments: list[str]) -> None:
-    """Load the model that the arguments name, and print the generated text on rank 0. All ranks call this function."""
+    """Print a continuation by the model that the arguments name. All ranks call this function."""
     options, overrides = parse(arguments, Options)
     model = find_model(options.run)
     config = apply_overrides(model.config, overrides)
@@ -83,9 +83,8 @@ def run_command_line(arguments: list[str]) -> None:
 def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of a prompt and of its continuation in pieces, as soon as the tokens are known.
 
-    The whole text is decoded after every token, because the text of a token may depend on the tokens before it. A character may
-    consist of several tokens. Until its last token is known, the decoded text ends in the replacement character, and this
-    character is not yielded.
+    The text of a token may depend on the tokens before it, so all are decoded after every token. Until the last token of a
+    character is known, the text ends in the replacement character, which is not yielded.
     """
     known, length = list(prompt), 0
     text = tokenizer.decode(known)

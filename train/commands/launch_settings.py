@@ -25,26 +25,20 @@ def resolve_settings(
 ) -> Config:
     """Return the settings of a launch.
 
-    A run that resumes from a checkpoint has the settings of the checkpoint. A new run has the settings that Hydra has composed.
-    If `trainer.init_from` of a new run names the folder of a Hugging Face model, the settings of the model and the tokenizer
-    come from this folder. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting,
-    and the choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a
-    recipe, the settings that Hydra has composed replace all others. Only the number of steps and, without an experiment, the
-    sequence length are kept, unless the command line sets them. On the command line, `trainer.steps` replaces an earlier
-    `trainer.total_tokens`, `trainer.accumulate` replaces an earlier `trainer.tokens_per_step`, and `parallel.ring` or
-    `parallel.ulysses` replaces an earlier `parallel.mesh=fastest`.
+    A run that resumes has the settings of its checkpoint, and a new run those that Hydra has composed. A new run from a Hugging
+    Face model has the settings of the model. The command line has precedence: `optim.lr=1e-4` sets one setting, `optim=wsd`
+    sets all of the group, and an experiment or a recipe replaces all but the number of steps and, for a recipe, the sequence
+    length.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.
-        overrides: the arguments of the command line. An argument that the program has added is not an override.
+        overrides: the arguments of the command line that the user has given.
         directory: the directory of the run.
-        lengths: the sequence lengths of all jobs of a sweep that varies the length. All these jobs receive the same number of
-            tokens per step, unless the user has set this number. Empty for any other run.
-        world_size: the number of ranks that were launched. It is used only together with `lengths`.
+        lengths: the sequence lengths of a sweep that varies them. All its jobs then have the same tokens per step.
+        world_size: the number of ranks, which is used only together with `lengths`.
 
     Raises:
-        ConfigError: a checkpoint or the folder of the model cannot be read, the folder has no tokenizer, the checkpoints of the
-            run contradict `trainer.resume` or `trainer.init_from`, or the command line sets a value that is derived.
+        ConfigError: a file cannot be read, the checkpoints contradict the settings, or the user sets a value that is derived.
     """
     given = given_names(overrides)
     check_sources(composed, given)

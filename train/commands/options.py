@@ -1,4 +1,4 @@
-"""Parse the options of train/generate.py, train/evaluate.py and train/export.py, and find the model that the options name."""
+"""Parse the options of generate, evaluate and export, and find the model that they name."""
 
 import logging
 import shlex
@@ -23,7 +23,7 @@ RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
-# Settings that both commands accept. A name that ends in a dot stands for all settings of a group.
+# Settings that the commands accept, or the prefix of all settings of a group.
 SETTINGS = (
     *("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device"),
     *("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention"),
@@ -31,7 +31,7 @@ SETTINGS = (
 
 
 def option(text: str, **default: Any) -> Any:
-    """Return a field of the options of a command. `text` explains the option in `--help`."""
+    """Return a field of the options of a command, which `text` explains in `--help`."""
     return field(metadata={"help": text}, **default)
 
 
@@ -41,9 +41,8 @@ class Model:
 
     Attributes:
         path: the checkpoint, or the folder in Hugging Face's format.
-        directory: the directory of the run of the checkpoint. If there is no run, the path of the checkpoint or of the folder.
-        config: the settings with which the model was trained. The settings of the machine, such as the device and the number
-            of ranks that share a sequence, have their default values.
+        directory: the directory of the run of the checkpoint, or else `path`.
+        config: the settings of the training. Those of the machine, such as the device, have their defaults.
     """
 
     path: Path
@@ -52,7 +51,7 @@ class Model:
 
 
 def run_command(command: Callable[[list[str]], None], options: type, doc: str | None) -> int:
-    """Run a command on all ranks, and return the exit status. An error of the user is reported in one line.
+    """Run a command on all ranks, and return the exit status.
 
     Args:
         command: a function that all ranks call with the arguments of the command line. It must raise a user error on all ranks.
@@ -85,7 +84,7 @@ def run_command(command: Callable[[list[str]], None], options: type, doc: str | 
 
 
 def help_text(options: type, doc: str | None) -> str:
-    """Return the text that `--help` prints: the docstring of the command and one paragraph per option."""
+    """Return the text of `--help`: the docstring of the command and one paragraph per option."""
     paragraphs = [(doc or "").strip(), "Options:"]
     for each in fields(options):
         default = "required" if each.default is MISSING else f"default: {shlex.quote(str(each.default))}"
@@ -95,22 +94,15 @@ def help_text(options: type, doc: str | None) -> str:
 
 
 def parse(arguments: list[str], options: type, settings: tuple[str, ...] = ()) -> tuple[Any, dict[str, str]]:
-    """Split a command line into the options of the command and the overrides of settings.
+    """Split a command line into the options of the command and the overrides of settings, by name.
 
-    Args:
-        arguments: the arguments, each of the form `name=value`.
-        options: the dataclass of the options.
-        settings: the settings that the command accepts in addition to SETTINGS.
-
-    Returns:
-        The options, and a dict that maps the name of each overridden setting, such as "trainer.device", to its value.
+    `settings` are those that the command accepts in addition to SETTINGS.
 
     Raises:
-        ConfigError: an argument is not of this form, its name is unknown, its value has the wrong type, or an option without a
-            default is missing.
+        ConfigError: an argument has no `=`, an unknown name or a value of the wrong type, or a required option is missing.
     """
     types = {each.name: each.type for each in fields(options)}
-    values, overrides = {}, {}
+    values, overrides = dict[str, Any](), dict[str, str]()
     for argument in arguments:
         name, separator, value = argument.partition("=")
         if not separator:
@@ -137,7 +129,7 @@ def _convert(name: str, value: str, kind: Any) -> Any:
 
 
 def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
-    """Return a copy of the settings in which `overrides` replace some values.
+    """Return the settings with `overrides`.
 
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
@@ -149,7 +141,7 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
 
 
 def find_model(run: str) -> Model:
-    """Find the model that was selected with the option `run`. All ranks call this function, and only rank 0 reads files.
+    """Find the model that was selected with the option `run`. All ranks call this function.
 
     Raises:
         ConfigError: on every rank, if there is no such model, or if it cannot be read.
@@ -204,7 +196,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 
 def _settings_for_inference(config: Config) -> Config:
-    """Keep the settings that belong to the model and to the text. Inference may run on another machine than training."""
+    """Keep the settings of the model and of the text. The machine may be another one."""
     has_text = config.data.held_out is not None or config.data.eval_fraction > 0
     trainer = TrainerConfig(
         precision=config.trainer.precision,
@@ -216,7 +208,7 @@ def _settings_for_inference(config: Config) -> Config:
 
 
 def folder_config(path: Path) -> Config:
-    """Return the settings of a model in Hugging Face's format. The folder must contain its tokenizer.
+    """Return the settings of a model in Hugging Face's format.
 
     Raises:
         ConfigError: config.json does not describe a supported model, or tokenizer.json is missing.

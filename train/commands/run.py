@@ -4,11 +4,10 @@
     python train/run.py [overrides]                             on one rank
     torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
 
-If ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. The option `--help` explains the
-groups and the common settings, and `--cfg job` shows all settings.
+An installation calls it `ringattn-train`. `--help` explains the groups and the common settings, and `--cfg job` shows all.
 
-Only rank 0 reads the command line. For every job, rank 0 broadcasts the settings and the output directory to the other ranks.
-All ranks therefore run the same job in the same directory, and an error in the settings is reported only once.
+Only rank 0 reads the command line, and broadcasts the settings and the directory of every job. All ranks therefore run the same
+job, and an error in the settings is reported once.
 """
 
 import logging
@@ -54,8 +53,7 @@ from ringattn.train.trainer import check_job, train
 
 log = logging.getLogger(__name__)
 
-# The folder of the YAML files is next to this package, both in the repository (configs/) and in an installation
-# (ringattn/configs/).
+# In the repository, configs/; in an installation, ringattn/configs/.
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 # configs/recipe/gpu.yaml contains ${by_ranks:...}.
@@ -68,7 +66,7 @@ startup.end_part("imports")
 
 
 def main() -> NoReturn:
-    """Run the command line and exit. This function is the entry point of `ringattn-train`."""
+    """Run the command line and exit."""
     exit_process(run_command_line())
 
 
@@ -88,12 +86,12 @@ def run_command_line() -> int:
 
 
 def run_as_rank_zero(launch: Launch) -> int:
-    """Run every job that Hydra composes from the command line. The other ranks run the same jobs. Return the exit status."""
+    """Run every job that Hydra composes from the command line. Return the exit status."""
     jobs = Jobs()
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
 
-    # `select_recipe` may add a recipe to the command line. Such a recipe is not a choice of the user.
+    # A recipe that `select_recipe` has added is not a choice of the user.
     recipe_chosen = any(argument.startswith("recipe=") for argument in sys.argv)
 
     def resolve(settings: DictConfig, overrides: list[str], directory: Path) -> Config:
@@ -102,20 +100,22 @@ def run_as_rank_zero(launch: Launch) -> int:
         return resolve_settings(to_config(settings), given, directory, jobs.lengths, dist.get_world_size())
 
     def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
-        """Check all jobs of a sweep before the first one starts. `directory` is the directory of any job."""
-        jobs.rejected, valid = {}, set()
+        """Check all jobs of a sweep before the first one starts. `directory` is that of any job."""
+        jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
         logging.disable(logging.INFO)  # Each job logs its choices when it starts.
-        for overrides in jobs_of_sweep(params):
-            job = Outcome(overrides, varied_settings(overrides, params))
-            path = directory.parent / job_directory(overrides, params)
-            try:
-                config = resolve(hydra.compose("train", overrides), overrides, path)
-                run_on_all_ranks(check_job, config, path)
-                valid.add(config.data.seq_len)
-            except USER_ERRORS as error:
-                jobs.rejected[tuple(overrides)] = error
-                report_error(ConfigError(f"{job.name} cannot run: {describe_error(error)}"))
-        logging.disable(logging.NOTSET)
+        try:
+            for overrides in jobs_of_sweep(params):
+                job = Outcome(overrides, varied_settings(overrides, params))
+                path = directory.parent / job_directory(overrides, params)
+                try:
+                    config = resolve(hydra.compose("train", overrides), overrides, path)
+                    run_on_all_ranks(check_job, config, path)
+                    valid.add(config.data.seq_len)
+                except USER_ERRORS as error:
+                    jobs.rejected[tuple(overrides)] = error
+                    report_error(ConfigError(f"{job.name} cannot run: {describe_error(error)}"))
+        finally:
+            logging.disable(logging.NOTSET)
         jobs.lengths = [length for length in varied_lengths(params) if length in valid]
 
     def run_job(settings: DictConfig) -> None:
@@ -123,7 +123,7 @@ def run_as_rank_zero(launch: Launch) -> int:
         directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
         jobs.directory = Path(context.sweep.dir).resolve() if is_sweep else None
         params = context.sweeper.get("params") if is_sweep else None
-        overrides = list(context.overrides.task)
+        overrides = cast("list[str]", OmegaConf.to_container(context.overrides.task, resolve=False))
         outcome = Outcome(overrides, varied_settings(overrides, params))
         jobs.outcomes.append(outcome)
         replace_link(directory / "run.log")
@@ -154,7 +154,7 @@ def run_as_rank_zero(launch: Launch) -> int:
                 # No other rank waits in a collective for this rank, so the sweep can continue.
                 report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
             else:
-                # The process must exit here, because Hydra would catch the error and continue with the next job.
+                # Hydra would catch the error and continue with the next job.
                 jobs.write_results()
                 terminate_on_error(launch.store, error)
         finally:
@@ -171,7 +171,7 @@ def run_as_rank_zero(launch: Launch) -> int:
 
 
 def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
-    """Call `function(config, directory)`, also on the other ranks, which wait in `run_as_other_rank`."""
+    """Call `function(config, directory)` on all ranks, of which the others wait in `run_as_other_rank`."""
     broadcast_object((function, config, directory))
     return function(config, directory)
 
@@ -179,8 +179,7 @@ def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, di
 def run_as_other_rank() -> int:
     """Run the functions that rank 0 broadcasts, until it broadcasts None. Return the exit status.
 
-    A user error or a request to stop ends the job on all ranks. Only rank 0 reports the error or the request, and only rank 0
-    decides whether another job follows.
+    A user error or a request to stop ends the job on all ranks. Rank 0 reports it, and decides whether another job follows.
     """
     while (job := broadcast_object(None)) is not None:
         function, config, directory = job
@@ -197,8 +196,7 @@ def run_as_other_rank() -> int:
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the text that a table of a sweep shows for a job that ended with an error.
 
-    If a rank runs out of memory in a sweep, it also creates a file in the directory of the job. Rank 0 fails as well, because
-    it has lost this rank, and finds the reason in the file.
+    A rank that runs out of memory marks the directory of the job, where rank 0 finds the reason for losing this rank.
     """
     marker = directory / MEMORY_MARKER
     if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
@@ -208,17 +206,10 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def check_earlier_attempt(directory: Path, attempt: int) -> None:
-    """Check that the job did not run out of memory in an earlier attempt of this launch.
+    """Raise InsufficientMemory if the job ran out of memory in an earlier attempt of this launch.
 
-    If one of several ranks runs out of memory, all ranks must exit, because other ranks may wait for this rank in a collective.
-    If torchrun then restarts all ranks, the sweep continues with the next job. The same job would run out of memory again.
-
-    Args:
-        directory: the directory of the job.
-        attempt: the number of times that torchrun has started the ranks of this launch.
-
-    Raises:
-        InsufficientMemory: the job ran out of memory in an earlier attempt.
+    If one of several ranks runs out of memory, all must exit, because others may wait for it in a collective. If torchrun
+    restarts them, the sweep continues with the next job.
     """
     marker = directory / MEMORY_MARKER
     if attempt == 1:
@@ -230,14 +221,14 @@ def check_earlier_attempt(directory: Path, attempt: int) -> None:
 
 
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
-    """Let Hydra compose the settings, and call `run_job` for the job or for every job of a sweep. Return the exit status."""
+    """Let Hydra compose the settings, and call `run_job` for every job. Return the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
-    # The directories in configs/train.yaml contain ${run_name:...}, so a name is checked before Hydra creates a directory.
+    # Hydra creates the directories in configs/train.yaml, which contain ${run_name:...}, so the name is checked first.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
-    OmegaConf.register_new_resolver("common_settings", lambda *, _root_: common_settings(_root_), replace=True)
+    OmegaConf.register_new_resolver("common_settings", _common_settings, replace=True)
     sys.argv[1:] = quote_paths(sys.argv[1:])
     try:
         check_options()
@@ -258,30 +249,30 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     return 0
 
 
-def select_recipe() -> None:
-    """Add `recipe=gpu` to the command line if the job will run on a GPU.
+def _common_settings(*, _root_: DictConfig) -> str:
+    return common_settings(_root_)
 
-    If the command line already selects a recipe or an experiment, do not change the command line.
-    """
+
+def select_recipe() -> None:
+    """Add `recipe=gpu` to the command line on a GPU, unless it selects a recipe or an experiment."""
     chosen = [argument for argument in sys.argv if argument.startswith(("recipe=", "experiment=", "+experiment="))]
     if torch.cuda.is_available() and not chosen and "trainer.device=cpu" not in sys.argv:
         sys.argv.insert(1, "recipe=gpu")
 
 
 def to_config(settings: DictConfig) -> Config:
-    """Convert the settings to dataclasses. An unknown option is an error, even if the user has added it with Hydra's `+`."""
+    """Convert the settings. An unknown option is an error, even if the user has added it with Hydra's `+`."""
     return literal_config(cast("dict[str, Any]", OmegaConf.to_container(settings, resolve=True)))
 
 
 def check_name(name: str | None, context: HydraConf) -> None:
-    """Check that the run has its own directory under this name. In a sweep, check that each job has its own directory.
+    """Check the name, and that all jobs of a sweep have the same one.
 
     Raises:
         ConfigError: the name is invalid, or the jobs of a sweep have different names.
     """
     checked_name(name)
-    # Hydra writes multirun.yaml to the directory of the sweep. If the sweep varies the name, `context.sweep.dir` depends on the
-    # name of the job and is not the directory of the sweep. Therefore `context.sweep.dir` does not contain multirun.yaml.
+    # Hydra writes multirun.yaml to the directory of the sweep, but `context.sweep.dir` depends on the name of the job.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(
             f"name={name} is one of several names, but all jobs of a sweep must have the same name: each job has its own "

@@ -1,4 +1,4 @@
-"""Define a batch of sequences, which every data source returns, and the part of a batch that one rank processes."""
+"""A batch of sequences, which every data source returns, and the part of a batch that one rank processes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,10 +15,9 @@ class Batch:
 
     Attributes:
         tokens: (B, S) int64.
-        labels: (B, S) int64, the token that follows each token. A label of IGNORE does not contribute to the loss. Labels are
-            computed before the sequence is sharded, so no rank needs a token of another rank.
-        documents: one tuple per sequence. The tuple contains the length of each document, or part of a document, in the
-            sequence. The lengths sum to S.
+        labels: (B, S) int64, the next tokens. A label of IGNORE does not contribute to the loss. Labels are computed before the
+            sequence is sharded, so no rank needs a token of another rank.
+        documents: for each sequence, the length of each (part of a) document. The lengths sum to S.
     """
 
     tokens: torch.Tensor

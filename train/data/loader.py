@@ -1,18 +1,16 @@
 """Load the batches of training steps and plan their attention before the steps need them.
 
-With packed documents, every step has a new mask. In a run on GPUs, each rank therefore starts a loader process, which reads the
-sequences of the next steps, packs them, and plans their attention: the layout, the schedules, and the tables of the kernels.
-The training process only receives the results and copies them to the GPU. The training process and the loader process do not
-share Python's lock, so planning does not delay the launch of kernels.
+With packed documents, every step has a new mask. On GPUs, each rank therefore starts a loader process, which packs the
+sequences of the next steps and plans their attention. The training process only copies the results to the GPU. The two
+processes do not share Python's lock, so planning does not delay the launch of kernels.
 
     training process                                    loader process
     request(consumed) of the next AHEAD steps   ->      Preparation.prepare
     list of MicroStep                           <-
 
-On CPUs, the loader process would only take time away from training. There, `Loader` prepares a step in the training process.
+On CPUs, the process would only take time away from training, so `Loader` prepares a step in the training process.
 
-The loader process ends when its input is closed. The kernel closes the input when the training process ends for any reason, so
-the loader process never outlives it.
+The loader process ends when its input is closed, which the kernel does when the training process ends for any reason.
 """
 
 import gc
@@ -43,9 +41,9 @@ from ringattn.train.parallel.mesh import MeshShape, choose_layout
 from ringattn.train.settings.config import Config
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
-# Option 1 of prctl(2) is PR_SET_PDEATHSIG: the kernel kills the loader process (signal 9) when the training process dies, even
-# if another child of the training process has inherited the input. The call comes before the imports, which take seconds. Only
-# messages may be written to the standard output, so anything that an import or a step prints goes to the standard error.
+# Option 1 of prctl(2), PR_SET_PDEATHSIG, kills the loader process (signal 9) when the training process dies, even if another
+# child has inherited the input. Only messages may go to the standard output, so anything that an import or a step prints goes
+# to the standard error.
 START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -96,13 +94,10 @@ class Preparation:
         return self.shape.dp * self.config.trainer.accumulate * self.config.trainer.batch_size
 
     def batches(self, consumed: int) -> list[Batch]:
-        """Return this rank's batches of one step. Each micro-step has one batch of whole sequences.
+        """Return this rank's batches of one step, one per micro-step.
 
         In each micro-step, every data-parallel rank takes the next `trainer.batch_size` sequences. The ranks that share a
         sequence load the same batch.
-
-        Args:
-            consumed: the number of sequences that earlier steps consume.
         """
         trainer = self.config.trainer
         starts = [consumed + (self.dp + step * self.shape.dp) * trainer.batch_size for step in range(trainer.accumulate)]
@@ -111,7 +106,7 @@ class Preparation:
     def prepare(self, consumed: int, requests: Requests | None = None) -> list[MicroStep]:
         """Return the micro-steps of one step. With `requests`, the attention of masks with documents is planned.
 
-        A mask without documents is the same in all steps, so the first step has planned it for all others.
+        A mask without documents is the same in all steps, so the first step has planned it.
         """
         micro_steps = []
         for batch in self.batches(consumed):
@@ -126,7 +121,7 @@ class Preparation:
 
 
 def mask_of(config: Config, batch: Batch) -> Mask:
-    """Return the attention mask of a batch. The mask is causal. The settings determine its sliding window and its documents."""
+    """Return the causal mask of a batch. The settings determine its sliding window and its documents."""
     return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
 
 
@@ -154,21 +149,21 @@ class Loader:
         return self.preparation.prepare(consumed)
 
     def learn(self, requests: Requests) -> None:
-        """Record which schedules and tables the calls of a step request from its plan. Later steps need the same ones."""
+        """Record which schedules and tables a step requests from its plan. Later steps need the same ones."""
 
     def close(self) -> None:
         """End the loader process, if there is one."""
 
 
 class AheadLoader(Loader):
-    """Prepare the next steps in another process. The process starts at once and imports its modules in the background."""
+    """Prepare the next steps in another process, which imports its modules in the background."""
 
     def __init__(self) -> None:
         super().__init__()
         self._requests: Requests | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
-        # The process never uses a GPU, and one thread is enough for its small arrays. It must find the package at the same path
-        # as this process, but must not import modules from the current directory.
+        # One thread is enough for the small arrays. The process must find the package at the same path, and must not import
+        # modules from the current directory.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-c", START]
@@ -237,8 +232,8 @@ def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
         requests.close()
 
 
-# A message is a pickle, followed by the memory of its arrays, which is not copied into the pickle. The header of a message
-# contains the sizes of these parts. Every part starts at a multiple of 16 bytes, because arrays must be aligned.
+# A message is a header with the sizes of its parts, a pickle, and the memory of its arrays. Every part starts at a multiple of
+# 16 bytes, because arrays must be aligned.
 def _encode(message: Any) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
     parts = [pickle.dumps(message, protocol=5, buffer_callback=buffers.append), *(x.raw() for x in buffers)]
@@ -272,7 +267,7 @@ def _decode(data: bytearray) -> Any:
     """Return the message. Its arrays use the memory of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("<q", view)
-    start, parts = 8 * (1 + count), []
+    start, parts = 8 * (1 + count), list[memoryview]()
     for size in struct.unpack_from(f"<{count}q", view, 8):
         start += -start % 16
         parts.append(view[start : start + size])
@@ -281,8 +276,8 @@ def _decode(data: bytearray) -> Any:
 
 
 def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearray | None]) -> None:
-    # One system call receives a whole message. With a pipe, the thread would need Python's lock again after every 64 KiB, and
-    # would wait up to 5 ms each time.
+    # One system call receives a whole message. A pipe would need Python's lock after every 64 KiB, and wait up to 5 ms each
+    # time.
     try:
         with connection:
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
@@ -293,11 +288,11 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearra
 
 def run_loader_process(output: IO[bytes]) -> None:
     """Prepare the steps that the training process requests, until the input ends, and write them to `output`."""
-    # Ctrl-C, a closed terminal and SIGTERM of a cluster also reach this process, but the training process completes its step.
+    # These signals also reach this process, but the training process must complete its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    # A plan of 64 ranks consists of thousands of small objects, and each collection would visit all of them.
+    # A collection would visit the thousands of small objects of a plan of 64 ranks.
     gc.freeze()
     gc.set_threshold(100_000)
     preparation: Preparation | None = None

@@ -1,24 +1,17 @@
-"""Turn documents into tokens, and pack the tokens into sequences without padding. Each sequence can be read by its number.
+"""Turn documents into tokens, and pack the tokens into sequences without padding.
 
-    document    one EOS token, followed by the tokens of the text; cached on disk. If the tokenizer prepends a token of its own
-                to a text, a document is this BOS token, the tokens of the text, and the EOS token.
+    document    one EOS token and the tokens of the text; or, if the tokenizer has a BOS token, BOS, the text and EOS
     epoch e     one stream of T tokens: all documents in a random order that depends on the seed and on e
-    sequence    S consecutive tokens of the stream, with the next token of the stream as the label of each token. An epoch has
-                floor((T - 1) / S) sequences.
+    sequence    S consecutive tokens of the stream; the label of a token is the next token of the stream
 
-The sequences of an epoch are read in a second random order, which also depends on the seed and on e. Without the second order,
-consecutive steps and all entries of a batch would often come from the same long document.
+An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Otherwise, consecutive steps would often
+come from the same long document. A document may continue in the next sequence of the stream.
 
-If several data-parallel ranks train together, each micro-step takes as long as its most expensive sequence, and the cost of
-attention depends on the lengths of the documents. Therefore the second order may consist of groups of G sequences of similar
-cost. The groups are in a random order. The last sequences of the random order are dropped if they do not fill a group, so the
-groups of every epoch begin at a multiple of G.
+With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. The second order may therefore
+consist of groups of G sequences with similar costs of attention, in a random order. Sequences that do not fill a group are
+dropped.
 
-The label of the last token of a text is always EOS, which belongs to the same document or to the next one. A document that does
-not fit into one sequence continues in the next sequence of the stream. The last tokens of an epoch are dropped if they do not
-fill a sequence.
-
-The only state of the data is the number of sequences that have been consumed, so a run needs one integer to resume.
+The only state of the data is the number of consumed sequences.
 """
 
 import functools
@@ -33,6 +26,7 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import datasets
 import datasets.config
@@ -44,7 +38,7 @@ from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
 from datasets.utils import tqdm
 from filelock import FileLock
-from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore[reportPrivateUsage]  # torch has no public way
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.data import recall, sources
 from ringattn.train.data.batch import Batch
@@ -61,38 +55,30 @@ log = logging.getLogger(__name__)
 # The checksum of a corpus covers the tokens of at most this many documents.
 NUM_SAMPLED = 64
 
-# This counter numbers the corpora that this process loads. All ranks load the same corpora in the same order, so a corpus has
-# the same number on every rank.
+# Numbers the corpora that this process loads, in the same order on every rank.
 _corpus_numbers = itertools.count()
 
 
 class PackedDataset:
-    """An endless series of sequences.
-
-    Sequence number i depends only on the arguments of the constructor and on i.
+    """An endless series of sequences. Sequence number i depends only on the arguments of the constructor and on i.
 
     Attributes:
         splits: the number of documents in each split of the source.
         lengths: (documents,) int64, the number of tokens in each document.
         tokens_per_epoch: the number of tokens in all documents.
-        sequences_per_epoch: the number of sequences that are read in an epoch, a multiple of `group_size`.
-        group_size: the number G of sequences in a group of similar cost, or 1 if there are no groups.
-        sampled: a checksum of the tokens of some documents.
-        fingerprint: values that identify the corpus and its order.
+        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
+        group_size: the number G, or 1 if there are no groups.
     """
 
     def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
-        """Create the sequences of tokenised documents.
+        """Create the sequences.
 
         Args:
-            documents: one row per document, with the columns `tokens` (int32, including the special tokens) and
-                `length` (the number of tokens).
+            documents: one row per document, with the columns of TOKENS.
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of
-                the stream. The documents of the stream are in a random order even if `shuffle` is False.
-            group_size: the number of sequences in a group of similar cost. There are no groups if `shuffle` is False, or if the
-                documents do not fill one group.
+            shuffle: whether the sequences of an epoch are in a random order, and not in the order of the stream.
+            group_size: the number G. There are no groups without `shuffle`, or if the documents do not fill one.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -100,13 +86,13 @@ class PackedDataset:
         self.seq_len = seq_len
         self.seed = seed
         self.shuffle = shuffle
-        self.splits = {name: split.num_examples for name, split in (documents.info.splits or {}).items()}
+        self.splits = {name: split.num_examples for name, split in (documents.info.splits or dict[str, Any]()).items()}
         self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
         self.tokens_per_epoch = int(self.lengths.sum())
         self._num_filled = (self.tokens_per_epoch - 1) // seq_len
         self.group_size = group_size if shuffle and group_size <= self._num_filled else 1
         self.sequences_per_epoch = self._num_filled - self._num_filled % self.group_size
-        # In the format "arrow", rows are views of the cached file. Other formats would copy the rows.
+        # Rows in the format "arrow" are views of the cached file.
         self._documents = documents.with_format("arrow")
         self._epoch_order = (-1, self.lengths, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
@@ -117,10 +103,7 @@ class PackedDataset:
 
     @functools.cached_property
     def sampled(self) -> int:
-        """A checksum (CRC-32) of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus.
-
-        Two different texts almost always have different checksums.
-        """
+        """A CRC-32 of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus."""
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
             crc = zlib.crc32(self._document(int(index)).to_numpy().tobytes(), crc)
@@ -128,11 +111,8 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that identify the corpus and its order.
-
-        A position in the data of one run is valid in another run only if all values of the two runs are equal.
-        """
-        # A checksum of the lengths identifies the order of the documents. `sampled` is a checksum of some of the documents.
+        """Values that identify the corpus and its order. A position in the data is valid only if they are equal."""
+        # The lengths identify the order of the documents.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         sequences = "shuffled" if self.shuffle else "in order"
@@ -146,12 +126,7 @@ class PackedDataset:
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the sequence with the number `index`.
-
-        Returns:
-            The tokens (S,) int64, the labels (S,) int64, and the length of each document, or part of a document, in the
-            sequence.
-        """
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each (part of a) document in it."""
         epoch, position = divmod(index, self.sequences_per_epoch)
         start = int(self._order_of(epoch)[2][position]) * self.seq_len
         return self.stream(start, start + self.seq_len, epoch)
@@ -159,11 +134,11 @@ class PackedDataset:
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return the tokens from `start` to `stop` - 1 of the stream of an epoch, like a sequence of this length."""
         order, ends, _ = self._order_of(epoch)
-        # The first document contains token `start` of the stream. The last document contains the last label, token `stop`.
+        # The last document contains the last label, token `stop`.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._document(int(index)) for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
-        # The chunks of the chunked array are views, so only the tokens of the sequence are copied.
+        # The chunks are views, so only the tokens of the sequence are copied.
         stream = pyarrow.chunked_array(documents).slice(skipped, stop - start + 1).to_numpy().astype(np.int64)
         edges = np.unique([0, *(ends[first:last] - start), stop - start])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
@@ -181,15 +156,11 @@ class PackedDataset:
         return self._documents[index]["tokens"][0].values
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of the documents and the order of the sequences in an epoch.
-
-        Returns:
-            The order of the documents, the position in the stream at which each document ends, and the order of the sequences.
-            If `shuffle` is False, the sequences are in the order of the stream.
+        """Return the order of an epoch: the numbers of the documents, the position in the stream at which each document ends,
+        and the numbers of the sequences.
         """
         if self._epoch_order[0] != epoch:
-            # numpy guarantees that Philox yields the same raw words on every machine and in every release. numpy does not
-            # guarantee that its permutations stay the same. Therefore the permutations are computed here from the raw words.
+            # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = np.argsort(random.random_raw(len(self.lengths)), kind="stable")
             ends = np.cumsum(self.lengths[order])
@@ -204,28 +175,19 @@ class PackedDataset:
         return self._epoch_order[1:]
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
-        """Return the cost of attention of each sequence, in the order of the stream: the sum of its squared document lengths.
-
-        `ends` contains the position in the stream at which each document ends.
-        """
+        """Return the cost of attention of each sequence of the stream: the sum of its squared document lengths."""
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges two sorted arrays in linear time. Equal edges enclose a piece of length 0, which costs nothing.
+        # A stable sort merges sorted arrays in linear time. Equal edges enclose nothing.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
 
-# Both classes return sequences by their numbers. The class RecallDataset generates its sequences.
+# RecallDataset generates its sequences.
 Sequences = PackedDataset | recall.RecallDataset
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
     """Load the part of a corpus that is not held out. All ranks call this function.
-
-    Args:
-        config: the settings of the corpus.
-        tokenizer: the tokenizer that encodes the documents.
-        shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of the
-            stream. The documents of the stream are in a random order even if `shuffle` is False.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains too little text.
@@ -240,13 +202,10 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
-    """Return the tokenised documents of a corpus. All ranks call this function.
+    """Return the tokenised documents of a corpus, with the columns of TOKENS. All ranks call this function.
 
-    The first call tokenises the documents. Later calls find the tokens in a folder in the cache of the library `datasets`. If
-    the process is killed, the next call continues after the last complete file of this folder.
-
-    Returns:
-        One row per document, with the columns of TOKENS.
+    The first call tokenises them into a folder in the cache of `datasets`. After a kill, the next call continues with the file
+    that was not complete.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -266,19 +225,16 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset
     return tokens
 
 
-def split_documents(documents: datasets.Dataset, fraction: float, seq_len: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split documents into a part for training and a part for evaluation.
+def split_documents(documents: Any, fraction: float, seq_len: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Split documents into a part for training and a held-out part.
 
-    The held-out part contains random documents, and the beginning of one further document. The remainder of this document
-    belongs to the part for training. The split depends only on the lengths of the documents and on the arguments.
+    The held-out part contains random documents and the beginning of one further document. The split depends only on the lengths
+    of the documents and on the arguments.
 
     Args:
         documents: one row per document, with the columns of TOKENS.
         fraction: the fraction of the tokens that is held out.
-        seq_len: the number of tokens per sequence. Each part must contain at least one sequence and its last label.
-
-    Returns:
-        The documents for training, and the held-out documents.
+        seq_len: the number of tokens per sequence. Each part must fill one.
 
     Raises:
         ConfigError: the documents do not fill one sequence in each part.
@@ -301,7 +257,7 @@ def split_documents(documents: datasets.Dataset, fraction: float, seq_len: int) 
 
 
 def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> datasets.Dataset:
-    """Return the tokens from `start` to `stop` of a document as a new document, which may be empty. Nothing is copied."""
+    """Return the tokens from `start` to `stop` of a document as a new document, which may be empty, without a copy."""
     tokens = documents.with_format("arrow")[index]["tokens"][0].values.slice(start, stop - start)
     rows = min(len(tokens), 1)
     table = pyarrow.table(
@@ -312,15 +268,12 @@ def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> dat
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences) -> Sequences | None:
-    """Load the held-out text. All ranks call this function.
+    """Load the held-out text in the order of the stream, or return None if there is none. All ranks call this function.
 
     Args:
-        config: the settings of the training text. These settings also determine which text is held out.
-        tokenizer: the tokenizer that encodes the documents.
+        config: the settings of the training text, which also determine the held-out text.
+        tokenizer: the tokenizer.
         training: the training text.
-
-    Returns:
-        The held-out text, or None if no text is held out. The held-out sequences are read in the order of the stream.
 
     Raises:
         ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
@@ -405,9 +358,9 @@ def _tokenised_batches(
     """Tokenise the documents after the first `done` entries.
 
     Yields:
-        The number of entries so far, the number of rows among them, and the next tokens, with the columns of TOKENS.
+        The number of entries so far, the number of rows among them, and a batch with the columns of TOKENS.
     """
-    batch, size, entries, rows = [], 0, 0, 0
+    batch, size, entries, rows = list[np.ndarray](), 0, 0, 0
     for _, text in tqdm(documents, desc="tokenise", unit=" documents"):
         entries, rows = entries + 1, rows + (text is not None)
         if text and entries > done:
@@ -416,7 +369,7 @@ def _tokenised_batches(
         del text  # A document may have hundreds of megabytes.
         if size >= BATCH_TOKENS:
             yield entries, rows, _to_arrow(batch)
-            batch, size = [], 0
+            batch, size = list[np.ndarray](), 0
     yield entries, rows, _to_arrow(batch)
 
 
@@ -429,7 +382,7 @@ def _to_arrow(batch: list[np.ndarray]) -> pyarrow.RecordBatch:
 
 
 def _code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns files into tokens. It is part of the key of the cache."""
+    """Return the source code that turns files into tokens, as part of the key of the cache."""
     return inspect.getsource(_tokenise) + inspect.getsource(sources) + inspect.getsource(type(tokenizer))
 
 
@@ -441,10 +394,9 @@ def _tokenise(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 @contextmanager
 def _rank_zero_first() -> Generator[None]:
-    """Run the body on rank 0 first, and then on the other ranks.
+    """Run the body on rank 0, which fills the cache, and then on the other ranks.
 
-    Rank 0 fills the cache and shows the progress. The other ranks wait without a time limit. The waiting ranks poll the
-    store, because a collective would have a time limit.
+    They wait by polling the store, because a collective would have a time limit.
     """
     store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
     if dist.get_rank() != 0:

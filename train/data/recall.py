@@ -5,16 +5,11 @@ A document contains a block of facts and, at its end, a block of queries. All ot
     ... filler ... | (k3,v3) .. (k1,v1) .. .. (k2,v2) | ... filler ... | k2 v2 k3 v3 k1 v1 |
                      facts, BLOCK tokens                                 queries, BLOCK tokens
 
-A fact is one token, which stands for a key and its value. There is one token for each combination of a key and a value. The
-model reads the key of a query and must predict the value of this key. Only these predictions have labels. The task is a variant
-of multi-query associative recall (Arora et al. 2023, arXiv:2312.04927), in which a fact consists of two tokens.
+A fact is one token for a key and its value. After the key of a query, the model must predict the value. Only these predictions
+have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A model that cannot
+attend to the facts can only guess, because values are independent and a key occurs in one query of a document.
 
-A model that cannot attend to the block of facts can only guess, and on average one of NUM_VALUES guesses is correct. The values
-are independent of each other and of the filler, and each key occurs in only one query of a document. Therefore, no other token
-before the prediction contains information about the value.
-
-Facts, keys, values and filler are different ranges of token ids. All tokens of a sequence are computed from a seed and the
-number of the sequence. Therefore nothing is stored, and a run needs only one integer to resume.
+All tokens of a sequence are computed from a seed and the number of the sequence, so nothing is stored.
 """
 
 from collections.abc import Iterable
@@ -26,7 +21,7 @@ from ringattn.train.data.batch import Batch
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# The number of tokens of the block of facts, and of the block of queries, in documents that are long enough.
+# The tokens of the block of facts, and of the block of queries, in long documents.
 BLOCK = 32
 
 # The number of tokens of the shortest documents for training.
@@ -42,21 +37,19 @@ VOCABULARY = 256
 # The probability of a correct answer without the block of facts.
 CHANCE = 1 / NUM_VALUES
 
-# The seeds of the sequences for evaluation. `data.seed` is smaller, so no run is trained on these sequences.
+# `data.seed` is smaller, so no run is trained on the sequences of the evaluation.
 EVALUATION_SEED = 2**63
 GRID_SEED = 2**63 + 1
 
-# The evaluation measures the accuracy at this number of positions of the block of facts. The positions are spread evenly from
-# the beginning of the document to the beginning of the queries.
+# The facts of the evaluation are at this number of positions, spread evenly over the document.
 NUM_POSITIONS = 11
 
 
 class RecallDataset:
     """An endless series of sequences for training. Each sequence consists of documents of one length.
 
-    The length is `seq_len`, or `seq_len` divided by a random power of two, but at least MIN_LENGTH. Short documents teach the
-    task quickly, because they contain little filler and, if they are very short, few keys. The block of facts is at a random
-    position of each document.
+    The length is `seq_len` divided by a random power of two, because short documents teach the task quickly. The facts are at a
+    random position of each document.
 
     Attributes:
         seq_len: the number S of tokens per sequence.
@@ -66,15 +59,7 @@ class RecallDataset:
     sequences_per_epoch = 2**32
 
     def __init__(self, seq_len: int, seed: int):
-        """Create the sequences.
-
-        Args:
-            seq_len: the number of tokens per sequence, at least MIN_LENGTH.
-            seed: the seed of the sequences.
-
-        Raises:
-            ConfigError: the sequences are too short.
-        """
+        """Raise ConfigError if `seq_len` is below MIN_LENGTH."""
         check_length(seq_len)
         self.seq_len = seq_len
         self._seed = seed
@@ -91,11 +76,9 @@ class RecallDataset:
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the sequence with the number `index`.
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each document.
 
-        Returns:
-            The tokens (S,) int64, the labels (S,) int64, and the length of each document. If the documents do not fill the
-            sequence, the last entry is the number of filler tokens at the end.
+        If the documents do not fill the sequence, the last entry is the number of filler tokens at the end.
         """
         random = np.random.Philox(key=[self._seed, index])
         lengths = document_lengths(self.seq_len)
@@ -113,18 +96,12 @@ class RecallDataset:
 
 
 def document_lengths(seq_len: int) -> list[int]:
-    """Return the lengths of the documents in sequences of `seq_len` tokens, from the longest to the shortest.
-
-    The lengths are `seq_len` divided by powers of two, and each length is at least MIN_LENGTH.
-    """
+    """Return the possible lengths of documents: `seq_len` divided by powers of two, from the longest to MIN_LENGTH."""
     return [seq_len >> halvings for halvings in range(seq_len.bit_length()) if seq_len >> halvings >= MIN_LENGTH]
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return the lengths of the documents for evaluation: those of `document_lengths` that have blocks of full size.
-
-    If no length has blocks of full size, return the longest length.
-    """
+    """Return those of `document_lengths` that have blocks of full size, or only the longest one if none has."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 
@@ -135,17 +112,14 @@ def block_size(length: int) -> int:
 
 
 def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-    """Return documents for the evaluation, one per sequence.
+    """Return documents for the evaluation, one per sequence, and their positions as int64 (B,).
 
-    Document number n has the block of facts at position n modulo NUM_POSITIONS. Position 0 is the beginning of the document,
-    and the last position is directly before the queries.
+    The facts of document n are at position n modulo NUM_POSITIONS. Position 0 is the beginning of the document, and the last
+    position is directly before the queries.
 
     Args:
         length: the number of tokens of each document, at least MIN_LENGTH.
         numbers: the numbers of the documents.
-
-    Returns:
-        The documents, and their positions as int64 (B,).
     """
     positions = np.array([number % NUM_POSITIONS for number in numbers])
     starts = positions * (length - 2 * block_size(length)) // (NUM_POSITIONS - 1)
@@ -172,13 +146,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the labels of documents, both int64 (documents, length).
-
-    Args:
-        random: the source of random numbers.
-        length: the number of tokens of each document.
-        starts: (documents,) int64, the positions at which the blocks of facts start.
-    """
+    """Return the tokens and the labels, both int64 (documents, length), of documents whose facts begin at `starts`."""
     count, block = len(starts), block_size(length)
     num_keys = block // 2
     tokens = _filler(random, count * length).reshape(count, length)
@@ -196,9 +164,8 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
-    """Return `count` random selections of `size` different integers from 0 to `bound` - 1, int64 (count, size)."""
-    # numpy guarantees the raw words of Philox, but not the permutations that it computes from them. numpy sorts integers of 16
-    # bits much faster than longer integers.
+    """Return `count` random selections of `size` different integers below `bound`, int64 (count, size)."""
+    # numpy does not guarantee its permutations. It sorts integers of 16 bits much faster than longer ones.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]
 
@@ -208,5 +175,5 @@ def _filler(random: np.random.Philox, count: int) -> np.ndarray:
 
 
 def _integers(random: np.random.Philox, count: int, bound: int) -> np.ndarray:
-    """Return random integers from 0 to `bound` - 1, int64 (count,)."""
+    """Return random integers below `bound`, int64 (count,)."""
     return (random.random_raw(count) % np.uint64(bound)).astype(np.int64)

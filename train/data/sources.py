@@ -1,6 +1,6 @@
 """Read documents from Python's standard library, text files, JSON lines, Parquet files, or the Hugging Face hub.
 
-Every error names the file, and the line or the row. At no time is more than one document of a file in memory.
+Every error names the file, and the line or the row. Only one document of a file is in memory.
 """
 
 import bz2
@@ -25,7 +25,7 @@ import pyarrow.parquet
 
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# Folders within the standard library whose files are not documents, because they contain tests or installed packages.
+# Folders of the standard library that contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 # The files of a folder that are read if `data.path` is a folder.
@@ -37,8 +37,8 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# The place of a document for error messages, and its text. The text of a row without text is "". A blank line of a JSON-lines
-# file has None instead of a text, because it is not a row: it does not count in a slice such as "train[:90%]".
+# The place of a document for error messages, and its text: "" for a row without text, None for a blank line of JSON lines,
+# which does not count as a row in a slice such as "train[:90%]".
 Entry = tuple[str, str | None]
 
 
@@ -46,17 +46,20 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
     """Read the documents of a corpus.
 
     Returns:
-        The documents, and the number of rows in each complete split. The second result is None if the documents are a complete
-        split "train", because the number of its rows is then known only after all documents have been read.
+        The documents, and the number of rows in each complete split. The latter is None for a complete split "train", whose
+        rows are
+        known only at the end.
 
     Raises:
-        ConfigError: a file or the column is missing or cannot be read, the column does not contain text, or a document is
-            larger than `data.max_document_mb`. The iterator also raises this error.
-        Exception: a dataset of the hub or a split cannot be read. The type of the error depends on the reader.
+        ConfigError: a file or the column is missing, cannot be read or is not text, or a document is larger than
+            `data.max_document_mb`. The iterator also raises this error.
+        Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
     """
     if config.source == "hub":
         rows = load_hub(config)
-        return _hub_rows(rows, config), {name: split.num_examples for name, split in (rows.info.splits or {}).items()}
+        return _hub_rows(rows, config), {
+            name: split.num_examples for name, split in (rows.info.splits or dict[str, Any]()).items()
+        }
     if config.split in ("train", "all"):
         return _all_documents(config), None
     sizes = {"train": sum(text is not None for _, text in _all_documents(config))}
@@ -209,7 +212,7 @@ def _cannot_read_file(file: str, error: Exception) -> ConfigError:
 
 def library_files() -> list[str]:
     """Return the source files of Python's standard library, sorted."""
-    found = []
+    found = list[str]()
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         # Excluded folders must not be searched, because site-packages may contain many thousand files.
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
@@ -218,10 +221,7 @@ def library_files() -> list[str]:
 
 
 def library_packages() -> list[str]:
-    """Return one text per package of Python's standard library. A module that belongs to no package has a text of its own.
-
-    The packages are sorted by their names, and each text contains the sorted files of its package.
-    """
+    """Return one text per package of Python's standard library, or per module outside of packages, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     packages = itertools.groupby(map(Path, library_files()), key=lambda file: file.relative_to(root).parts[0])
     return ["\n".join(file.read_text("utf-8-sig", "replace") for file in package) for _, package in packages]
@@ -242,7 +242,7 @@ def files(config: DataConfig) -> list[str]:
         names = [name for name in glob(f"{escape(str(path))}/**", recursive=True) if name.endswith(endings)]
     else:
         names = [str(path)] if path.exists() else glob(str(path), recursive=True)
-    # Earlier versions sorted the escaped paths. Their checkpoints contain a position in the data, so the order must not change.
+    # Checkpoints of versions that sorted the escaped paths contain a position in this order.
     found = sorted({str(Path(name).resolve()) for name in names if Path(name).is_file()}, key=escape)
     if not found:
         matches = f"is a folder without a file {pattern}" if pattern else "matches no file"
@@ -252,23 +252,22 @@ def files(config: DataConfig) -> list[str]:
 
 def load_hub(config: DataConfig) -> datasets.Dataset:
     """Return a dataset of the Hugging Face hub."""
-    # Some datasets contain code. Without this setting, releases of `datasets` before 4 would ask the user, or read an
-    # environment variable, to decide whether to run such code.
+    # Releases of `datasets` before 4 would otherwise ask whether to run the code of a dataset.
     settings: Any = datasets.config
     settings.HF_DATASETS_TRUST_REMOTE_CODE = False
     return datasets.load_dataset(_hub_name(config), config.subset, split=config.split)
 
 
 def _hub_name(config: DataConfig) -> str:
-    # `datasets` interprets a name without an owner as the name of a reader for local files. One of these readers unpickles
-    # files, and unpickling may run any code. Therefore the name must have an owner.
+    # `datasets` would interpret a name without an owner as a reader for local files, one of which unpickles them, and that may
+    # run any code.
     if config.path is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path) or Path(config.path).exists():
         raise ConfigError(f"data.path={config.path} is not a dataset of the hub: it must have the form owner/name")
     return config.path
 
 
 def _json_text(where: str, line: bytes, column: str) -> str | None:
-    """Return the text that a line of JSON contains under the name `column`, "" for null, or None for a blank line.
+    """Return the text of a line of JSON under the name `column`, "" for null, or None for a blank line.
 
     Raises:
         ConfigError: the line is not a JSON object, or does not contain text under this name.
@@ -302,15 +301,10 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
 
 
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
-    """Return whether two corpora have no document in common.
+    """Return whether two corpora of the same `source` have no document in common.
 
-    Two corpora without a common file are disjoint. Two corpora with the same files are disjoint if their splits are disjoint.
-    Two corpora that have only some files in common are not disjoint.
-
-    Args:
-        training: the settings of the training text.
-        held_out: the settings of the held-out text, which must have the same `source`.
-        sizes: the number of documents in each split of the training text.
+    They are disjoint without a common file, or with the same files and disjoint splits, but not if only some files are common.
+    `sizes` are the rows in each split of the training text.
     """
     if training.path and training.source != "hub":
         first, second = files(training), files(held_out)
@@ -322,13 +316,7 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
-    """Return whether two splits have a row in common.
-
-    Args:
-        first: a split in the notation of `datasets`, for example "train[:90%]".
-        second: another split.
-        sizes: the number of rows in each complete split.
-    """
+    """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` are the rows in each complete split."""
     parts = [_absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 

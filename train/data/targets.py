@@ -1,25 +1,20 @@
 """Choose the target tokens of an evaluation, and pack them with their context into sequences.
 
-The target tokens are the tokens whose loss is computed. They depend on the held-out text and on their number, but not on
-`data.seq_len`. Therefore, the losses at different lengths are means over the same tokens. The target tokens form up to
-NUM_BLOCKS blocks of consecutive tokens, which are spread evenly over the held-out text:
+The target tokens, whose loss is computed, do not depend on `data.seq_len`. The losses at different lengths are therefore means
+over the same tokens. They form up to NUM_BLOCKS blocks:
 
     held-out text     ------------####------------####------------####          # target token
 
-At each length, the model reads windows of at most this number of tokens. Only the losses of the target tokens at the end of a
-window are used. The following windows evaluate a block at length 8. The document begins at the bar.
+At a length of L tokens, the model reads windows of at most L tokens, and only the losses at their ends are used. For example,
+these windows evaluate a block at length 8. The document begins at the bar.
 
     document          |................########                                 . earlier token of the document
     first window                  ....####
     second window                     ....####
 
-At a length of L tokens, a window ends after L / 2 target tokens, or at the end of the block or of the document. It begins as
-early as the length allows, but not before the document. A target token can therefore attend to all earlier tokens of its
-document, or at least to the last L / 2 of them. With `data.mask_documents=false`, the whole text is one document.
-
-The windows of all lengths are packed into sequences of `data.seq_len` tokens. In a sequence, each window is a separate document
-of the mask, so the model computes the same as for a sequence that consists of this window. All sequences have the same shape,
-so torch.compile compiles the model only once.
+A window has up to L / 2 target tokens and begins as early as the length and the document allow. Without `data.mask_documents`,
+the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len` tokens, as documents of
+the mask, so torch.compile compiles the model only once.
 """
 
 import zlib
@@ -38,12 +33,11 @@ from ringattn.train.data.packing import Sequences
 from ringattn.train.data.recall import RecallDataset
 from ringattn.train.model.loss import IGNORE
 
-# More blocks sample more documents, so the error of the loss becomes smaller. However, an evaluation at a length of S tokens
-# processes up to S tokens per block, even if the blocks are short.
+# More blocks sample more documents, so the error is smaller. But an evaluation at a length of S processes up to S tokens per
+# block.
 NUM_BLOCKS = 32
 
-# If there are few target tokens, the blocks have this number of tokens. There are then fewer blocks, which limits the time of
-# an evaluation at very long lengths.
+# The least number of tokens of a block, which limits the time of an evaluation at very long lengths.
 MIN_BLOCK = 256
 
 
@@ -53,9 +47,9 @@ class Passage:
 
     Attributes:
         tokens: (n,) int64.
-        labels: (n,) int64, the token that follows each token. A token with the label IGNORE is not a target token.
+        labels: (n,) int64, the next tokens. A token with the label IGNORE is not a target token.
         documents: (n,) int64, the number of the document of each token, in ascending order.
-        first: the position of the first target token. All tokens from this position on belong to the block.
+        first: the position of the first target token.
     """
 
     tokens: np.ndarray
@@ -92,8 +86,7 @@ class Targets:
             held_out: the held-out text.
             seq_len: the number S of tokens per packed sequence.
             lengths: the lengths of the evaluation in tokens, at most `seq_len`.
-            eval_tokens: the number of target tokens. It is rounded up to a multiple of the number of blocks. If the held-out
-                text has fewer tokens, all of them are target tokens.
+            eval_tokens: the number of target tokens, which is rounded up to a multiple of the number of blocks.
             mask_documents: whether a token attends only to tokens of its own document.
         """
         self._seq_len = seq_len
@@ -116,18 +109,19 @@ class Targets:
         """Return some sequences and the group of each token.
 
         Args:
-            numbers: the numbers of the sequences. A sequence whose number is not below `num_sequences` has no target token.
+            numbers: the numbers of the sequences. Those from `num_sequences` on have no target token.
 
         Returns:
-            The sequences, and an int64 tensor (B, S). The group of a target token of document d at length number i is
-            i * D + d. The group of all other tokens is `num_groups`.
+            The sequences, and an int64 tensor (B, S). The group of a target token of document d at length number i is i * D +
+            d. The
+            group of all other tokens is `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
         return Batch(tokens, labels, documents), groups
 
     def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens, the labels and the groups of a sequence, all int64 (S,), and the length of each document."""
+        """Return the tokens, labels and groups of a sequence, all int64 (S,), and the length of each document."""
         windows = self._sequences[number] if number < self.num_sequences else []
         tokens = np.zeros(self._seq_len, dtype=np.int64)
         labels, groups = np.full_like(tokens, IGNORE), np.full_like(tokens, self.num_groups)
@@ -150,19 +144,19 @@ class Targets:
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
     """Read the blocks of target tokens, each with up to `context` earlier tokens.
 
-    The sequences of the recall task do not depend on each other. Therefore, a block of this task is a whole sequence.
+    The sequences of the recall task are independent of each other, so its blocks are whole sequences.
     """
     if isinstance(held_out, RecallDataset):
         for number in range(-(-eval_tokens // held_out.seq_len)):
             tokens, labels, documents = held_out.sequence(number)
-            # A sequence has at most as many documents as tokens, so no two documents have the same number.
+            # A sequence has at most as many documents as tokens.
             numbers = number * held_out.seq_len + np.repeat(np.arange(len(documents)), documents)
             yield Passage(tokens, labels, numbers, first=0)
         return
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # The target tokens are at the end of each part of the text, so that many tokens of the text precede them.
+        # At the end of each part of the text, many tokens precede them.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)
@@ -180,7 +174,7 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
     while first < len(passage.tokens):
         number = bisect_right(edges, first)
         begin, end = edges[number - 1], edges[number]
-        # If the window begins at the beginning of the document, all of its tokens can be target tokens.
+        # A window at the beginning of a document needs no other context.
         stop = min(end, max(begin + length, first + max(length // 2, 1)))
         yield max(begin, stop - length), first, stop
         first = stop
@@ -188,9 +182,9 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
 
 def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
     """Distribute windows to sequences of `seq_len` tokens. A sequence repeatedly receives the largest window that fits."""
-    windows, sequences = sorted(windows), []
+    windows, sequences = sorted(windows), list[list[Window]]()
     while windows:
-        space, sequence = seq_len, []
+        space, sequence = seq_len, list[Window]()
         while num_fitting := bisect_right(windows, space, key=itemgetter(0)):
             sequence.append(windows.pop(num_fitting - 1))
             space -= sequence[-1].size

@@ -14,22 +14,20 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 
 log = logging.getLogger(__name__)
 
-# Names of the end-of-text token in widely used tokenizers, the most specific first. They are used if no file names the token.
+# Names of the end-of-text token in widely used tokenizers, the most specific first, if no file names it.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 
-# The fingerprints of tokenizers that have warned of names of special tokens. A tokenizer cannot store this itself, because its
-# content is a part of the key under which tokenised documents are cached.
+# The fingerprints of tokenizers that have warned. The content of a tokenizer is a part of the key of the cache.
 _warned: set[int] = set()
 
 
 class BytesTokenizer:
-    """The tokenizer whose token ids are the UTF-8 bytes of the text. The id of `eos` is 256.
+    """The tokenizer whose token ids are the UTF-8 bytes of the text.
 
     Attributes:
-        vocab_size: the number of token ids, which are 0 to vocab_size - 1.
+        vocab_size: the number of token ids.
         eos: the id of the end-of-text token. `encode` never returns it.
-        bos: the id of the first token of every document. It equals `eos`, unless the tokenizer has another token for the
-            beginning of a text.
+        bos: the id of the first token of every document, which is `eos` for most tokenizers.
         fingerprint: a checksum that identifies the tokenizer.
     """
 
@@ -47,19 +45,15 @@ class BytesTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer that is defined by a `tokenizer.json`. The optional package `tokenizers` reads the file.
-
-    This class has the same attributes and methods as BytesTokenizer.
+    """A tokenizer that is defined by a `tokenizer.json`, with the attributes and methods of BytesTokenizer.
 
     Args:
         path: the file.
-        eos_token: the name of the end-of-text token. None: `eos_token` in `tokenizer_config.json` or the first `eos_token_id`
-            in `config.json`, if these files are in the same folder, or one of END_OF_TEXT.
-        special_tokens: "text" to encode the names of special tokens within a text as ordinary text, or "parse" to encode them
-            as these tokens. `decode` leaves special tokens out with "text", and shows their names with "parse".
+        eos_token: the name of the end-of-text token. None: that of files in the same folder, or one of END_OF_TEXT.
+        special_tokens: as `data.special_tokens`. `decode` shows special tokens only with "parse".
 
     Raises:
-        ConfigError: the package is missing, a file cannot be read, or the tokenizer does not contain the end-of-text token.
+        ConfigError: the package `tokenizers` is missing, a file cannot be read, or there is no end-of-text token.
     """
 
     def __init__(self, path: str | Path, eos_token: str | None = None, special_tokens: str = "text"):
@@ -73,8 +67,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # The file may contain the end-of-text tokens without marking them as special tokens. A token that is special already is
-        # not added again, because it would lose its flags, for example whether it includes the spaces around it.
+        # The file may not mark these tokens as special. One that is special already would lose its flags if it was added again.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self._names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -105,10 +98,9 @@ class JsonTokenizer:
         return index
 
     def _first_special_token(self, config: dict[str, Any]) -> int | None:
-        """Return the id of the token that the tokenizer prepends to a text, or None if it prepends no token.
+        """Return the id of the token that the tokenizer prepends to a text, or None.
 
-        Either the post-processor in `tokenizer.json` prepends the token, or `add_bos_token` in `config` requests the token.
-        `config` is the content of `tokenizer_config.json`.
+        Either the post-processor in `tokenizer.json` prepends it, or `add_bos_token` in `tokenizer_config.json` requests it.
         """
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         if encoding.special_tokens_mask[:1] == [1]:
@@ -146,7 +138,7 @@ class JsonTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not self._is_parsed)
+        return self._tokenizer.decode(tokens, skip_special_tokens=not self._is_parsed)
 
 
 # Both classes have the same attributes and methods.
@@ -161,13 +153,9 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
 def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str = "text") -> Tokenizer:
     """Return the tokenizer that `data.tokenizer`, `data.eos_token` and `data.special_tokens` describe.
 
-    Args:
-        name: "bytes", or the path of a `tokenizer.json`.
-        eos_token, special_tokens: see JsonTokenizer. Bytes have no special tokens, so these must be the defaults.
-
     Raises:
-        ConfigError: the package `tokenizers` is missing, a file cannot be read, the tokenizer does not contain the end-of-text
-            token, or another argument than the default is given for bytes.
+        ConfigError: the package `tokenizers` is missing, a file cannot be read, the tokenizer has no end-of-text token, or
+            bytes are given special tokens.
     """
     if name != "bytes":
         return JsonTokenizer(name, eos_token, special_tokens)
@@ -183,7 +171,7 @@ def _name_of(token: Any) -> Any:
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of the JSON file `name` in a folder, or {} if the folder does not contain this file.
+    """Return the content of the JSON file `name` in a folder, or {} if there is no such file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -204,16 +192,9 @@ def fingerprint(path: str | Path) -> int:
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: str) -> None:
-    """Check that a tokenizer has the expected fingerprint.
+    """Raise ConfigError unless a tokenizer has the fingerprint `expected`. None accepts any tokenizer.
 
-    Args:
-        name: the value of `data.tokenizer`.
-        tokenizer: the tokenizer.
-        expected: the expected fingerprint, or None to accept any tokenizer.
-        why: the reason for expecting this fingerprint. The error message contains the reason.
-
-    Raises:
-        ConfigError: the tokenizer has a different fingerprint.
+    `name` is the value of `data.tokenizer`, and `why` is the reason for expecting this fingerprint, for the error message.
     """
     if expected is not None and tokenizer.fingerprint != expected:
         raise ConfigError(f"data.tokenizer={name}, but {why}: the token ids would not match; set data.tokenizer to that file")

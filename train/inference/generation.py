@@ -19,15 +19,12 @@ from ringattn.train.setup import InferenceRun, Run
 
 log = logging.getLogger(__name__)
 
-# The number of tokens of a held-out document that the sample continues, if the user has set no prompt.
+# The sample continues this many tokens of a held-out document by default.
 PROMPT_TOKENS = 256
 
 
 def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -> None:
-    """Generate text that continues the prompt, and write the prompt and the new text to sample.txt.
-
-    If `trainer.sample_tokens` is 0, this function does nothing.
-    """
+    """Generate a continuation of the prompt, and write both to sample.txt, unless `trainer.sample_tokens` is 0."""
     trainer = run.config.trainer
     if trainer.sample_tokens == 0:
         return
@@ -45,20 +42,10 @@ def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -
             wandb_run.log_table("samples", trainer.steps, ["step", "prompt", "text"], [[trainer.steps, *parts]])
 
 
-# torch.compile would compile the model again for the prompt and for single tokens. This takes longer than the generation.
+# Compiling for the prompt and for single tokens would take longer than the generation.
 @torch.compiler.set_stance("force_eager")
 def generate(run: InferenceRun, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
-    """Sample a continuation of a prompt. All ranks call this function together and return the same tokens.
-
-    Args:
-        run: the run whose model generates the text.
-        prompt: the token ids of the prompt.
-        num_tokens: the largest number of tokens to generate.
-        options: the temperature, top_p and the seed, as in `stream`.
-
-    Returns:
-        The prompt and the generated tokens, without `eos`.
-    """
+    """Return a prompt and a sampled continuation, without `eos`. Options as in `stream`. All ranks call this function."""
     return [*prompt, *stream(run, prompt, num_tokens, **options)]
 
 
@@ -68,20 +55,17 @@ def stream(
 ) -> Iterator[int]:
     """Yield the tokens of a sampled continuation. All ranks call this function together and yield the same tokens.
 
-    The tokens of the prompt are sharded over the ranks as in training. The prompt runs through the model once, and each rank
-    stores the keys and values of its tokens in a cache. Afterwards, one new token at a time runs through the model on all
-    ranks. The new token attends to the caches of all ranks. The rank that holds the last position samples each token and
-    broadcasts it. On one GPU, the step of a new token is the replay of a CUDA graph.
+    The prompt runs through the model once, sharded as in training, and each rank caches the keys and values of its tokens. Then
+    one new token at a time runs through the model on all ranks, and attends to all caches. The last rank samples it. On one
+    GPU, the step of a new token is the replay of a CUDA graph.
 
     Args:
-        run: the run whose model generates the text. The positions of the text are divided among the ranks that share a
-            sequence. The embedding may be padded beyond the vocabulary of the tokenizer, and token ids of this padding are
-            never sampled. Generation stops when the model generates the end-of-text token `eos` of the tokenizer.
-        prompt: the token ids of the prompt. The model reads one `bos` before the prompt, as before every document in training.
+        run: the run whose model generates the text. Ids beyond the vocabulary of its tokenizer are never sampled. Generation
+            stops at `eos`.
+        prompt: the token ids of the prompt. The model reads one `bos` before it, as in training.
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
-        top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`. If `top_p` is 1,
-            each token is sampled from all tokens.
+        top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`.
         seed: the seed of the sampling. The random numbers do not depend on the number of ranks.
     """
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
@@ -91,7 +75,7 @@ def stream(
     options = dict(layout=layout, mask=Mask.causal(model.config.window), group=group, backend=run.config.parallel.kernel)
     options |= dict(precision=run.config.trainer.attention_precision(training=False))
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
-    attend = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
+    attend: list[Attend] = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
     inputs, positions = layout.shard(torch.tensor([tokens], device="cpu"), rank), layout.positions(rank)
     logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -116,11 +100,7 @@ def _eager_step(run: InferenceRun, attend: list[Attend], token: int, position: i
 
 
 def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None:
-    """Return the step of a new token as a CUDA graph.
-
-    The result is None if the job does not run on a single GPU, if the attention kernels cannot be captured, or if the GPU has
-    too little memory.
-    """
+    """Return the step of a new token as a CUDA graph, or None if this is impossible or the GPU has too little memory."""
     if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
         return None
     model = copy_for_one_rank(run.model, torch.bfloat16 if run.bf16 else torch.float32)
@@ -134,16 +114,9 @@ def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None
 def _attend_with_cache(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, precision: str, **options: Any
 ) -> Tensor:
-    """Compute the attention of one layer. The first call processes the prompt, and each later call processes one new token.
+    """Compute the attention of one layer: of the prompt in the first call, and then of one new token per call.
 
-    Args:
-        q, k, v: the queries, keys and values of the tokens of this rank.
-        cache: the keys and values of all earlier calls.
-        layout: the layout of the prompt.
-        mask: the mask of the model: causal, with or without a sliding window.
-        precision: the precision of the prompt, as in `ring_attention`. The cache and the attention of new tokens use the dtype
-            of the model, even if the prompt uses FP8.
-        options: the process group and the attention kernels, as in `ring_attention`.
+    The first call uses `precision`, and the others the dtype of the model. `options` are the process group and the kernels.
     """
     if cache.length == 0:
         cache.prefill(k, v, layout)
@@ -153,29 +126,25 @@ def _attend_with_cache(
 
 
 def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the logits of this rank's last token as (1, padded vocabulary).
-
-    If this rank has no token, the shape is (0, padded vocabulary).
-    """
+    """Return the logits of this rank's last token as (1, padded vocabulary), or (0, padded vocabulary) without tokens."""
     return hidden[0, -1:] @ head.T
 
 
 def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Sample one token from the logits, (vocabulary,). `stream` explains the other arguments."""
+    """Sample one token from the logits, (vocabulary,)."""
     if temperature == 0:
         return logits.argmax()
     return torch.multinomial(_nucleus((logits / temperature).softmax(-1), top_p), 1, generator=generator)[0]
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Set all probabilities outside the nucleus to 0 (Holtzman et al. 2020).
+    """Set the probabilities outside the nucleus to 0 (Holtzman et al. 2020). They are not normalised again.
 
-    The nucleus consists of the most likely tokens. It is the smallest set of tokens whose probabilities sum to at least
-    `top_p`. The returned probabilities are not normalised again.
+    The nucleus is the smallest set of most likely tokens whose probabilities sum to at least `top_p`.
     """
     if top_p == 1:
         return probabilities
     ordered, tokens = probabilities.sort(descending=True, stable=True)
-    # A token belongs to the nucleus if the probabilities of all more likely tokens sum to less than `top_p`.
+    # The probabilities of all more likely tokens sum to at least `top_p`.
     outside = ordered.cumsum(0) - ordered >= top_p
     return probabilities.index_fill(0, tokens[outside], 0)

@@ -1,4 +1,4 @@
-"""Compute the loss on held-out text at several sequence lengths. train/data/targets.py describes the target tokens."""
+"""Compute the loss on held-out text at several sequence lengths."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
     """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
     Args:
-        run: the run. `data.seq_len` is the number of tokens of the sequences that this rank processes.
+        run: the run. `data.seq_len` is the number of tokens of the sequences that it processes.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
         show_progress: whether rank 0 shows a progress bar.
 
@@ -33,11 +33,11 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
     assert run.held_out is not None
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
-    # Each row contains the sum of the losses of a group and the number of its tokens. The last row is for all other tokens.
+    # Sums of losses and numbers of tokens by group. The last row is for all other tokens.
     sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     offset = dp.get_local_rank() * size
-    # Every batch requires communication between all ranks, so all ranks process the same number of batches.
+    # Every batch communicates, so all ranks process the same number.
     starts = range(offset, offset + targets.num_sequences, dp.size() * size)
     if show_progress and dist.get_rank() == 0:
         starts = tqdm(starts, desc="evaluate", unit=" batches")
@@ -55,22 +55,15 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
 
 
 def evaluate(run: InferenceRun) -> dict[str, float]:
-    """Return the losses on the held-out text at the lengths of `default_lengths`, see `loss_results.to_metrics`.
-
-    All ranks call this function together and return the same losses.
-
-    Raises:
-        StoppedEarly: on every rank, if any rank was asked to stop.
-    """
+    """Return the losses on held-out text at the default lengths, see `loss_results.to_metrics`. Errors as above."""
     data = run.config.data
     return to_metrics(evaluate_lengths(run, default_lengths(data.seq_len, data.source)))
 
 
 def default_lengths(seq_len: int, source: str) -> list[int]:
-    """Return the lengths of an evaluation if the user has not chosen any: `seq_len`, and shorter lengths in ascending order.
+    """Return the default lengths of an evaluation: SHORTEST_LENGTH times powers of 4, and `seq_len`.
 
-    The shorter lengths are SHORTEST_LENGTH, 4 SHORTEST_LENGTH, 16 SHORTEST_LENGTH and so on. There are no shorter lengths for
-    the recall task, because `ringattn.train.inference.recall` evaluates this task at several lengths.
+    For the recall task, which has its own evaluation, return only `seq_len`.
     """
     lengths = [SHORTEST_LENGTH]
     while lengths[-1] < seq_len:

@@ -1,8 +1,4 @@
-"""Measure the accuracy on the recall task, by the length of the sequence and by the position of the answer in the sequence.
-
-The task is that of `ringattn.train.data.recall`. `python train/evaluate.py run=NAME evaluate=recall` evaluates any checkpoint
-whose tokenizer has enough tokens, and training with data=recall evaluates the model in the same way.
-"""
+"""Measure the accuracy on the task of `ringattn.train.data.recall`, by sequence length and position of the answer."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,7 +17,7 @@ from ringattn.train.reports.recall_results import Accuracies
 from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, until_stopped
 
-# The minimum number of documents per length and position. Four documents with blocks of full size contain 64 answers.
+# The least number of documents per length and position. Four long documents contain 64 answers.
 MIN_DOCUMENTS = 4
 
 
@@ -31,13 +27,8 @@ MIN_DOCUMENTS = 4
 def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bool = False) -> Accuracies:
     """Compute the accuracy of the answers. All ranks call this function together and return the same accuracies.
 
-    An answer is correct if its value has the largest logit of all tokens. Each sequence is one document. At each length, at
-    least `trainer.eval_tokens` tokens are evaluated. All runs are evaluated on the same documents.
-
-    Args:
-        run: the run whose model is evaluated.
-        lengths: the lengths of the sequences in tokens.
-        show_progress: whether rank 0 shows a progress bar.
+    An answer is correct if its value has the largest logit. Each sequence is one document. All runs are evaluated on the same
+    documents, with at least `trainer.eval_tokens` tokens per length.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
@@ -56,14 +47,13 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
 
 
 def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
-    """Return the number of correct answers and the number of all answers at each position, int64 (NUM_POSITIONS, 2)."""
+    """Return the number of correct answers and of all answers at each position, int64 (NUM_POSITIONS, 2)."""
     length, dp = run.config.data.seq_len, run.mesh.dp
     sums = torch.zeros(NUM_POSITIONS, 2, dtype=torch.int64, device=run.device)
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
     count = NUM_POSITIONS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_POSITIONS * length)))
     offset = dp.get_local_rank() * batch_size
-    # Every batch requires communication between all ranks, so all ranks process the same number of batches. The last batches
-    # may contain documents that must not be counted.
+    # Every batch communicates, so all ranks process the same number, and the last ones may not count.
     for start in until_stopped(run, range(offset, offset + count, dp.size() * batch_size)):
         batch, positions = grid_batch(length, range(start, start + batch_size))
         batch.labels[max(count - start, 0) :] = IGNORE
@@ -75,12 +65,12 @@ def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
 
 
 def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """Return the number of correct answers and the number of all answers of each sequence, int64 (B, 2).
+    """Return the number of correct answers and of all answers of each sequence, int64 (B, 2).
 
     Args:
         hidden: (B, N, dim).
         head: (V, dim). Rows from `vocab_size` on are padding.
-        labels: int64 (B, N), the correct next tokens. Tokens with the label IGNORE are not counted.
+        labels: int64 (B, N), the next tokens. Tokens with the label IGNORE do not count.
         vocab_size: the number of tokens of the tokenizer.
     """
     is_answer = labels != IGNORE

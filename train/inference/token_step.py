@@ -1,9 +1,7 @@
 """Run single tokens through a model with KV caches. On a GPU, every token is one replay of the same CUDA graph.
 
-An eager step launches more than thirty kernels per layer from Python. The GPU finishes these kernels faster than the host
-launches them. The replay of a graph takes almost no time on the host. A graph runs the same kernels on the same memory in every
-replay. Therefore the token and its position are tensors on the GPU, and the kernels read the length of the cache from GPU
-memory.
+An eager step launches more than thirty kernels per layer, which takes the host longer than the GPU. A graph always uses the
+same memory, so the token, its position and the length of the cache are read from the memory of the GPU.
 """
 
 from collections.abc import Sequence
@@ -21,11 +19,11 @@ MAX_FRACTION = 0.8
 
 
 class TokenStep:
-    """One step of generation on one rank: run one token through the model and append its keys and values to the caches.
+    """Runs one token through the model and appends its keys and values to the caches.
 
     Args:
         model: the model, whose parameters are not sharded.
-        caches: one cache per layer. Each cache is on one rank and contains the tokens of the prompt.
+        caches: one cache per layer, each on one rank, with the tokens of the prompt.
         finish: the function that the model calls for its result.
         backend: the attention kernels, as in `decode_attention`.
     """
@@ -49,8 +47,8 @@ class TokenStep:
         return self.result
 
     def capture(self, position: int) -> None:
-        """Capture the step in a CUDA graph. `position` is the position of the next token, which the first call overwrites."""
-        # The first run compiles the kernels, which is impossible during a capture. The default stream cannot be captured.
+        """Capture the step in a CUDA graph. The first call overwrites `position`, that of the next token."""
+        # The first run compiles the kernels, which a capture cannot do. The default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -76,11 +74,9 @@ class TokenStep:
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype) -> GPT | None:
-    """Return the model of a job with one rank, without FSDP and with weights in `dtype`.
+    """Return the model of a job with one rank, with weights in `dtype`, or None if the copy would not fit into the GPU.
 
-    FSDP converts the weights to the dtype of the computation in every forward pass, and its hooks cannot be captured in a CUDA
-    graph. Weights that already have this dtype are not copied. If the copy would not fit into the memory of the GPU, the result
-    is None.
+    The hooks of FSDP, which convert the weights in every forward pass, cannot be captured in a CUDA graph.
     """
     weights = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
     copied = sum(x.numel() for x in weights.values() if x.dtype != dtype) * dtype.itemsize

@@ -1,15 +1,10 @@
 """Compute the model FLOPs of a training step and the model FLOPs utilisation (MFU).
 
-The MFU is the quotient of the model FLOPs per second and the peak FLOP/s of a device.
-
-A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of the forward pass. In every matrix, the forward
-pass needs one multiply-add per token and weight. In attention, the forward pass needs two multiply-adds per (query, key) pair
-and element of a head: one for Q K^T and one for P V. The FLOPs of a training step are therefore
+A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of the forward pass. The FLOPs of a step are
 
     6 * weights * tokens  +  12 * head_dim * heads * layers * pairs
 
-Only the pairs that the mask allows are counted, even if a kernel computes more pairs. Recomputation in the backward pass is not
-counted.
+Only (query, key) pairs that the mask allows count. Recomputation does not count.
 """
 
 import re
@@ -18,7 +13,7 @@ import torch
 
 from ringattn.train.model.gpt import GPT
 
-# The dense bf16 FLOP/s of GPUs, from NVIDIA's data sheets. If several patterns match the name of a GPU, the first one applies.
+# The dense bf16 FLOP/s of GPUs, from NVIDIA's data sheets. The first pattern that matches applies.
 PEAK_FLOPS = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
@@ -33,10 +28,7 @@ PEAK_FLOPS = (
 
 
 def matmul_parameters(model: GPT) -> int:
-    """Return the total number of weights, over all ranks, that take part in matrix products with tokens.
-
-    All matrices take part in such products, except for an embedding that is not also the output matrix.
-    """
+    """Return the number of weights, over all ranks, that take part in matrix products with tokens."""
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     return matrices - (0 if model.head is None else model.embedding.numel())
 
@@ -44,23 +36,19 @@ def matmul_parameters(model: GPT) -> int:
 def step_flops(model: GPT, tokens: int, pairs: int) -> int:
     """Return the model FLOPs of an optimizer step on all ranks together.
 
-    Args:
-        model: the model.
-        tokens: the number of tokens of the step.
-        pairs: the number of (query, key) pairs that the mask allows among these tokens, in one head of one layer. Causal
-            attention over a sequence of S tokens has S (S + 1) / 2 pairs.
+    `pairs` is the number of (query, key) pairs that the mask allows among the `tokens`, in one head of one layer.
     """
     config = model.config
     return 6 * matmul_parameters(model) * tokens + 12 * config.resolved_head_dim * config.heads * config.layers * pairs
 
 
 def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:
-    """Return two rates of one device: `tflops_per_rank` and `mfu`. If `peak` (FLOP/s) is None, `mfu` is None as well."""
+    """Return `tflops_per_rank` and `mfu` of one device. `mfu` is None if `peak` (FLOP/s) is None."""
     return {"tflops_per_rank": flops_per_s / 1e12, "mfu": flops_per_s / peak if peak else None}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP/s of one device. The result is None if PEAK_FLOPS does not contain the device."""
+    """Return the dense bf16 FLOP/s of a device, or None if PEAK_FLOPS does not contain it."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

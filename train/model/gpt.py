@@ -1,13 +1,11 @@
 """The GPT, with RMSNorm, rotary position embeddings, grouped query heads and SwiGLU.
 
-The model receives attention as a function. The model itself therefore uses no process group, and it runs on any shard of a
-sequence. The function for attention has the signature
+The model receives attention as a function, so it uses no process group and runs on any shard of a sequence:
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 
-One function can serve all layers, or each layer can have its own function, for example with a KV cache. The model also receives
-a function `finish`, which processes the last hidden states. `forward` calls `finish` while sharded parameters are gathered.
-`finish` can compute the loss in chunks, so that the logits of all tokens never exist at the same time.
+It also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered. `finish` can
+compute the loss in chunks, so that the logits of all tokens never exist at the same time.
 """
 
 import math
@@ -26,10 +24,7 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
-    """Return the number of rows of the embedding.
-
-    The number of rows is the larger of `vocab_size` and `config.vocab_size`, rounded up to a multiple of 64.
-    """
+    """Return the number of rows of the embedding: the larger vocabulary, rounded up to a multiple of 64."""
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 
@@ -53,10 +48,7 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn_dim, config.dim, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the weights as in GPT-2, from a normal distribution with standard deviation 0.02.
-
-        Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers). Norms start at one and biases at zero.
-        """
+        """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs."""
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for linear in (self.query, self.key, self.value, self.gate, self.up):
             nn.init.normal_(linear.weight, std=0.02, generator=generator)
@@ -71,8 +63,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.after(x, attend(*self.before(x, cos, sin)))
 
-    # `before` and `after` process every token independently and do not communicate, so torch.compile can compile them.
-    # Attention communicates, and is not compiled.
+    # `before` and `after` do not communicate, so torch.compile can compile them.
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated queries, the rotated keys, and the values."""
@@ -94,7 +85,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with a token embedding, blocks, a norm and an output matrix. The vocabulary is padded to a multiple of 64."""
+    """A GPT. Its vocabulary is padded to a multiple of 64."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -107,24 +98,21 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the parameters outside the blocks. Each block initialises its own parameters."""
+        """Initialise the parameters outside the blocks."""
         nn.init.normal_(self.embedding, std=0.02, generator=generator)
         if self.head is not None:
             nn.init.normal_(self.head, std=0.02, generator=generator)
         nn.init.ones_(self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend | Sequence[Attend], finish: Finish) -> Tensor:
-        """Run this rank's tokens through the model.
+        """Run this rank's tokens through the model, and return the result of `finish`.
 
         Args:
             tokens: int64 (B, N), this rank's tokens of the sequence.
-            positions: int64 (N,) or (B, N), the positions of these tokens in the whole sequence.
-            attend: the function for attention over the whole sequence, or one such function per layer.
+            positions: int64 (N,) or (B, N), their positions in the whole sequence.
+            attend: the function for attention over the whole sequence, or one per layer.
             finish: finish(hidden, head) receives the normalised hidden states (B, N, dim) and the output matrix (padded
                 vocabulary, dim).
-
-        Returns:
-            The result of `finish`.
         """
         x = F.embedding(tokens, self.embedding)
         cos, sin = rope(positions, self.config)

@@ -1,11 +1,8 @@
-"""Compute the cross-entropy from hidden states in chunks of tokens.
-
-Only the logits of one chunk exist at a time, because the logits of a long sequence would need too much memory.
-"""
+"""Compute the cross-entropy from hidden states in chunks of tokens, because all logits would need too much memory."""
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +10,8 @@ from torch import Tensor
 # The label of tokens that do not contribute to the loss.
 IGNORE = -100
 
-# The number of tokens in a chunk, whose logits exist at the same time. With a small vocabulary, a chunk has more tokens and
-# about CHUNK_LOGITS logits, because many small kernels would take more time on the host than on the GPU.
+# The tokens of a chunk. With a small vocabulary, a chunk has about CHUNK_LOGITS logits, because many small kernels would take
+# more time on the host than on the GPU.
 CHUNK = 2048
 CHUNK_LOGITS = 2**26
 
@@ -35,18 +32,17 @@ def cross_entropy(
 ) -> Tensor:
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
-    The sum of the parts over all ranks and micro-steps of an optimizer step is the mean loss of all valid tokens. The sum is
-    correct even if ranks have different numbers of tokens. The gradients are computed together with the loss, because the
-    logits of a chunk are freed before the next chunk.
+    The parts of all ranks and micro-steps sum to the mean loss of all valid tokens. The gradients are computed together with
+    the loss, because the logits of a chunk are freed before the next chunk.
 
     Args:
         hidden: (B, N, dim).
         head: (V, dim), in hidden's dtype. Rows from `vocab_size` on are padding and receive no probability.
-        labels: int64 (B, N), the correct next tokens. A token with the label IGNORE does not contribute.
+        labels: int64 (B, N), the next tokens. A token with the label IGNORE does not contribute.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
-        chunk: the number of tokens per chunk, by default `chunk_size(V)`. The logits of a chunk need about 14 * chunk * V bytes
-            without torch.compile, and 4 to 8 * chunk * V bytes with torch.compile.
+        chunk: the tokens per chunk, by default `chunk_size(V)`. A chunk needs about 14 * chunk * V bytes, or 4 to 8 * chunk * V
+            with torch.compile.
         compiled: whether `torch.compile` fuses the operations between the matrix products.
 
     Returns:
@@ -60,9 +56,9 @@ def cross_entropy(
 def token_losses(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int | None = None, compiled: bool = False
 ) -> Tensor:
-    """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients.
+    """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients. It is 0 for IGNORE.
 
-    The loss of a token with the label IGNORE is 0. The arguments have the same meaning as those of `cross_entropy`.
+    The arguments are those of `cross_entropy`.
     """
     chunk = chunk or chunk_size(len(head))
     return _compute(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)[0].view(labels.shape)
@@ -72,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Computes the sum of lse_t - logit_t[label_t] over valid tokens t. The gradient of the logits is softmax - onehot."""
 
     @staticmethod
-    def forward(
+    def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters
         ctx: Any,
         hidden: Tensor,
         head: Tensor,
@@ -81,18 +77,17 @@ class _CrossEntropy(torch.autograd.Function):
         chunk: int,
         compiled: bool,
         with_gradients: bool,
-    ) -> Tensor:
+    ) -> Any:
         losses, dhidden, dhead = _compute(hidden, head, labels, vocab_size, chunk, compiled, with_gradients)
         ctx.save_for_backward(dhidden, dhead)
         ctx.dtype = head.dtype
-        # Groups of tokens are summed separately, because one fp32 sum over all tokens of a long sequence would be less
-        # accurate.
-        return cast("Tensor", sum(part.sum() for part in losses.split(min(chunk, CHUNK))))
+        # One fp32 sum over all tokens of a long sequence would be less accurate.
+        return sum(part.sum() for part in losses.split(min(chunk, CHUNK)))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (dloss,), (dhidden, dhead) = grad_outputs, ctx.saved_tensors
-        # The product is written in the dtype of the head, so that it needs no second fp32 matrix.
+        # Written in the dtype of the head, so that no second fp32 matrix is needed.
         dhead = torch.mul(dhead, dloss, out=dhead.new_empty(dhead.shape, dtype=ctx.dtype))
         return dhidden * dloss, dhead, None, None, None, None, None
 
@@ -100,14 +95,11 @@ class _CrossEntropy(torch.autograd.Function):
 def _compute(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int, compiled: bool, with_gradients: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss of every token, fp32 (N,), and the gradients of the sum of the losses for `hidden` and `head`.
-
-    Only the logits of one chunk exist at a time. Without `with_gradients`, the gradients are None.
-    """
+    """Return the loss of every token, fp32 (N,), and the gradients of their sum for `hidden` and `head`, or None."""
     compute = _compiled(_losses) if compiled else _losses
     losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
     dhidden = torch.empty_like(hidden) if with_gradients else None
-    # The gradient of the head is summed in fp32, because a bf16 sum over many chunks would lose small contributions.
+    # A bf16 sum over many chunks would lose small contributions.
     dhead = torch.zeros_like(head, dtype=torch.float32) if with_gradients else None
     for start in range(0, len(labels), chunk):
         rows = slice(start, start + chunk)
@@ -119,10 +111,7 @@ def _compute(
 
 
 def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of every token in fp32, and the gradient of the logits in their dtype, or None.
-
-    The loss of an ignored token is 0.
-    """
+    """Return the loss of every token in fp32, 0 if ignored, and the gradient of the logits in their dtype, or None."""
     label, is_valid = labels.clamp(min=0)[:, None], (labels != IGNORE)[:, None]
     padded = _without_padding(logits, vocab_size)
     lse = padded.logsumexp(-1, keepdim=True)

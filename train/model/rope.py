@@ -1,9 +1,8 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
-After the rotation, the product of a query and a key depends on the distance between their positions. A model can be extended to
-longer sequences than those of its training. For this purpose, `rope_factor` reduces the low frequencies, so that their angles
-stay within the range of the training. Pairs with high frequencies distinguish nearby tokens, so these frequencies do not
-change.
+The product of a query and a key then depends on their distance. To extend a model to longer sequences, `rope_factor` reduces
+the low frequencies, so that their angles stay in the range of the training. High frequencies distinguish nearby tokens and do
+not change.
 """
 
 import math
@@ -13,17 +12,15 @@ from torch import Tensor
 
 from ringattn.train.settings.config import ModelConfig
 
-# A pair of dimensions keeps its frequency if it makes more than this number of rotations within rope_trained_len tokens. If a
-# pair makes between one rotation and this number of rotations, its frequency is interpolated.
+# A pair with more rotations than this within rope_trained_len keeps its frequency. From one rotation on, it is interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
 def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
-    Pair i at position p is rotated by the angle p * rope_theta ** (-2 i / D). If `rope_factor` is set, the angle is multiplied
-    by the result of `slowdown`. If `rope_scaling` is "yarn", cos and sin are also multiplied by the result of `yarn_scale`.
-    Angles are computed in fp64. At a position of one million, angles in fp32 would be wrong by up to 0.06.
+    Pair i at position p is rotated by p * rope_theta ** (-2 i / D), times `slowdown` if `rope_factor` is set. With "yarn", both
+    results are multiplied by `yarn_scale`. At a position of one million, angles in fp32 would be wrong by up to 0.06.
     """
     dim = config.resolved_head_dim
     frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
@@ -42,15 +39,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
-    """Return the factors (D / 2,) by which the frequencies of the pairs are multiplied.
+    """Return the factors (D / 2,) of the frequencies: 1 for high ones, 1 / rope_factor for low ones, interpolated in between.
 
-    The factor is 1 for high frequencies and 1 / rope_factor for low frequencies. Between high and low frequencies, the factor
-    is interpolated.
-
-    The method "llama3" interpolates by the number of rotations within rope_trained_len, as Llama 3.1 does. The method "yarn"
-    (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, from the pair that makes MAX_ROTATIONS rotations
-    to the pair that makes one rotation. The indices of these two pairs are rounded outwards to whole numbers, as in other
-    implementations.
+    "llama3" interpolates by the number of rotations within rope_trained_len, as Llama 3.1 does. "yarn" (Peng et al. 2023,
+    arXiv:2309.00071) interpolates by the index of the pair, from the pair with MAX_ROTATIONS rotations to the one with one
+    rotation, rounded outwards as in other implementations.
     """
     assert config.rope_factor is not None
     assert config.rope_trained_len is not None

@@ -1,11 +1,11 @@
 """Replay the forward and the backward pass of a small model from two CUDA graphs.
 
-With short shards, the host needs more time to launch the kernels and copies of a step than the GPU needs to run them. A CUDA
-graph launches those of a whole pass at once.
+With short shards, the host needs more time to launch the kernels of a step than the GPU needs to run them. A graph launches
+those of a whole pass at once.
 
-The documents of a sequence change in every step, but a graph always runs the same kernels and copies. Attention therefore uses
-a plan with fixed schedules (`Plan.is_fixed`). Its intervals and tables are copied to the memory that the graph reads before
-every replay (`ringattn.planning.plan_slots`).
+A graph always runs the same kernels, but the documents differ from step to step. Attention therefore uses a plan with fixed
+schedules (`Plan.is_fixed`), whose tables are copied to the memory of the graph before every replay
+(`ringattn.planning.plan_slots`).
 """
 
 from functools import partial
@@ -28,8 +28,7 @@ from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import Mesh, MeshShape, attention, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
-# If one block has fewer FLOPs than this in its matrix products, the host may limit its speed. On an H100, these FLOPs take
-# 1.5 ms.
+# With fewer FLOPs in the matrix products of a block, 1.5 ms on an H100, the host may limit the speed.
 MAX_BLOCK_FLOPS = 1e12
 
 # A number of tokens per rank with which all layouts give every rank an equal share.
@@ -49,14 +48,9 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
-    """Return the value of `trainer.cuda_graphs`. If this setting is None, return whether the host would limit the speed.
+    """Return the value of `trainer.cuda_graphs`. If it is None, return whether the host would limit the speed.
 
-    Args:
-        config: the settings of the run.
-        shape: the numbers of ranks.
-        device: the device of this rank.
-        compiled: whether the blocks are compiled and are not recomputed in the backward pass.
-        bf16: whether the model computes in bf16.
+    `compiled` is whether the blocks are compiled and not recomputed in the backward pass.
 
     Raises:
         ConfigError: `trainer.cuda_graphs` is True, but CUDA graphs are not possible.
@@ -86,8 +80,8 @@ def choose_graphs(
 ) -> tuple[bool, dict[str, float]]:
     """Return whether a run uses CUDA graphs, and the bytes that a rank then needs, by purpose.
 
-    `needed` are the bytes without graphs. If `trainer.cuda_graphs` is None, a run whose graphs would not fit does not use them.
-    The other arguments and the errors are those of `uses_graphs`.
+    `needed` are the bytes without graphs. By default, graphs that would not fit are not used. Other arguments and errors as in
+    `uses_graphs`.
     """
     if not uses_graphs(config, shape, device, compiled, bf16):
         return False, needed
@@ -100,9 +94,8 @@ def choose_graphs(
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
     """Return the bytes by which graphs raise the peak of a step.
 
-    Graphs keep copies of all parameters and their gradients. They also keep the memory of their intermediate results, so other
-    work needs memory of its own. This work is either the reduction of the gradients, for which FSDP casts them to fp32, or the
-    evaluation, which needs the widest tensors of a block.
+    Graphs keep copies of all parameters and gradients, and their intermediate results. Other work therefore needs memory of its
+    own: the reduction of the gradients in fp32, or the evaluation with the widest tensors of a block.
     """
     model, size = config.model, 2 if bf16 else 4
     head = padded_vocabulary(model, vocab_size) * model.dim
@@ -117,8 +110,7 @@ def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -
 class ModelGraphs:
     """The CUDA graphs of the forward pass and of the backward pass of a micro-step.
 
-    The graphs read the parameters from memory of their own, because FSDP gathers the parameters at different addresses in every
-    step. The parameters are copied before every replay.
+    FSDP gathers the parameters at different addresses in every step, so they are copied before every replay.
 
     Args:
         model: the model, all of whose parameters are in one FSDP group. Its blocks are compiled.
@@ -130,8 +122,7 @@ class ModelGraphs:
 
     Attributes:
         slots: the memory of the plan of attention.
-        uncounted_bytes: the size of the memory that the graphs use only during a replay. Torch has reserved this memory, but
-            does not count it as allocated.
+        uncounted_bytes: memory that only replays use, which torch has reserved but does not count as allocated.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
@@ -162,8 +153,8 @@ class ModelGraphs:
         plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
-                # The first call connects the ranks, compiles the kernels and requests all tables of the plan. It uses other
-                # parameters, because autograd nodes of these parameters would belong to the stream of this call.
+                # The first call connects the ranks, compiles the kernels and requests all tables of the plan. The autograd
+                # nodes of its parameters belong to its stream, so it uses other parameters.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = PlanSlots(plan, device)
@@ -175,7 +166,6 @@ class ModelGraphs:
         if documents is None:
             # No step has another mask.
             self.slots.write(self.slots.pack(self._plan(mask, layout)))
-        # FSDP gathers the parameters before a call of this method, as before a call of the model.
         object.__setattr__(model, "replay", self._replay)
         register_fsdp_forward_method(model, "replay")
         axes = (mesh.ring, config.parallel.route == "relay"), (mesh.ulysses, False)
@@ -186,7 +176,7 @@ class ModelGraphs:
     def pack(self, mask: Mask, layout: Layout, plan: Plan | None) -> Tensor | None:
         """Return the plan of attention in the format of `compute_loss`, or None if the mask has no documents.
 
-        `plan` is a fixed plan on the CPU for this mask and layout. If it is None, it is computed.
+        `plan` is a fixed plan on the CPU for this mask and layout, or None to compute one.
         """
         assert [layout.rows(rank) for rank in range(layout.ranks)] == self._rows, "all layouts give the ranks equal shares"
         return None if mask.documents is None else self.slots.pack(plan or self._plan(mask, layout))
@@ -197,9 +187,7 @@ class ModelGraphs:
     def compute_loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, packed: Tensor | None) -> Tensor:
         """Return the sum of the losses of all tokens of a rank, with a graph for the backward pass. Call `finish` afterwards.
 
-        Args:
-            tokens, positions, labels: those of this rank, see `ringattn.train.data.batch.Shard`.
-            packed: the result of `pack` for their mask.
+        The arguments are the tokens of this rank, as in `ringattn.train.data.batch.Shard`, and the result of `pack`.
         """
         if packed is not None:
             self.slots.write(packed)
@@ -220,14 +208,13 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy the parameters into the memory that the graphs read.
-
-    If the graphs received the parameters, they would copy them one by one, and the GPU would wait for the host.
-    """
+    """Copy the parameters into the memory of the graphs, which would otherwise copy them one by one while the GPU waits."""
 
     @staticmethod
-    def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
-        torch._foreach_copy_(copies, parameters)  # pyright: ignore[reportPrivateUsage]  # single copies would launch many kernels
+    def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters
+        ctx: Any, copies: list[Tensor], *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        torch._foreach_copy_(copies, parameters)
         return tuple(x.detach() for x in copies)
 
     @staticmethod
@@ -236,7 +223,7 @@ class _Copy(torch.autograd.Function):
 
 
 def _unused_bytes(device: torch.device) -> int:
-    """Return the size of the memory that torch has reserved and cannot return to the GPU, but does not count as allocated."""
+    """Return the bytes that torch has reserved and cannot return, but does not count as allocated."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -245,7 +232,7 @@ def _unused_bytes(device: torch.device) -> int:
 
 
 class _WithoutHooks(nn.Module):
-    """A module that runs a model without the hooks of FSDP."""
+    """Runs a model without the hooks of FSDP."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

@@ -12,24 +12,23 @@ from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 GIB = 2**30
 
-# If the parameters of all blocks together need at most this many bytes, the parameters stay gathered between the forward and
-# the backward pass. Sharding the parameters again would save little memory, and would cost a second all-gather per micro-step.
+# With at most this many bytes in all blocks, the parameters stay gathered between the forward and the backward pass: sharding
+# them would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
-# The fraction of a GPU's memory that a run may need before blocks are recomputed in the backward pass. The rest is a reserve,
-# because memory is fragmented, and because torch's allocator does not own the receive buffers of a ring over NVLink.
+# The fraction of a GPU's memory that a run may need before blocks are recomputed. Memory is fragmented, and torch's allocator
+# does not own the receive buffers of a ring over NVLink.
 COMFORTABLE_FRACTION = 0.85
 
-# The fraction of the memory that the estimate of a run must not exceed. CUDA and NCCL need 2 to 4 GiB of a GPU.
+# The limit of an estimate. CUDA and NCCL need 2 to 4 GiB of a GPU.
 USABLE_FRACTION = 0.95
 
-# FSDP gathers the parameters of several consecutive blocks in one all-gather, until the parameters reach this many bytes. The
-# host would take longer to launch a smaller all-gather than the interconnect takes to transfer its data.
+# FSDP gathers consecutive blocks together, until their parameters reach this many bytes. The host would take longer to launch a
+# smaller all-gather than the interconnect takes to transfer it.
 GROUP_BYTES = 2**28
 
 
 def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
-    """Return whether FSDP shards the parameters again after the forward pass, and gathers them again for the backward."""
     return model.layers * _block_bytes(model, bf16) > SMALL_MODEL
 
 
@@ -60,26 +59,19 @@ def tokens_per_rank(config: Config, shape: MeshShape) -> int:
 def estimate(
     config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, recomputed_blocks: int = 0
 ) -> dict[str, float]:
-    """Estimate the peak of torch's allocator on a rank.
+    """Estimate the peak of torch's allocator on a rank, in bytes by purpose.
 
-    A step reaches its peak at one of five moments, which need different tensors. Three moments are in the backward pass: of the
-    loss, of the last feed-forward network and of the last attention layer. At the other two, FSDP reduces the gradients of the
-    last group of blocks, or those of the other parameters. The estimate depends only on shapes. It includes neither
-    fragmentation nor memory that torch does not allocate, such as the receive buffers of a ring over NVLink.
+    A step reaches its peak at one of five moments: in the backward pass of the loss, of the last feed-forward network or of the
+    last attention layer, or when FSDP reduces the gradients of the last group of blocks or of the other parameters. The
+    estimate depends only on shapes. It includes neither fragmentation nor the receive buffers of a ring over NVLink.
 
     Args:
         config: the settings of the run.
-        shape: the numbers of ranks. With all-to-alls, each block saves its attention output twice: before and after
-            the all-to-all.
-        vocab_size: the number of tokens that the tokenizer has.
+        shape: the numbers of ranks. With all-to-alls, each block saves its attention output before and after the all-to-all.
+        vocab_size: the number of tokens of the tokenizer.
         bf16: whether the model computes in bf16.
-        compiled: whether torch.compile fuses the operations before and after attention. Compiled code saves only the inputs of
-            matrix products, and recomputes the other intermediate results.
-        recomputed_blocks: the number of blocks that save only their input and their attention output for the backward pass.
-            They are the first blocks of the model.
-
-    Returns:
-        A dict that maps each purpose of memory to a number of bytes, at the moment of the peak.
+        compiled: whether torch.compile is used. Compiled code saves only the inputs of matrix products.
+        recomputed_blocks: the number of blocks that save only their input and their attention output.
     """
     model, size, ranks = config.model, 2 if bf16 else 4, shape.ranks
     logits_dim = padded_vocabulary(model, vocab_size)
@@ -97,7 +89,7 @@ def estimate(
     tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
     saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
-    # All layers share the cosines and sines of the rotary embedding (fp32), and the tokens, labels and positions (int64).
+    # All layers share the fp32 cosines and sines, and the int64 tokens, labels and positions.
     blocks_saved = model.layers * saved - recomputed_blocks * (saved - checkpointed)
     activations = tokens * (blocks_saved + 4 * model.resolved_head_dim + 24)
     # At its peak, a step computes the gradients of the last block.
@@ -105,13 +97,13 @@ def estimate(
     feed_forward = size * tokens * (2 * model.dim + 3 * model.resolved_ffn_dim)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk exist together with their gradient and that of the previous chunk. Afterwards, the gradient exists
-    # together with its products with the hidden states and with the head.
+    # The logits of a chunk coexist with their gradient and that of the previous chunk. Later, the gradient coexists with its
+    # products.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:
         chunk_bytes = max(chunk_bytes, 14 * logits)
-    # A ring keeps three fp32 tensors of the size of the queries: its own dq, one that it computes and one that it sends.
+    # A ring keeps three fp32 tensors like the queries: its own dq, a computed one and a sent one.
     attention = tokens * (12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim)
 
     def moment(backward: float, gathered: float, gradients: float = gradients, activations: float = activations):
@@ -132,37 +124,30 @@ def estimate(
             size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
         ),
     ]
-    # FSDP casts the gradients of a group to fp32 before it reduces them. By then, the parameters of the group are freed.
+    # FSDP casts the gradients of a group to fp32 after it has freed its parameters.
     if group == blocks:  # One group contains all parameters.
         moments.append(moment((size + 4) * (vocab + blocks), 0, activations=0))
     else:
         block_gradients = max(gradients, 4 * blocks / ranks)
-        # The last group of blocks and the previous group are reduced at the same time. The other parameters follow.
+        # The last two groups of blocks are reduced at the same time, and then the other parameters.
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
         moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
     return max(moments, key=lambda needed: sum(needed.values()))
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of query elements per token, and the total number of key and value elements per token."""
+    """Return the elements of a token in the queries, and in the keys and values together."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 
 def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int, compiled: bool) -> tuple[int, int]:
-    """Return the bytes per token that a block saves for its backward pass.
+    """Return the bytes per token that a block saves for its backward pass, without and with activation checkpointing.
 
-    Args:
-        model: the settings of the model.
-        size: the number of bytes per element.
-        attention_outputs: how many times a block saves its attention output.
-        compiled: whether torch.compile fuses the operations before and after attention.
-
-    Returns:
-        The bytes without activation checkpointing, and the bytes with activation checkpointing.
+    `size` is the number of bytes per element, and `attention_outputs` is how often the attention output is saved.
     """
     query_dim, key_value_dim = _attention_dims(model)
-    # Eager PyTorch saves the residual stream twice, the outputs of both norms, q, k and v before and after the rotation, the
-    # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v only once, and only three tensors of SwiGLU.
+    # Eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the attention output,
+    # and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
     elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
     if model.qk_norm:
         elements += query_dim + key_value_dim // 2  # q and k before their norms
@@ -182,8 +167,7 @@ def choose_recomputation(
 ) -> tuple[int, dict[str, float]]:
     """Return the number of blocks that are recomputed in the backward pass, and the result of `estimate`.
 
-    If `parallel.activation_checkpointing` is None, no more blocks are recomputed than necessary to leave some memory of a GPU
-    free.
+    By default, no more blocks are recomputed than necessary to leave some memory of a GPU free.
     """
     recompute, layers = config.parallel.activation_checkpointing, config.model.layers
     least, most = (0, layers) if recompute is None else (layers * recompute,) * 2
@@ -195,21 +179,17 @@ def choose_recomputation(
 
 
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
-    """Return True if a run that needs this memory would leave too little free memory on a GPU. For a CPU, return False."""
+    """Return whether a run that needs this memory would leave too little free memory on a GPU."""
     return device.type == "cuda" and sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
 
 
 def fits(needed: dict[str, float], device: torch.device) -> bool:
-    """Return whether a run that needs this memory fits into the memory of the GPU, or into this rank's share of the host."""
+    """Return whether this memory fits into the GPU, or into this rank's share of the host."""
     return sum(needed.values()) <= USABLE_FRACTION * _total_memory(device)
 
 
 def check(needed: dict[str, float], device: torch.device) -> None:
-    """Check that the estimated memory fits.
-
-    Raises:
-        InsufficientMemory: the rank has less memory than the estimate. The message lists the memory by purpose.
-    """
+    """Raise InsufficientMemory unless the estimated memory fits."""
     if not fits(needed, device):
         usable = USABLE_FRACTION * _total_memory(device) / GIB
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
@@ -222,7 +202,7 @@ def check(needed: dict[str, float], device: torch.device) -> None:
 
 
 def _total_memory(device: torch.device) -> float:
-    """Return the memory of a GPU, or this rank's share of the memory of the host, in bytes."""
+    """Return the bytes of a GPU, or of this rank's share of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_host()

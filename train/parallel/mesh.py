@@ -1,8 +1,7 @@
 """Build the mesh of data-parallel x ring x Ulysses ranks.
 
-The sequences of a batch are split over the "dp" axis of the mesh. The tokens of each sequence are split over the "ring" axis
-and the "ulysses" axis. Attention runs as a ring over the "ring" axis. The ranks of the "ulysses" axis exchange heads by
-all-to-all.
+The sequences of a batch are split over the "dp" axis, and the tokens of each sequence over the other two. Attention is a ring
+over the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
 """
 
 import os
@@ -12,14 +11,14 @@ from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]  # torch has no public way
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
 from ringattn.train.model.gpt import Attend
 from ringattn.train.settings.config import Config
 
-# The timeout of a hop, in seconds, from the environment variable. This timeout takes precedence over the settings.
+# It takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
@@ -42,13 +41,13 @@ class MeshShape(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The mesh of all ranks. Each attribute is a one-dimensional mesh along one axis or along combined axes.
+    """The mesh of all ranks, as one-dimensional meshes.
 
     Attributes:
         dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence. The mesh combines the ring axis and the ulysses axis.
+        sequence: the ranks that share one sequence, the ring axis and the ulysses axis together.
         ring: the ranks among which blocks of one sequence circulate.
-        ulysses: the ranks that exchange heads with each other by all-to-all.
+        ulysses: the ranks that exchange heads by all-to-all.
         all: all ranks.
     """
 
@@ -100,9 +99,7 @@ def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: 
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.
 def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
-    """Build the mesh.
-
-    Ranks that exchange heads by all-to-all have consecutive numbers, so they are usually on the same host.
+    """Build the mesh. Ranks of an all-to-all have consecutive numbers, so they are usually on the same host.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -111,16 +108,13 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
     """
     shape = dist.get_world_size() // sequence, sequence // ulysses, ulysses
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ring", "ulysses"))
-    flatten = DeviceMesh._flatten  # pyright: ignore[reportPrivateUsage]  # torch has no public way
+    flatten = DeviceMesh._flatten
     shared = flatten(mesh["ring", "ulysses"], "sequence")
     return Mesh(mesh["dp"], shared, mesh["ring"], mesh["ulysses"], flatten(mesh, "all"))
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Set the timeout of collectives and of the hops of a ring. If a collective or a hop exceeds the timeout, its ranks fail.
-
-    If the user has set the timeout of a hop in the environment, the timeout of hops does not change.
-    """
+    """Set the timeout of collectives and, unless the user has set it in the environment, of the hops of a ring."""
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in mesh)):

@@ -1,7 +1,7 @@
 """Predict the time of a training step on a mesh of GPUs, and choose the mesh with the highest predicted tokens/s.
 
-`step_seconds` is the only prediction of a step. The GPUs and their hosts work at the same time, so a micro-step takes as long
-as the slower of the two. Attention is predicted by `ringattn.planning`, and everything else by the constants below.
+A micro-step takes as long as the slower of the GPUs and their hosts. `ringattn.planning` predicts attention, and the constants
+below all else. They were fitted to runs on one to four H100s and H200s, see tests/train/parallel/test_prediction.py.
 """
 
 import re
@@ -21,15 +21,13 @@ from ringattn.train.parallel.graphs import can_capture, uses_graphs
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, ConfigError
 
-# The constants were fitted to runs on one to four H100s and H200s, see the table in tests/train/parallel/test_prediction.py.
-
-# Matrix products reach this fraction of the peak. In a profile of the 1.44B model on two H200s, they reach 690 of 989 TFLOP/s.
+# Matrix products reach this fraction of the peak: 690 of 989 TFLOP/s with the 1.44B model on two H200s.
 MATMUL_EFFICIENCY = 0.7
-# The speed of attention, relative to the rounded speeds of `cost_model.attention_flops`. Fitted to the 1.44B model on H200s.
+# The speed of attention, relative to `cost_model.attention_flops`, with the 1.44B model on H200s.
 ATTENTION_EFFICIENCY = 1.06
-# The speed of attention with packed documents, relative to one document. Fitted to the default model on one H200.
+# The speed with packed documents, relative to one document, with the default model on one H200.
 DOCUMENT_EFFICIENCY = 0.95
-# The bytes per second of GPU memory, from NVIDIA's data sheets. If several patterns match a GPU, the first one applies.
+# The bytes per second of GPU memory, from NVIDIA's data sheets. The first pattern that matches applies.
 MEMORY_BYTES_PER_S = (
     (r"B200", 8.0e12),
     (r"H200", 4.8e12),
@@ -42,22 +40,22 @@ MEMORY_BYTES_PER_S = (
 )
 # Fused kernels reach this fraction of the bytes per second.
 MEMORY_EFFICIENCY = 0.7
-# Elements per token and layer that fused kernels read and write in the forward and the backward pass, as a multiple of the
-# width of the model and of the width of the feed-forward network. In the profile of the 1.44B model, these kernels take 110 ms.
+# Elements per token and layer that fused kernels read and write in both passes, as multiples of the widths of the model and of
+# the feed-forward network. In the 1.44B model, they take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # Bytes per parameter of a rank's shard that clipping and AdamW read and write, in fp32.
 OPTIMIZER_BYTES = 40
-# Bytes per second of FSDP's collectives inside a host. For the 1.44B model on two H200s, the collectives take 40 ms.
+# Bytes per second of FSDP's collectives inside a host: 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
 
-# Seconds that the host of a rank needs, from profiles of the default model on H100s and H200s. They differ between hosts.
+# Seconds of the host of a rank, from the default model on H100s and H200s. They differ between hosts.
 HOST_STEP = 4e-3  # per step
 HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 
-# Another mesh is worth mentioning if its predicted tokens/s are at least this many times as high.
+# The least ratio of predicted tokens/s at which another mesh is mentioned.
 WORTH_MENTIONING = 1.05
 
 
@@ -80,7 +78,7 @@ class Gpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The ranks of a job and what their model needs. All predictions of a job use the same machine."""
+    """The ranks of a job and what their model needs."""
 
     device: torch.device
     gpu: Gpu
@@ -99,11 +97,10 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     """Return the predicted seconds of an optimizer step.
 
     Args:
-        config: the settings of the run. If `trainer.tokens_per_step` is set, it determines the number of micro-steps.
-        shape: the numbers of ranks. It may differ from the mesh that the settings describe.
+        config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
+        shape: the numbers of ranks, which may differ from those of the settings.
         machine: the ranks of the job.
-        shares: for some sequences of the text, the number of (query, key) pairs that the mask allows, relative to a sequence of
-            one document.
+        shares: the (query, key) pairs that the mask allows in some sequences, relative to a sequence of one document.
     """
     model, trainer, gpu = config.model, config.trainer, machine.gpu
     recomputed, _ = machine.recomputes(config, shape)
@@ -205,10 +202,9 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 
 
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float]) -> str:
-    """Return the predicted time of a step, and the meshes on the same GPUs that are predicted to be faster.
+    """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
 
-    There are at most two such meshes: the fastest one with the same number of sequences per step, and the fastest one with
-    another number. The arguments are those of `step_seconds`.
+    These are the fastest mesh with the same number of sequences per step, and the fastest other one.
     """
     speeds = {
         other: tokens_per_second(config, other, machine, shares)

@@ -1,4 +1,4 @@
-"""Set up the ranks of a job: create the process group, pick the device of each rank, and synchronise values and errors."""
+"""Set up the ranks of a job: create the process group, pick devices, and synchronise values and errors."""
 
 import logging
 import os
@@ -17,14 +17,14 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The timeout of collectives before `mesh.set_timeout` sets a different timeout. This timeout is long, because tokenising a
-# corpus may take many minutes.
+# The timeout until `mesh.set_timeout`. Tokenising a corpus may take many minutes.
 START_TIMEOUT = timedelta(minutes=30)
 
-# A rank tries for at most this long to connect to the key-value store that torchrun hosts.
+# The timeout of a connection to the store of torchrun, which starts before the ranks. If it does not respond, torchrun has
+# died.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
-# This environment variable makes cuBLAS select workspaces that give the same bits in every run.
+# With this variable, cuBLAS selects workspaces that give the same bits in every run.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
     Attributes:
         store: the key-value store of all ranks of this attempt.
-        attempt: the number of times that torchrun has started the ranks of this launch, including this time.
+        attempt: how many times torchrun has started the ranks of this launch.
         time: the local time of the first attempt on rank 0; "" on all other ranks.
     """
 
@@ -43,20 +43,15 @@ class Launch(NamedTuple):
 
 
 def connect_ranks(share_gpus: bool = False) -> Launch:
-    """Initialise the default process group.
+    """Initialise the default process group of all ranks that torchrun has started, or of this process alone.
 
-    The group contains all ranks that torchrun has started. Without torchrun, this process is the only rank.
-
-    The group uses NCCL for tensors on GPUs and gloo for tensors on CPUs. The group can therefore be created before the settings
-    are read, when the device of the run is not yet known.
+    It uses NCCL on GPUs and gloo on CPUs, so the device of the run need not be known yet.
 
     Args:
-        share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo for
-            tensors on GPUs, because NCCL rejects two ranks on one GPU. All ranks must pass the same value.
+        share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo on GPUs
+            as well, because NCCL rejects two ranks on one GPU. All ranks must pass the same value.
     """
     if "RANK" in os.environ:
-        # torchrun starts its store before it starts the ranks. If the store does not respond, torchrun has died, so the timeout
-        # can be short.
         timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
         job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         job_store.set_timeout(START_TIMEOUT)
@@ -73,20 +68,20 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
 
 
 def _any_gpu_is_shared(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Return whether a host has GPUs, but fewer GPUs than ranks. The ranks exchange their answers over the store."""
+    """Return whether a host has GPUs, but fewer than ranks."""
     keys = [f"shares_gpu/{each}" for each in range(world_size)]
     store.set(keys[rank], str(int(0 < torch.cuda.device_count() < ranks_per_host())))
     return any(store.get(key) == b"1" for key in keys)  # `get` waits until a rank has set the key
 
 
 def disconnect_ranks() -> None:
-    """Destroy the default process group, and remove its meshes from the cache of `build_mesh`."""
+    """Destroy the default process group and its meshes."""
     build_mesh.cache_clear()
     dist.destroy_process_group()
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` on every rank. The values of the other ranks are ignored."""
+    """Return rank 0's `value` on every rank."""
     objects = [value]
     dist.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
     return objects[0]
@@ -94,11 +89,10 @@ def broadcast_object(value: Any) -> Any:
 
 @contextmanager
 def sync_errors() -> Generator[None]:
-    """Raise a ConfigError of one rank on all ranks.
+    """Raise a ConfigError of one rank on all ranks. All ranks run the body.
 
-    All ranks run the body of the `with` statement. If the body raises a ConfigError on some ranks, every rank raises the error
-    of the lowest of these ranks. For example, if only one rank cannot read a file, all ranks end with the same message, and no
-    rank waits forever for another rank. Without a process group, an error is raised as usual.
+    If several ranks have an error, every rank raises that of the lowest one. No rank then waits forever for a rank that could
+    not read a file, for example. Without a process group, an error is raised as usual.
     """
     own = None
     try:
@@ -114,12 +108,9 @@ def sync_errors() -> Generator[None]:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Switch PyTorch's deterministic algorithms on or off.
-
-    If an operation has no deterministic variant, PyTorch prints a warning and runs the operation as usual.
-    """
+    """Switch PyTorch's deterministic algorithms on or off. Operations without such an algorithm print a warning."""
     if deterministic:
-        # cuBLAS reads the environment variable when CUDA is initialised. Later changes of the variable have no effect.
+        # cuBLAS reads the variable when CUDA is initialised.
         if not torch.cuda.is_initialized():
             os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         elif CUBLAS_WORKSPACE not in os.environ and dist.get_rank() == 0:
@@ -127,8 +118,7 @@ def set_deterministic(deterministic: bool) -> None:
                 "trainer.deterministic=true has no effect on cuBLAS, because an earlier job of this process has initialised "
                 f"CUDA: set {CUBLAS_WORKSPACE}=:4096:8 before the launch"
             )
-        # By default, deterministic mode fills new tensors with a value. Filling takes time, and it is not needed here, because
-        # every kernel writes all elements of its outputs.
+        # Deterministic mode would fill new tensors, which takes time, although every kernel writes all elements of its outputs.
         deterministic_mode: Any = torch.utils.deterministic
         deterministic_mode.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -140,17 +130,13 @@ def ranks_per_host() -> int:
 
 
 def pick_device(name: str, share_gpus: bool = False) -> torch.device:
-    """Return the device of this rank, and make this device the current device.
+    """Return the device of this rank, and make it the current device.
 
-    On CPUs, the ranks of a host divide the cores of the host among themselves. With a GPU, PyTorch's operations on the CPU use
-    one thread, because they are short, and because idle threads of a pool would delay the thread that launches kernels.
-
-    Args:
-        name: the value of `trainer.device`: "auto", "cuda" or "cpu".
-        share_gpus: let several ranks use the same GPU if the host has fewer GPUs than ranks.
+    On CPUs, the ranks of a host divide its cores. With a GPU, operations on the CPU use one thread, because idle threads would
+    delay the one that launches kernels. `share_gpus` allows more ranks than GPUs.
 
     Raises:
-        ConfigError: the host has fewer GPUs than ranks and `share_gpus` is False, or `name` is "cuda" and the host has no GPU.
+        ConfigError: the host has too few GPUs.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_host()))

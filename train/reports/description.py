@@ -24,7 +24,7 @@ from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
 
-# In the repository, this folder contains the package and .git. In an installation, it does not contain .git.
+# An installation has no .git in this folder.
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -124,7 +124,7 @@ def pair_shares(run: Run) -> list[float]:
     if not run.config.data.mask_documents:
         return [1.0]
     seq_len, window, count = run.config.data.seq_len, run.config.model.window, run.data.sequences_per_epoch
-    # The sequences are spread over the epoch, because neighbouring sequences may have a similar cost, see `data.group_size`.
+    # Neighbouring sequences may have a similar cost, see `data.group_size`.
     numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
     masks = (Mask.causal(window, run.data.batch([number]).documents) for number in numbers)
     (full,) = Mask.causal(window).pairs(seq_len)
@@ -134,14 +134,12 @@ def pair_shares(run: Run) -> list[float]:
 def communication_facts(run: Run) -> dict[str, Any]:
     """Return which transport, route and schedules the ring uses, for sequences of one document.
 
-    All ranks call this function together, and only after the first step, because the first step connects the ranks and
-    compares their calls.
+    All ranks call this function together after the first step, which connects them.
 
     Returns:
-        A dict with `transport` ("nvlink", "nccl" or "gloo"), `route` ("direct" or "relay"), `schedule_forward` and
-        `schedule_backward` ("state" or "kv"), and `predicted_exposed_communication_s_per_step`. The cost model predicts the
-        last entry. It is the time per step in which attention does not hide the communication of the ring. It does not include
-        the all-to-all of Ulysses. Without a ring, the dict only contains the transport of the all-to-all, or None.
+        `transport` ("nvlink", "nccl", "gloo" or None), and with a ring also `route`, `schedule_forward`, `schedule_backward`
+        and
+        `predicted_exposed_communication_s_per_step`: the time in which attention does not hide the communication of the ring.
     """
     mesh, parallel = run.mesh, run.config.parallel
     if mesh.ring.size() == 1:
@@ -162,7 +160,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
 
 
 def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
-    """Return the work of the forward pass and of the backward pass of attention in one layer and one micro-step."""
+    """Return the work of the forward and of the backward pass of attention, per layer and micro-step."""
     model, ulysses = run.config.model, run.mesh.ulysses.size()
     shape = run.config.trainer.batch_size, plan.layout.rows(plan.rank)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
@@ -174,7 +172,7 @@ def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code, or None if the code is not in a clone of its repository."""
+    """Return the commit of this code, or None outside of a clone."""
     if not (ROOT / ".git").exists():
         return None
     try:
@@ -185,7 +183,6 @@ def git_commit() -> str | None:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of an installed package, or None if the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

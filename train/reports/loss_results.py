@@ -1,8 +1,7 @@
 """Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
 
-The error of a loss is half of the width of its 95% interval, from a bootstrap over documents. The bootstrap draws documents
-with replacement, and computes the loss of the drawn documents. The error of the difference between two lengths is much smaller
-than the error of a loss, because both losses are means over the same tokens.
+The error of a loss is half of its 95% interval in a bootstrap over documents. The error of a difference between two lengths is
+much smaller, because both losses are means over the same tokens.
 """
 
 from collections.abc import Mapping
@@ -23,9 +22,9 @@ class Losses:
     """The losses of the target tokens at several lengths.
 
     Attributes:
-        lengths: the L lengths in tokens, in ascending order. The first one is the reference of all differences.
+        lengths: the L lengths in tokens, in ascending order.
         tokens: (D,), the number of target tokens of each document.
-        sums: (L, D) float64, the sum of the losses of the target tokens of each document, in nats.
+        sums: (L, D) float64, the sum of the losses of each document, in nats.
         checksum: a checksum of the target tokens.
     """
 
@@ -40,14 +39,11 @@ class Losses:
         return self.sums.sum(1) / self.tokens.sum()
 
     def errors(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the error of the loss at each length, and the error of its difference to the loss at the first length.
-
-        The result is None if all target tokens belong to one document.
-        """
+        """Return the errors of the losses and of their differences to the first length, or None for a single document."""
         count = len(self.tokens)
         if count == 1:
             return None
-        random, draws = np.random.default_rng(0), []
+        random, draws = np.random.default_rng(0), list[np.ndarray]()
         for _ in range(NUM_DRAWS):
             times = np.bincount(random.integers(count, size=count), minlength=count)
             draws.append(self.sums @ times / (self.tokens @ times))
@@ -59,9 +55,9 @@ def to_metrics(losses: Losses) -> dict[str, float]:
     """Return the losses as metrics.
 
     Returns:
-        `eval_loss`, the loss at the longest length, and its error `eval_loss_error`; `eval_loss_at/LENGTH` for each length, and
-        the error of its difference to the shortest length, `eval_difference_error/LENGTH`; the number of target tokens,
-        `eval_target_tokens`, and their checksum, `eval_targets`. Errors are left out if they are unknown.
+        `eval_loss` and `eval_loss_error` at the longest length; `eval_loss_at/LENGTH`, and the error of its difference to the
+        shortest length, `eval_difference_error/LENGTH`; the number of target tokens, `eval_target_tokens`, and their checksum,
+        `eval_targets`. Unknown errors are left out.
     """
     means, errors = losses.means.tolist(), losses.errors()
     metrics: dict[str, float] = {"eval_loss": means[-1]}
@@ -75,12 +71,12 @@ def to_metrics(losses: Losses) -> dict[str, float]:
 
 
 def from_metrics(values: Mapping[str, Any], name: str = "eval_loss_at") -> dict[int, float]:
-    """Return the metrics `name`/LENGTH that a record contains, by length. The result is empty if the record contains none."""
+    """Return the metrics `name`/LENGTH of a record, by length."""
     return {int(key.removeprefix(f"{name}/")): value for key, value in values.items() if key.startswith(f"{name}/")}
 
 
 def loss_table(losses: Losses) -> str:
-    """Return the losses as a Markdown table with one row per length, and a paragraph that explains the table."""
+    """Return the losses as a Markdown table with one row per length, and a paragraph that explains it."""
     lengths, means, errors, count = losses.lengths, losses.means, losses.errors(), len(losses.tokens)
     own, differences = errors or (None, None)
     rows = [["sequence length", "target tokens", "loss", f"difference to {lengths[0]:,} tokens"], ["---"] * 4]
@@ -104,8 +100,7 @@ def _with_error(form: str, value: float, errors: np.ndarray | None, index: int) 
 
 
 def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
-    """Plot the losses and their differences to the first length, with error bars, and save the plot as a PNG file."""
-    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
+    """Plot the losses and their differences to the first length, with error bars, as a PNG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -127,12 +122,12 @@ def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
 
 
 def label_numbers(axis: Any) -> None:
-    """Label the ticks of an axis of matplotlib with numbers such as 10,000,000, where matplotlib would write 1 and "1e7"."""
-    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    """Label the ticks of an axis with numbers such as 10,000,000, where matplotlib would write 1 and "1e7"."""
+    axis.set_major_formatter("{x:,.10g}")
 
 
 def draw_by_length(axes: Any, lengths: list[int], values: Any, errors: Any = None, **style: Any) -> None:
-    """Plot values over the length on axes of matplotlib. The x axis is logarithmic. `errors` may be None."""
+    """Plot values over the length, on a logarithmic x axis. `errors` may be None."""
     axes.errorbar(lengths, values, errors, marker="o", capsize=3, **style)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()

@@ -22,7 +22,7 @@ from ringattn.train.settings.config import Config, replace_link
 
 log = logging.getLogger(__name__)
 
-# The message of a step on the console consists of these parts, in this order. Metrics that a step lacks are left out.
+# The parts of the message of a step on the console. Metrics that a step lacks are left out.
 CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
@@ -35,14 +35,13 @@ CONSOLE_FORMATS = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 
-# Without `trainer.log_every`, the console shows the first FIRST_STEPS steps of a launch, and then at most one step every
-# CONSOLE_INTERVAL_S seconds.
+# By default, the console shows the first steps of a launch, and then at most one per interval.
 FIRST_STEPS = 3
 CONSOLE_INTERVAL_S = 5.0
 
 
 class Recorder:
-    """Records the steps of a run on the console, in metrics.jsonl and in its W&B run. Only rank 0 records anything."""
+    """Records the steps of a run on the console, in metrics.jsonl and in its W&B run, on rank 0 only."""
 
     def __init__(
         self,
@@ -56,9 +55,8 @@ class Recorder:
 
         Args:
             config: the settings of the run.
-            directory: the directory of the run. The recorder writes metrics.jsonl to this directory.
-            done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl. With
-                math.inf, all records are kept.
+            directory: the directory of the run.
+            done: the number of completed steps. Records of later steps are removed; math.inf keeps all.
             peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
             wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
         """
@@ -70,25 +68,22 @@ class Recorder:
         self._peak_flops = peak_flops
         self._seconds: deque[float] = deque(maxlen=20)
         self._wandb = wandb_run
+        self._path = directory / "metrics.jsonl"
         if self._is_active:
             directory.mkdir(parents=True, exist_ok=True)
-            self._path = directory / "metrics.jsonl"
             self._rewrite(read(self._path, until=done))
 
     def log(
         self, step: int, *, tokens: int, seconds: float, flops: float | None = None, show: bool = True, **values: float | None
     ) -> None:
-        """Record one step.
+        """Record one step, counted from 1.
 
         Args:
-            step: the number of the step, from 1.
-            tokens: the number of tokens of the step, on all ranks together.
+            step: the number of the step.
+            tokens, flops: the tokens and the model FLOPs of the step, on all ranks together.
             seconds: the time that the step took.
-            flops: the model FLOPs of the step, on all ranks together.
-            show: whether the console may show the step now. If False, `extend` shows it together with the evaluation.
-            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, `data_wait_s` and
-                `total_tokens`. The value of `total_tokens` is the number of tokens that the run has consumed so far. The plot
-                of the loss has `total_tokens` on its x axis. Metrics that are None are left out.
+            show: whether the console may show the step now, or `extend` shows it together with the evaluation.
+            values: all other metrics. `total_tokens`, the tokens consumed so far, is the x axis of the plot.
         """
         if not self._is_active:
             return
@@ -104,11 +99,10 @@ class Recorder:
         self._log_to_wandb(self._latest)
 
     def extend(self, step: int, **values: float) -> None:
-        """Add metrics to the record of `step`, which must be the latest step that this recorder has recorded."""
+        """Add metrics to the record of `step`, which must be the latest one."""
         if not self._is_active:
             return
-        # A single write replaces the end of the last line. If the run is killed, the file therefore contains either the old
-        # line or the new line, and never a part of a line.
+        # A single write replaces the end of the line, so that a kill never leaves a part of a line.
         self._file.seek(self._file.tell() - len("}\n"))
         self._file.write(", " + _to_json(values).removeprefix("{"))
         self._file.flush()
@@ -118,7 +112,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Return whether metrics.jsonl contains a record of `step` without `eval_loss`. Only the result of rank 0 is valid."""
+        """Return whether the record of `step` has no `eval_loss`. Only the result of rank 0 is valid."""
         return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
 
     def amend(self, step: int, **values: float) -> None:
@@ -134,7 +128,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def _rewrite(self, records: list[dict[str, float]]) -> None:
-        """Replace metrics.jsonl by these records, and open it for the records of the next steps."""
+        """Replace metrics.jsonl by these records, and open it for the next ones."""
         write_atomically(self._path, "".join(map(_to_json, records)))
         self._file = open(self._path, "r+")
         self._file.seek(0, os.SEEK_END)
@@ -149,7 +143,7 @@ class Recorder:
         self._last_shown = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the console shows a step. The last step and evaluated steps are always shown, without this check."""
+        """Return whether the console shows a step that is neither the last nor evaluated."""
         if self._every is not None:
             return step % self._every == 0
         return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_shown >= CONSOLE_INTERVAL_S
@@ -170,11 +164,7 @@ class Recorder:
 
 
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl up to and including step `until`.
-
-    Lines that are not records are skipped. For example, the last line is incomplete if the run was killed while it wrote the
-    line.
-    """
+    """Return the records of a metrics.jsonl up to step `until`. Other lines, such as one that a kill cut off, are skipped."""
     records = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -185,13 +175,13 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
 
 
 def _to_json(record: dict[str, float]) -> str:
-    """Return a record as one line of JSON. NaN and infinity are replaced by null, because JSON cannot represent them."""
+    """Return a record as one line of JSON, with null for NaN and infinity."""
     finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
     return json.dumps(finite) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of a file by `text`. Other processes see either the old content or the complete new content."""
+    """Replace the content of a file. Other processes see either the old or the complete new content."""
     temporary = replace_link(path.with_suffix(".tmp"))
     with open(temporary, "w") as file:
         file.write(text)
@@ -202,12 +192,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def plot_loss(path: Path, output: Path, title: str = "") -> None:
-    """Plot the losses in the metrics.jsonl at `path` and save the plot as a PNG file at `output`.
+    """Plot the losses in the metrics.jsonl at `path` as a PNG file.
 
-    The x axis of the left panel is the number of tokens, or the number of steps if the numbers of tokens are unknown. If the
-    held-out text was evaluated, the right panel shows the latest loss of the same held-out tokens by sequence length.
+    The x axis of the left panel is the number of tokens, or of steps if unknown. The right panel shows the latest loss of the
+    same held-out tokens by sequence length, if the text was evaluated.
     """
-    # matplotlib is imported here because the import is slow. Unlike pyplot, Figure needs no display and has no global state.
+    # The import is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
 
     records = [record for record in read(path) if record.get("loss") is not None]
@@ -238,15 +228,15 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
 
 
 def _smooth(losses: list[float]) -> list[float]:
-    """Return a moving average of the losses. The width of the average is a fiftieth of all steps."""
+    """Return a moving average whose width is a fiftieth of all steps."""
     width = max(len(losses) // 50, 1)
-    # Differences of cumulative sums give all means in linear time. A run may have a million steps.
+    # Cumulative sums give all means in linear time. A run may have a million steps.
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(end - width, 0)]) / min(end, width) for end in range(1, len(sums))]
 
 
 def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
-    """Plot the losses of `evaluate` by sequence length. The error bars belong to the differences to the shortest length."""
+    """Plot the losses of `evaluate` by sequence length. The error bars are those of the differences to the shortest one."""
     losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
     draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
     axes.set_xlabel(f"sequence length in tokens (step {record['step']})")

@@ -17,20 +17,14 @@ log = logging.getLogger(__name__)
 # The functions that record the memory of a GPU are documented by PyTorch, but private.
 _memory: Any = torch.cuda.memory
 
-# With `trainer.profile=true`, a launch profiles these steps. The first step of a launch is step 1. The steps before them warm
-# up the device and compile the model.
+# The steps of a launch with `trainer.profile=true`, after the warm-up.
 DEFAULT_STEPS = 3, 5
-# The number of allocations in a memory snapshot. If there are more, the snapshot contains the latest ones.
+# The number of latest allocations in a memory snapshot.
 MAX_MEMORY_EVENTS = 200_000
 
 
 def profiled_steps(trainer: TrainerConfig, done: int) -> range:
-    """Return the steps that a launch profiles, according to `trainer.profile`.
-
-    Args:
-        trainer: the settings `profile` and `steps`.
-        done: the number of steps that earlier launches have completed.
-    """
+    """Return the steps that a launch profiles, after the `done` steps of earlier launches."""
     if (bounds := trainer.profiled_range) is not None:
         return range(max(bounds[0], done + 1), bounds[1] + 1)
     if not trainer.is_profiled:
@@ -40,10 +34,9 @@ def profiled_steps(trainer: TrainerConfig, done: int) -> range:
 
 
 class Profiler:
-    """Writes a trace of some steps on this rank, and on a GPU also a memory snapshot, to the folder profile/ of the run."""
+    """Writes a trace of some steps, and on a GPU also a memory snapshot, to the folder profile/ of the run."""
 
     def __init__(self, trainer: TrainerConfig, directory: Path, device: torch.device, done: int = 0) -> None:
-        """Prepare to profile the steps that `trainer.profile` selects. See `profiled_steps` for `trainer` and `done`."""
         self._steps = profiled_steps(trainer, done)
         self._folder, self._is_cuda = directory / "profile", device.type == "cuda"
         self._profile: profile | None = None
@@ -52,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Generator[None]:
-        """Profile the work in this context if it is a step to profile. After the last of these steps, write the files."""
+        """Profile the work in this context if `step` is to be profiled. After the last such step, write the files."""
         if step not in self._steps:
             yield
             return
@@ -73,7 +66,7 @@ class Profiler:
         self._last = self._steps[0]
 
     def close(self) -> None:
-        """Write the files of profiled steps that have not been written yet. A run that stops early calls this function."""
+        """Write the files of profiled steps that have not been written yet."""
         if self._profile is None:
             return
         self._profile.stop()

@@ -1,7 +1,6 @@
 """Show the accuracy on the recall task by length of the sequence and by position of the answer, as a table and a picture.
 
-The answer is in the block of facts. A position of 0% means that this block is at the beginning of the sequence, and a position
-of 100% means that it is directly before the queries, see `ringattn.train.data.recall`.
+At 0%, the facts are at the beginning of the sequence; at 100%, directly before the queries, see `ringattn.train.data.recall`.
 """
 
 from collections.abc import Mapping
@@ -15,25 +14,20 @@ Accuracies = dict[tuple[int, int], float]
 
 
 def to_metrics(accuracies: Accuracies) -> dict[str, float]:
-    """Return the accuracies as metrics.
-
-    Returns:
-        `recall/LENGTH/POSITION` for every length and position, and `recall_accuracy`. The latter is the accuracy at the largest
-        length and at position 0, where the answers are the farthest from the queries.
-    """
+    """Return `recall/LENGTH/POSITION`, and `recall_accuracy` at the largest length and the farthest position, 0."""
     hardest = accuracies[max(length for length, _ in accuracies), 0]
     cells = {f"recall/{length}/{position}": value for (length, position), value in accuracies.items()}
     return {"recall_accuracy": hardest} | cells
 
 
 def from_metrics(values: Mapping[str, Any]) -> Accuracies:
-    """Return the accuracies that a record of metrics contains. The result is empty if the record contains none."""
+    """Return the accuracies that a record of metrics contains."""
     names = [name.split("/") for name in values if name.startswith("recall/")]
     return {(int(length), int(position)): values[f"recall/{length}/{position}"] for _, length, position in names}
 
 
 def accuracy_table(accuracies: Accuracies) -> str:
-    """Return the accuracies as a Markdown table with one row per position and one column per length."""
+    """Return a Markdown table with one row per position and one column per length."""
     lengths, positions = _axes(accuracies)
     rows = [["position of the answer", *(f"{length:,} tokens" for length in lengths)], ["---"] * (len(lengths) + 1)]
     for position in positions:
@@ -42,8 +36,7 @@ def accuracy_table(accuracies: Accuracies) -> str:
 
 
 def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: str = "") -> None:
-    """Draw a heat map of the accuracies, and save it as a PNG file. `chance`, the accuracy of guesses, is below the title."""
-    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
+    """Draw a heat map as a PNG file. `chance` is the accuracy of guesses."""
     from matplotlib.figure import Figure
 
     lengths, positions = _axes(accuracies)

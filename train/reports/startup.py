@@ -6,16 +6,16 @@ from torch._dynamo.utils import calculate_time_spent
 
 from ringattn.train.preemption import LAUNCH_TIME
 
-# The seconds of each part of the start of the current job, in order, and the time at which the latest part ended.
+# The seconds of each part of the start of the current job, and the end of the latest part.
 _parts: dict[str, float] = {}
 _latest = LAUNCH_TIME
-# The number of jobs that this process has begun, and the seconds that torch.compile took for the earlier ones.
+# The number of jobs so far, and the seconds of torch.compile before the current one.
 _num_jobs = 0
 _compiled_before = 0.0
 
 
 def begin_job() -> None:
-    """Begin the start of a job. The start of the first job has begun with the launch."""
+    """Begin the start of a job. That of the first job began with the launch."""
     global _latest, _num_jobs, _compiled_before
     if _num_jobs > 0:
         _parts.clear()
@@ -35,13 +35,13 @@ def end_part(name: str, end: float | None = None) -> None:
 def seconds() -> dict[str, float]:
     """Return the seconds of each part of the start of the current job, in order.
 
-    If the job has compiled code, the last entry, "torch.compile", states how many of these seconds compilation took.
+    "torch.compile" is the share of these seconds that compilation took.
     """
     compilation = calculate_time_spent()["total_wall_time"] - _compiled_before
     return _parts | ({"torch.compile": compilation} if compilation > 0 else {})
 
 
 def describe() -> str:
-    """Return the seconds of the start and of its parts as text, after the first step."""
+    """Return the seconds of the start and of its parts as text."""
     parts = ", ".join(f"{name} {spent:.1f}" for name, spent in seconds().items())
     return f"{sum(_parts.values()):.1f} s: {parts.replace(', torch.compile', ', of which torch.compile')}"

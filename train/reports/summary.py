@@ -27,10 +27,8 @@ log = logging.getLogger(__name__)
 def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
     """Return the peak memory of this job in GiB.
 
-    On a GPU, this is the memory that torch counts as allocated, and `uncounted` more bytes, see `ModelGraphs`.
-
-    On a CPU, the memory is that of the process, which includes Python and its libraries. If the operating system cannot reset
-    the peak, the result is the peak since the start of the process.
+    On a GPU, it is what torch counts as allocated, and `uncounted` more bytes. On a CPU, it is that of the process, with Python
+    and its libraries.
     """
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated() + uncounted) / memory.GIB
@@ -38,16 +36,13 @@ def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
 
 
 def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> dict[str, Any]:
-    """Plot the losses, and write the summary.
+    """Plot the losses, and write the summary, which every rank returns.
 
     Args:
         run: the run, which must have taken all its steps.
-        directory: the directory of the run, which contains the metrics of all steps.
+        directory: the directory of the run.
         done: the number of steps that earlier launches completed.
         wandb_run: the W&B run, which receives the plot and the summary as well.
-
-    Returns:
-        The summary. Every rank returns the same summary.
     """
     summary = None
     if dist.get_rank() == 0:
@@ -76,18 +71,9 @@ def plot_loss(run: Run, directory: Path) -> str:
 def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Return the summary of a run.
 
-    `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
-    step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_length` contains the losses of the target
-    tokens by sequence length. The lengths are strings, as in JSON. `loss_results.to_metrics` describes the other entries of
-    the evaluation. Only runs with data.source=recall have `recall_accuracy`, see
-    `ringattn.train.reports.recall_results.to_metrics`. `start_up_s` contains the seconds of the parts of the start, see
-    `ringattn.train.reports.startup.seconds`. Rates are computed from the median step after step `done`. The first step after
-    `done` includes the warm-up of the device, so it is left out of the median if there are further steps.
-
-    Args:
-        run: the run.
-        records: the records of the steps of the run. If the run is a branch of another run, the records start at the branch.
-        done: the number of steps that earlier launches completed.
+    `final_loss` is the mean over `final_loss_steps`, the last tenth of all steps, because the loss of a step depends on its
+    text. Lengths are strings, as in JSON. `loss_results.to_metrics`, `recall_results.to_metrics` and `startup.seconds` describe
+    their entries. Rates follow from the median step after step `done`, without the first one, which includes the warm-up.
     """
     steps = run.config.trainer.steps
     recent = [record for record in records if record["step"] > done]
@@ -128,13 +114,10 @@ def _describe(name: str, summary: dict[str, Any]) -> str:
 
 
 def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
-    """Return the summary of a run that has no steps left.
-
-    If no launch has written the summary of all steps, return None.
+    """Return the summary of a run that has no steps left, or None if no launch has written it.
 
     Raises:
-        ConfigError: on every rank, if summary.json is damaged or the run has no metrics. A run has no metrics if it branched
-            from a checkpoint without remaining steps.
+        ConfigError: on every rank, if summary.json is damaged, or the run branched from a checkpoint without remaining steps.
     """
     path, steps = directory / "summary.json", run.config.trainer.steps
     log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = "out of memory"
 
-# The columns of the table. Each column shows one entry of the summary in the given format. The losses by length follow.
+# The columns of the table, each with an entry of the summary and its format. The losses by length follow.
 COLUMNS = {
     "final loss (mean of the last tenth)": ("final_loss", "{:.4f}"),
     "eval loss": ("eval_loss", "{:.4f}"),
@@ -34,7 +34,7 @@ class Outcome:
     Attributes:
         overrides: the overrides of the job.
         varied: the settings that the sweep varies, and their values in this job.
-        result: the summary of the job, or the reason why there is no summary: "failed", "stopped" or "out of memory".
+        result: the summary of the job, or "failed", "stopped" or "out of memory".
         config: the settings of the job; None if they are invalid.
     """
 
@@ -56,8 +56,8 @@ class Jobs:
     Attributes:
         outcomes: the jobs and their results.
         directory: the directory of the sweep; None if there is no sweep.
-        rejected: the errors of the jobs of the sweep that cannot run, by their overrides; None before the jobs were checked.
-        lengths: the values of `data.seq_len` of the other jobs, if the sweep varies this setting.
+        rejected: the errors of jobs that cannot run, by their overrides; None before the jobs were checked.
+        lengths: the values of `data.seq_len` of the other jobs, if the sweep varies it.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -72,12 +72,12 @@ class Jobs:
             plot_sweep(self.outcomes, self.directory / "sweep.png")
 
     def has_errors(self) -> bool:
-        """Return whether any job ended with an error. A job that was stopped has not ended with an error."""
+        """Return whether any job ended with an error. A stopped job did not."""
         return any(isinstance(outcome.result, str) and outcome.result != "stopped" for outcome in self.outcomes)
 
 
 def sweep_table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per job. The lines above the table apply to all jobs."""
+    """Return a Markdown table with one row per job, below lines that apply to all jobs."""
     names, *rows = table_rows(outcomes)
     common = _common_overrides(outcomes)
     lines = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", "", *_describe_targets(outcomes)]
@@ -100,7 +100,7 @@ def _common_overrides(outcomes: list[Outcome]) -> set[str]:
 
 
 def _describe_targets(outcomes: list[Outcome]) -> list[str]:
-    """Return a paragraph about the target tokens of the jobs. It is empty if no job was evaluated."""
+    """Return a paragraph about the target tokens of the jobs, or [] if no job was evaluated."""
     evaluated = [each.result for each in outcomes if isinstance(each.result, dict) and each.result.get("eval_loss") is not None]
     checksums = {result.get("eval_targets") for result in evaluated}
     if not checksums:
@@ -142,13 +142,12 @@ def _cells(outcome: Outcome, lengths: list[int]) -> list[str]:
 
 
 def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
-    """Plot the speed, the memory and the losses of the jobs, and save the plot as a PNG file.
+    """Plot the speed, the memory and the losses of the jobs as a PNG file.
 
-    If the sweep varies a single setting with numeric values, the x axis of the first three panels is this setting. Otherwise,
-    the x axis shows the names of the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss of
-    the same held-out tokens by sequence length, with one line per job.
+    The x axis of the first three panels is the setting that the sweep varies, if it is a single one with numeric values, or
+    else the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss by sequence length, one line per
+    job.
     """
-    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
@@ -192,7 +191,7 @@ def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | N
 def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], title: str) -> None:
     """Plot entries of the summaries. `entries` contains the label of each entry in the legend."""
     positions, labels, name = _positions(outcomes)
-    heights = []
+    heights = list[float]()
     for style, (entry, label) in zip(("o-", "s--"), entries.items(), strict=False):
         points = []
         for position, outcome in zip(positions, outcomes, strict=True):
@@ -234,13 +233,8 @@ def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
 def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
     """Log the table and the picture of the sweep to a W&B run in the same group as the runs of the jobs.
 
-    The run has the name of the sweep. If the sweep is launched again, the run is continued. If W&B is offline, this function
-    also logs the command that uploads this run and those of all jobs. If W&B is off, or if no job had valid settings, this
-    function does nothing.
-
-    Args:
-        outcomes: all jobs of the sweep.
-        directory: the directory of the sweep, which contains sweep.png.
+    A sweep that is launched again continues the run. If W&B is offline, log the command that uploads all runs. If it is off, do
+    nothing.
     """
     configs = [outcome.config for outcome in outcomes if outcome.config is not None]
     choice = chosen_mode(configs[-1]) if configs else "off"

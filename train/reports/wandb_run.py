@@ -1,8 +1,7 @@
 """Record a run in Weights & Biases (W&B): its settings, metrics, tables, images and summary.
 
-A run has one W&B run, even if it is resumed many times. The file wandb_id in the directory of the run contains the id of the
-W&B run. Each launch without a connection writes one folder, wandb/offline-run-*. The command of `sync_command` uploads all of
-these folders to the same W&B run.
+A run has one W&B run, whose id is in the file wandb_id. Each launch without a connection writes a folder wandb/offline-run-*,
+which the command of `sync_command` uploads.
 """
 
 import logging
@@ -24,18 +23,16 @@ from ringattn.train.settings.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)
 
-# The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
+# The value of `logger.wandb` for each value of WANDB_MODE.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
-# The folder in which W&B keeps the contents of tables until they are uploaded, if the user has chosen it.
+# The user's folder for the contents of tables until they are uploaded.
 USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 
 
 class WandbRun:
-    """The W&B run of a training run.
-
-    The methods only have an effect on rank 0, and only if W&B is on. They never raise an error. After the first error of W&B,
-    they have no effect.
+    """The W&B run of a training run, on rank 0 and if W&B is on. Its methods never raise; after the first error they do
+    nothing.
     """
 
     def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:
@@ -44,10 +41,10 @@ class WandbRun:
         Args:
             config: the settings of the run, which become the config of the W&B run.
             directory: the directory of the run.
-            facts: further properties of the run. They are added to the config under the key "run".
+            facts: further properties, under the key "run" of the config.
 
         Raises:
-            ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in to W&B.
+            ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in.
         """
         self._directory, self._facts = directory, dict(facts or {})
         self._run, self._is_offline = None, False
@@ -98,7 +95,7 @@ class WandbRun:
         self._run = None
 
     def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
-        """Record an image, a table or another object of W&B. `kind` is the name of its class in the package wandb."""
+        """Record an object of the class `kind` of the package wandb, such as an image."""
 
         def log_object(run: Any) -> None:
             import wandb  # Importing wandb is slow, so it is not imported if W&B is off.
@@ -108,7 +105,7 @@ class WandbRun:
         self._call(log_object)
 
     def _call(self, method: Callable[[Any], Any]) -> None:
-        """Pass the W&B run to a function, if there is such a run. After the first error, W&B is no longer used."""
+        """Pass the W&B run to a function, if there is one. After the first error, W&B is no longer used."""
         if self._run is None:
             return
         try:
@@ -119,7 +116,7 @@ class WandbRun:
 
 
 def sync_command(directory: Path, is_sweep: bool = False) -> str:
-    """Return the command that uploads all parts of a run that were recorded offline, or those of all runs of a sweep."""
+    """Return the command that uploads all offline parts of a run, or of all runs of a sweep."""
     folder = shlex.quote(str(directory))
     return f"wandb sync {folder}/wandb" + f" {folder}/*/wandb" * is_sweep
 
@@ -127,19 +124,14 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
 
-    By default, W&B keeps them in the home directory. If they are missing there, for example on another machine, `wandb sync`
-    leaves the tables out without an error.
+    By default, they are in the home directory. If they are missing, `wandb sync` leaves the tables out without an error.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
 
 
 def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any, bool]:
-    """Start the W&B run.
-
-    Returns:
-        The W&B run, and whether it is offline. The W&B run is None if W&B is off or cannot start.
-    """
+    """Return the W&B run, or None if W&B is off or cannot start, and whether it is offline."""
     choice = chosen_mode(config)
     if choice == "off":
         log.info(f"{'W&B':<12}off")
@@ -155,10 +147,9 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
     keep_tables_in(directory)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
-            # The option `resume` is also necessary offline. W&B saves its value, and `wandb sync` then numbers the rows of this
-            # launch after those of earlier launches. Without the option, several rows would have the same number.
+            # W&B saves this value, also offline. `wandb sync` then numbers the rows of this launch after those of earlier ones.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
-            # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
+            # W&B would drop steps that a resumed run records a second time, if it counted them itself.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             log.info(f"{'W&B':<12}{mode}, " + str(run.url if mode == "online" else directory / "wandb"))
@@ -179,7 +170,7 @@ def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str
 
 
 def chosen_mode(config: Config) -> str:
-    """Return "online", "offline" or "off" if the user has chosen this mode, and "auto" otherwise."""
+    """Return the mode that the user has chosen: "online", "offline", "off" or "auto"."""
     choice = config.logger.wandb
     return WANDB_MODES.get(os.environ.get("WANDB_MODE", ""), "auto") if choice == "auto" else choice
 
@@ -190,7 +181,7 @@ def project_name(config: Config) -> str:
 
 
 def run_id(directory: Path) -> str:
-    """Return the id in the file wandb_id, which all launches in this directory use. The first launch creates the file."""
+    """Return the id in the file wandb_id, which the first launch creates."""
     path = directory / "wandb_id"
     if not (path.exists() and path.read_text().strip()):
         replace_link(path).write_text(secrets.token_hex(4))

@@ -1,7 +1,7 @@
-"""Define the settings of a run as typed dataclasses, and check the settings before anything is built.
+"""Define the settings of a run as typed dataclasses, and check them before anything is built.
 
-This module defines the defaults. The YAML files in configs/ override the defaults, and the command line overrides both. The
-comment above each field explains the setting. For settings whose default is None, the comment explains the meaning of None.
+The YAML files in configs/ override the defaults, and the command line overrides both. The comment above a field explains the
+setting, also in docs/settings.md.
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from ringattn import layout
 from ringattn.kernels import backends
@@ -19,11 +20,11 @@ from ringattn.planning import cost_model, rank_plan
 
 
 class ConfigError(ValueError):
-    """A setting, a file or a combination of settings is invalid. The message explains the problem and how to solve it."""
+    """A setting, a file or a combination of settings is invalid. The message says how to solve the problem."""
 
 
 def resolve_path(name: str, value: str) -> Path:
-    """Return `value`, the value of the setting `name`, as an absolute path. The path need not exist.
+    """Return the value of the setting `name` as an absolute path, which need not exist.
 
     Raises:
         ConfigError: no file can have this path, because it is too long or a loop of links.
@@ -37,14 +38,18 @@ def resolve_path(name: str, value: str) -> Path:
 
 
 def replace_link(path: Path) -> Path:
-    """Remove `path` if it is a link, so that writing to it does not change the file that the link names. Return `path`."""
+    """Remove `path` if it is a link, so that writing to it does not change another file. Return `path`."""
     if path.is_symlink():
         path.unlink()
     return path
 
 
+def replace_invalid(text: str) -> str:
+    """Return `text` with ? in place of characters that are not UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
 def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
@@ -98,18 +103,18 @@ class ModelConfig(Frozen):
 
     @property
     def resolved_head_dim(self) -> int:
-        """The width of one head: `head_dim` if it is set, otherwise its default."""
+        """`head_dim` or its default."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def resolved_ffn_dim(self) -> int:
-        """The hidden width of the SwiGLU layer: `ffn_dim` if it is set, otherwise its default."""
+        """`ffn_dim` or its default."""
         return self.ffn_dim or round_up(8 * self.dim // 3, 64)
 
 
 @dataclass
 class DataConfig(Frozen):
-    """The settings of the text, the tokenizer and the packing of documents into sequences."""
+    """The text, the tokenizer and the packing of documents into sequences."""
 
     # The kind of text: "stdlib" or "packages" (the source code of Python's standard library, one document per file or per
     # package), "text" (one document per file), "jsonl" (per line), "parquet" (per row), "hub" (a dataset of the Hugging Face
@@ -155,12 +160,12 @@ class DataConfig(Frozen):
 
     @property
     def description(self) -> str:
-        """The source and the path, written as on the command line."""
+        """The source and the path, as on the command line."""
         return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
 
     @property
     def held_out(self) -> "DataConfig | None":
-        """The settings of the held-out text if it is a separate corpus, with its own files or split. Otherwise None."""
+        """The settings of the held-out text if it has its own files or split, otherwise None."""
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
@@ -169,19 +174,13 @@ class DataConfig(Frozen):
 
     @property
     def resolved_eval_fraction(self) -> float:
-        """The fraction of the tokens that is held out, or 0 if the held-out text has its own files or its own split.
-
-        The fraction is also 0 if the text is generated.
-        """
+        """The fraction of the tokens that is held out: 0 if the held-out text is separate or generated."""
         return self.eval_fraction if self.held_out is None and self.source != "recall" else 0.0
 
 
 @dataclass
 class ParallelConfig(Frozen):
-    """The settings that divide the work among the ranks.
-
-    The ranks form a mesh of data-parallel x ring x Ulysses ranks. The parameters are sharded over all ranks.
-    """
+    """How the work is divided among a mesh of data-parallel x ring x Ulysses ranks. Parameters are sharded over all ranks."""
 
     # "sizes" (`ring` and `ulysses` determine the mesh) or "fastest" (the mesh with the highest predicted tokens/s for
     # `trainer.tokens_per_step` that fits into memory; `ring` and `ulysses` must not be set).
@@ -212,7 +211,7 @@ class ParallelConfig(Frozen):
 
 @dataclass
 class OptimConfig(Frozen):
-    """The settings of AdamW, of gradient clipping and of the learning-rate schedule."""
+    """AdamW, gradient clipping and the schedule of the learning rate."""
 
     # The peak learning rate. None: 6e-4 for 124 million parameters and lower for more, 1.75 times as high with `model.qk_norm`,
     # and a tenth of it from trained weights. The run prints it (`ringattn.train.optim.default_lr`).
@@ -225,7 +224,7 @@ class OptimConfig(Frozen):
     weight_decay: float = 0.1
     # The largest global gradient norm, to which larger gradients are scaled. None: no clipping.
     clip: float | None = 1.0
-    # The shape of the learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
+    # The learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
     schedule: str = "cosine"
     # The steps in which the learning rate rises linearly. None: a tenth of `trainer.steps`.
     warmup_steps: int | None = None
@@ -237,7 +236,7 @@ class OptimConfig(Frozen):
 
 @dataclass
 class TrainerConfig(Frozen):
-    """The settings of the length of a run, its device, its checkpoints and its results."""
+    """The length of a run, its device, its checkpoints and its results."""
 
     # The number of optimizer steps of the whole run. `total_tokens` determines it if that is set.
     steps: int = 1500
@@ -309,7 +308,7 @@ class TrainerConfig(Frozen):
     profile: str | None = None
 
     def attention_precision(self, training: bool) -> str:
-        """Return the argument `precision` of attention calls, either in training steps or in evaluation and generation."""
+        """Return the argument `precision` of attention calls, in training or in inference."""
         uses_fp8 = self.fp8_attention == "always" or self.fp8_attention == "inference" and not training
         return "fp8" if uses_fp8 else "ieee"
 
@@ -320,14 +319,14 @@ class TrainerConfig(Frozen):
 
     @property
     def profiled_range(self) -> tuple[int, int] | None:
-        """The first and the last step of the range in `profile`, or None if `profile` contains no range."""
+        """The first and the last step in `profile`, or None if it is not a range."""
         match = re.fullmatch(r"([0-9]+)-([0-9]+)", self.profile or "")
         return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass
 class LoggerConfig(Frozen):
-    """The settings of Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
+    """Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
 
     # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" is the variable WANDB_MODE, or
     # else "online" after `wandb login` and "offline" without.
@@ -351,9 +350,9 @@ class Config(Frozen):
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
-def with_settings(config: Config, values: Mapping[str, object]) -> Config:
+def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of the settings with other values. The keys are names of settings, such as "trainer.steps" and "name"."""
-    groups: dict[str, dict[str, object]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         group, _, option = name.rpartition(".")
         groups.setdefault(group, {})[option] = value
@@ -367,7 +366,7 @@ GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 # The names of all settings in these groups, such as "trainer.steps".
 SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
-# The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
+# The settings in which a run may differ from its initial weights.
 MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}
 
 # The valid values of each setting that accepts only a few values.
@@ -387,9 +386,8 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
-# The valid range of each numeric setting. Both ends are valid. The range does not apply to a setting that is None. The upper
-# ends reject values that no training needs, because these values would overflow an integer or a float, or the run would never
-# finish.
+# The valid range of each numeric setting, including both ends. It does not apply to None. The upper ends reject values that
+# would overflow, or that no run would reach.
 RANGES = {
     "model.vocab_size": (1, 2**30),
     "model.layers": (1, 4096),
@@ -436,11 +434,7 @@ RANGES = {
 
 
 def check(config: Config, world_size: int) -> None:
-    """Check every setting by itself, and check the combinations of settings that depend on each other.
-
-    Args:
-        config: the settings.
-        world_size: the number of ranks that were launched.
+    """Check every setting by itself, and the combinations of settings.
 
     Raises:
         ConfigError: names the first invalid setting.
@@ -452,22 +446,18 @@ def check(config: Config, world_size: int) -> None:
 
 
 def check_values(config: Config) -> None:
-    """Check every setting by itself.
-
-    Raises:
-        ConfigError: names the first invalid setting.
-    """
+    """Check every setting by itself. Errors as in `check`."""
     for problem in _find_invalid_values(config):
         raise ConfigError(problem)
 
 
-# Each of the following functions yields a message for every invalid setting. `check` raises an error with the first message, so
-# a later check may assume that the earlier checks have succeeded.
+# The following functions yield a message for every invalid setting. The first one is raised, so a later check may assume that
+# the earlier ones have succeeded.
 
 
 def _find_invalid_values(config: Config) -> Iterator[str]:
     prompt = config.trainer.sample_prompt
-    if prompt is not None and (decodable := prompt.encode(errors="replace").decode()) != prompt:
+    if prompt is not None and (decodable := replace_invalid(prompt)) != prompt:
         yield f"trainer.sample_prompt={decodable}: must be UTF-8, but some characters (shown as ?) are not: encode it again"
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
@@ -481,17 +471,13 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
 
 
 def _check_unused(config: Config) -> Iterator[str]:
-    # A setting without an effect is an error, because the user expects an effect, for example that the run trains on other
-    # text.
+    # The user expects an effect of every setting, for example that the run trains on other text.
     for name, value, reason in unused_settings(config):
         yield f"{name}={value} has no effect {reason}, or leave {name} out"
 
 
 def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
-    """Yield the name and the value of each setting that other settings make useless, and the reason for this.
-
-    A setting with its default value is left out.
-    """
+    """Yield the name and the value of each setting that other settings make useless, and the reason."""
     data, optim = config.data, config.optim
     for names, is_unused, reason in (
         (

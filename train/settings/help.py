@@ -1,7 +1,4 @@
-"""Explain the settings: the lines of `train/run.py --help`, and the explanations that docs/settings.md contains.
-
-The explanations are the comments above the fields of the dataclasses in train/settings/config.py.
-"""
+"""Explain the settings, in `train/run.py --help` and docs/settings.md, by the comments above the fields of the dataclasses."""
 
 import inspect
 import re
@@ -19,7 +16,7 @@ COMMON = (
 
 
 def explanations(group: type) -> dict[str, str]:
-    """Return the comment above each field of a dataclass in train/settings/config.py, as one paragraph per field."""
+    """Return the comment above each field of a dataclass, as one paragraph per field."""
     comments: list[str] = []
     found = {}
     for line in inspect.getsource(group).splitlines():
@@ -42,11 +39,7 @@ def as_yaml(value: object) -> str:
 
 
 def common_settings(settings: DictConfig) -> str:
-    """Return one line per common setting, with its value and the first sentence of its explanation.
-
-    Args:
-        settings: the settings that Hydra has composed.
-    """
+    """Return one line per common setting of the composed settings: its value, and the first sentence of its comment."""
     lines = []
     for name in COMMON:
         group, _, option = name.rpartition(".")

@@ -9,13 +9,10 @@ from ringattn.train.settings.config import Config
 
 
 def literal_settings(values: dict[str, Any]) -> DictConfig:
-    """Return all settings with these values. `to_config` converts the result to a Config.
+    """Return all settings with these values. Settings that are left out have their defaults.
 
-    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. The string may come from a file that
-    somebody else has written, so nothing in it is replaced.
-
-    Args:
-        values: the values by the names of the groups and of their settings. Settings that are left out have their defaults.
+    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Somebody else may have written the string,
+    so nothing in it is replaced.
 
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
@@ -36,7 +33,7 @@ def to_config(settings: DictConfig) -> Config:
 def _escape(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _escape(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [_escape(each) for each in value]
     # OmegaConf reads two backslashes before `${` as one.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from ringattn.train.settings.config import Config, ConfigError
 
-# File systems limit a name to 255 bytes. Some files have the name of a run and a suffix, which may take the remaining bytes.
+# File systems limit names to 255 bytes, and some files have the name of a run and a suffix.
 MAX_NAME_BYTES = 200
 
 # The settings that are paths.
@@ -22,12 +22,7 @@ PATHS = ("trainer.resume", "trainer.init_from", "data.path", "data.eval_path", "
 def quote_paths(arguments: Iterable[str]) -> list[str]:
     """Quote paths that Hydra cannot read otherwise, such as that of the job seq_len=64,lr=0.1 of a sweep.
 
-    Args:
-        arguments: the arguments of the command line. In a sweep, a value that is not the path of an existing file is a list of
-            paths. A value that begins with a quote is not changed.
-
-    Returns:
-        The same arguments. Existing paths and paths that contain "=" are quoted if Hydra cannot read them otherwise.
+    In a sweep, a value that is not an existing path is a list of paths. Values that begin with a quote are not changed.
     """
     arguments = list(arguments)
     is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
@@ -52,9 +47,7 @@ def _quote_path(argument: str, is_sweep: bool) -> str:
 
 
 def check_options() -> None:
-    """Check the options of the command line, such as `--cfg`. Overrides are not options, and they are not checked here.
-
-    Hydra's parser would print its usage and exit.
+    """Check the options of the command line, such as `--cfg`. Hydra's parser would print its usage and exit.
 
     Raises:
         ConfigError: an option is unknown, or its value is invalid.
@@ -63,16 +56,13 @@ def check_options() -> None:
     def raise_error(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --hydra-help for the options")
 
-    parser = get_args_parser()
+    parser: Any = get_args_parser()
     parser.error = raise_error
     parser.parse_args()
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Check the overrides for mistakes that are no longer visible in the composed settings.
-
-    Args:
-        overrides: the overrides of one job, without those of Hydra's own settings.
+    """Check the overrides of one job for mistakes that are not visible in the composed settings.
 
     Raises:
         ConfigError: an override deletes settings, or sets a boolean setting to a number other than 0 and 1.
@@ -89,8 +79,8 @@ def check_overrides(overrides: Iterable[str]) -> None:
             raise ConfigError(f"{key}={value}: must be true or false")
 
 
-def checked_name(name: str | None) -> str:
-    """Return the name of a run, if a directory under `outputs/` can have this name.
+def checked_name(name: str | int | None) -> str:
+    """Return the name of a run, if a directory under `outputs/` can have it.
 
     Raises:
         ConfigError: the name is empty, is not a single component of a path, or is too long.

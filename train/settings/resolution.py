@@ -1,8 +1,6 @@
 """Decide the settings of a launch from the command line and the settings of a checkpoint or of a Hugging Face model.
 
-A run that has a checkpoint keeps the settings of the checkpoint, and the command line overrides single settings. Therefore the
-user can launch a run again by its name alone. A new run that starts from a Hugging Face model takes the settings of the model
-and the tokenizer from the folder of the model.
+Single settings of the command line override those of the checkpoint, so that a run can be launched again by its name alone.
 """
 
 from collections.abc import Iterable
@@ -29,8 +27,7 @@ from ringattn.train.settings.token_budget import SOURCES
 def reset_unused(config: Config, given: set[str]) -> Config:
     """Return the settings with the defaults of those that have no effect, unless the command line sets them.
 
-    A recipe or an experiment may set such a setting. For example, `trainer.eval_tokens` has no effect if the command line sets
-    `data.eval_fraction=0`. If the command line itself sets a setting without an effect, `config.check` raises an error.
+    A recipe or an experiment may set such a setting. From the command line, it is an error in `config.check`.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -59,11 +56,11 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
         composed: the settings that Hydra has composed.
         saved: the settings of the checkpoint.
         given: the names of the groups and settings that the command line sets.
-        is_own: whether the checkpoint belongs to this run and not to a run from which this run branches.
+        is_own: whether the checkpoint belongs to this run and not to one from which it branches.
     """
     base = composed if given & {"experiment", "recipe"} else saved
     config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
-    # The checkpoint may come from somebody else. Therefore it may keep data on this machine, but it may not send data to W&B.
+    # A checkpoint of somebody else may keep data on this machine, but it may not send data to W&B.
     if not is_own:
         config = replace(config, logger=composed.logger)
     elif config.logger.wandb == "online":
@@ -83,19 +80,16 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
             values[f"trainer.{source}"] = None
     if config.parallel.mesh == "fastest" and given & {"parallel.ring", "parallel.ulysses"}:
         values |= _values_of(composed, ["parallel.mesh", "parallel.ring", "parallel.ulysses"])
-    # A run that branches does not start from the initial weights of the other run, but from the checkpoint.
+    # A run that branches starts from the checkpoint.
     values["trainer.init_from"] = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
     return replace(with_settings(config, values), model=_override_model(saved.model, composed.model, given))
 
 
 def settings_of_published_model(composed: Config, given: set[str], folder: Path, model: ModelConfig) -> Config:
-    """Return the settings of a new run that starts from a model in Hugging Face's format.
+    """Return the settings of a new run that starts from a folder in Hugging Face's format, whose model has the settings
+    `model`.
 
-    Args:
-        composed: the settings that Hydra has composed.
-        given: the names of the groups and settings that the command line sets.
-        folder: the absolute path of the folder of the model.
-        model: the settings of the model.
+    Other arguments as in `settings_of_resumed_run`.
     """
     values = {"trainer.init_from": str(folder), "model": _override_model(model, composed.model, given)}
     if not sets_tokenizer(composed, given):
@@ -104,33 +98,26 @@ def settings_of_published_model(composed: Config, given: set[str], folder: Path,
 
 
 def sets_tokenizer(composed: Config, given: set[str]) -> bool:
-    """Return whether the tokenizer is set on the command line, or in a file that is selected on the command line."""
+    """Return whether the command line sets the tokenizer, itself or in a file that it selects."""
     return "data.tokenizer" in given or composed.data.tokenizer != DataConfig.tokenizer
 
 
 def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) -> ModelConfig:
-    """Return the settings of an existing model, with the settings of the command line in place of the existing ones.
+    """Return the settings of an existing model, with those of the command line in place of them.
 
-    Some settings of the command line may contradict the existing weights. Such settings are rejected later, when the run
-    compares its settings with the weights.
-
-    Args:
-        model: the settings of the existing model.
-        composed: the settings of the model that Hydra has composed.
-        given: the names of the groups and settings that the command line sets.
+    Settings that contradict the existing weights are rejected when the run compares them with the weights. Arguments as above.
     """
-    overrides = {}
+    overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # A file such as configs/model/8b.yaml leaves out settings that have their default values. If the setting is a size, the
-        # default value replaces the size of the existing model. All other settings that are left out keep the values of the
-        # existing model.
+        # A file such as configs/model/8b.yaml leaves out settings with default values. The default replaces a size of the
+        # existing model, but no other setting.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = value != field.default and given & {"model", "experiment"} or is_size and "model" in given
         if is_chosen or f"model.{field.name}" in given:
             overrides[field.name] = value
     if overrides.get("rope_factor", model.rope_factor) is None:
         # These settings have no effect without a factor.
-        unused = {"rope_trained_len": ModelConfig.rope_trained_len, "rope_scaling": ModelConfig.rope_scaling}
-        overrides = unused | overrides
+        for name in ("rope_trained_len", "rope_scaling"):
+            overrides.setdefault(name, getattr(ModelConfig, name))
     return replace(model, **overrides)

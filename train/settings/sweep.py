@@ -17,37 +17,25 @@ MAX_LENGTH = 100
 
 
 def is_job_of_sweep(directory: Path) -> bool:
-    """Return whether `directory` is the directory of a job of a sweep.
-
-    Hydra writes the file multirun.yaml to the directory that contains the directories of all jobs.
-    """
+    """Return whether `directory` belongs to a job of a sweep, whose parent contains Hydra's multirun.yaml."""
     return (directory.parent / "multirun.yaml").exists()
 
 
 def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> str:
     """Return the name of the directory of a job, for example "seq_len=1024,lr=0.001".
 
-    The name consists of the settings that the sweep varies. The same settings therefore always have the same directory. If some
-    characters must not occur in a name, or if the name is too long, a checksum of the settings follows the name.
-
-    Args:
-        overrides: all overrides of the job. Each override has a single value.
-        params: the values of `hydra.sweeper.params`, which a configuration file may vary in addition to the command line.
+    It consists of the settings that the sweep varies, and of a checksum if it would be too long or contain other characters.
+    `params` are the values of `hydra.sweeper.params`, which a configuration file may vary as well.
     """
     text = ",".join(f"{name}={value}" for name, value in varied_settings(overrides, params).items()) or "0"
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)[:MAX_LENGTH]
-    # Two different texts may have the same safe characters. The checksum distinguishes them.
     return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the settings of a job that the sweep varies, and their values in this job.
+    """Return the settings of a job that the sweep varies, and their values. Arguments as in `job_directory`.
 
-    A setting has its short name, such as "seq_len", unless the sweep varies another setting with the same short name.
-
-    Args:
-        overrides: all overrides of the job. Each override has a single value.
-        params: the values of `hydra.sweeper.params`.
+    A setting has its short name, such as "seq_len", unless the sweep varies another one with the same short name.
     """
     varied = {key for key, override in _parse(params).items() if override.is_sweep_override()}
     values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides) if key in varied}
@@ -56,10 +44,7 @@ def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None =
 
 
 def varied_lengths(params: Mapping[str, Any] | None = None) -> list[int]:
-    """Return the values of `data.seq_len` of all jobs of the sweep. The list is empty if the sweep does not vary this setting.
-
-    A value that is not a positive integer is left out, because its job ends with an error.
-    """
+    """Return the positive integers among the values of `data.seq_len` of the sweep. The jobs of other values fail."""
     override = _parse(params).get("data.seq_len")
     if override is None or not override.is_discrete_sweep():
         return []
@@ -73,7 +58,7 @@ def jobs_of_sweep(params: Mapping[str, Any] | None = None) -> list[list[str]]:
 
 
 def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:
-    """Return a dictionary from keys to the overrides of the whole sweep. The command line has precedence over `params`."""
+    """Return the overrides of the whole sweep by key. The command line has precedence over `params`."""
     arguments = [f"{key}={value}" for key, value in (params or {}).items()]
     arguments += [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     return {override.get_key_element(): override for override in OverridesParser.create().parse_overrides(arguments)}

@@ -1,8 +1,7 @@
 """Derive the number of micro-steps and the number of steps from numbers of tokens.
 
-Runs at different sequence lengths are comparable if they train on the same number of tokens and if their steps have the same
-number of tokens. The settings `trainer.tokens_per_step` and `trainer.total_tokens` state these numbers. This module converts
-them to `trainer.accumulate` and `trainer.steps` before a run starts, so the rest of the program reads only the latter two.
+Runs at different sequence lengths are comparable if they have the same tokens per step and in total. `trainer.tokens_per_step`
+and `trainer.total_tokens` state these numbers. The rest of the program reads only `trainer.accumulate` and `trainer.steps`.
 """
 
 import math
@@ -18,11 +17,7 @@ SOURCES = {"accumulate": "tokens_per_step", "steps": "total_tokens"}
 
 
 def resolve_token_budget(config: Config, world_size: int) -> Config:
-    """Return the settings with the `trainer.accumulate` and `trainer.steps` that follow from the numbers of tokens, if given.
-
-    Args:
-        config: the settings.
-        world_size: the number of ranks that were launched.
+    """Return the settings with the `trainer.accumulate` and `trainer.steps` that follow from numbers of tokens.
 
     Raises:
         ConfigError: a setting is outside its range, or `trainer.tokens_per_step` is not a whole number of micro-steps.
@@ -45,27 +40,18 @@ def resolve_token_budget(config: Config, world_size: int) -> Config:
 
 
 def by_ranks(value: int, ranks: int | None = None) -> int:
-    """Return `value` x `ranks`. A recipe can therefore depend on the number of ranks.
-
-    If `ranks` is None, it is the number of ranks that were launched.
-    """
+    """Return `value` x `ranks`, by default all ranks that were launched. Recipes can therefore depend on their number."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return value * (ranks or world_size)
 
 
 def num_data_parallel_ranks(config: Config, world_size: int) -> int:
-    """Return the number of groups of ranks that train on different sequences.
-
-    If `parallel.ring` does not divide the number of ranks, the result has no meaning, and `config.check` raises an error.
-    """
+    """Return the number of groups of ranks with different sequences. `config.check` checks `parallel.ring`."""
     return max(world_size // (config.parallel.ring or world_size), 1)
 
 
 def default_group_size(config: Config, world_size: int) -> int | None:
-    """Return the `data.group_size` of a new run: the number of sequences of a micro-step, on all ranks together.
-
-    The result is None if no data-parallel rank would ever wait for a rank with longer documents.
-    """
+    """Return the `data.group_size` of a new run: the sequences of a micro-step, or None if no rank would wait."""
     ranks = num_data_parallel_ranks(config, world_size)
     is_needed = ranks > 1 and config.data.mask_documents and config.data.source != "recall"
     return ranks * config.trainer.batch_size if is_needed else None
@@ -74,13 +60,10 @@ def default_group_size(config: Config, world_size: int) -> int | None:
 def check_sources(config: Config, given: Collection[str]) -> None:
     """Check that the user does not set a value that is derived from another setting of the user.
 
-    Args:
-        config: the settings that Hydra has composed.
-        given: the names of the settings that the command line sets, such as "trainer.steps".
+    `given` are the names of the settings that the command line sets, such as "trainer.steps".
 
     Raises:
-        ConfigError: the user sets both a derived setting and the number of tokens or the choice of the mesh from which it is
-            derived.
+        ConfigError: a setting and its source are both set.
     """
     trainer, parallel = config.trainer, config.parallel
     for name in ("ring", "ulysses"):
@@ -100,13 +83,7 @@ def check_sources(config: Config, given: Collection[str]) -> None:
 def common_tokens_per_step(config: Config, lengths: Iterable[int], world_size: int) -> int:
     """Return the smallest number of tokens per step that all sequence lengths of a sweep can have.
 
-    If each length divides the longest one, a step at the longest length has as many sequences as it would have without the
-    sweep, and a step at a shorter length has more sequences.
-
-    Args:
-        config: the settings of a job of the sweep. The sequence length is not used.
-        lengths: the sequence lengths of all jobs.
-        world_size: the number of ranks that were launched.
+    If each length divides the longest one, the number of sequences per step at the longest length does not change.
     """
     trainer = config.trainer
     return math.lcm(*lengths) * trainer.batch_size * trainer.accumulate * num_data_parallel_ranks(config, world_size)
