@@ -381,7 +381,7 @@ def _open_tensors(path: Path) -> dict[str, Any]:
             opened.append(safe_open(file, "pt"))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; download it again") from error
-    files = {name: tensors for tensors in opened for name in tensors.keys()}
+    files = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  # an open file is not a dict
     for name in listed:
         if name not in files:
             raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 # Creating objects of these classes has no side effects.
 _METADATA_CLASSES = (
-    "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
-    "_MEM_FORMAT_ENCODING"
-).split()
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+    *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+)
 # All classes that an index may contain, each with its module.
 _ALLOWED_CLASSES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),

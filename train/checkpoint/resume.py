@@ -23,10 +23,11 @@ FIXED = ("model.", "data.mask_documents")
 
 # Settings that may change without a message. `check_corpus` compares the corpus itself.
 FREE = (
-    "data.path data.max_document_mb parallel.timeout_s trainer.device trainer.compile trainer.cuda_graphs trainer.resume "
-    "trainer.init_from trainer.peak_tflops trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.save_final "
-    "trainer.keep_checkpoints trainer.log_every trainer.sample_tokens trainer.sample_prompt trainer.profile"
-).split()
+    *("data.path", "data.max_document_mb", "parallel.timeout_s", "trainer.device", "trainer.compile"),
+    *("trainer.cuda_graphs", "trainer.resume", "trainer.init_from", "trainer.peak_tflops", "trainer.time_limit_s"),
+    *("trainer.eval_every", "trainer.checkpoint_every", "trainer.save_final", "trainer.keep_checkpoints", "trainer.log_every"),
+    *("trainer.sample_tokens", "trainer.sample_prompt", "trainer.profile"),
+)
 
 # The groups of settings that are compared with those of a checkpoint.
 COMPARED = tuple(group for group in GROUPS if group != "logger")

@@ -320,7 +320,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, int
     # DCP prints a warning if there is no process group.
     with warnings.catch_warnings(action="ignore"):
         dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS))
-    return writer.sizes
+    return getattr(writer, "sizes", {})
 
 
 def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
@@ -420,7 +420,7 @@ class _HashingStream(io.IOBase):  # passes bytes on to another stream
 class _Writer(dcp.FileSystemWriter):
     """Writes tensors, and adds the checksum of each shard to its entry in the index, as `checksum`."""
 
-    sizes: dict[str, int] = {}  # on rank 0, after a save: the sizes of the files
+    sizes: dict[str, int]  # on rank 0, after a save: the sizes of the files
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -462,7 +462,7 @@ class _Reader(dcp.FileSystemReader):
         super().__init__(path)
         self._index = index
 
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
         return self._index
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:

@@ -15,7 +15,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 log = logging.getLogger(__name__)
 
 # Names of the end-of-text token in widely used tokenizers, the most specific first, if no file names it.
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
 # The fingerprints of tokenizers that have warned. The content of a tokenizer is a part of the key of the cache.
 _warned: set[int] = set()

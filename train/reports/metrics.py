@@ -130,7 +130,7 @@ class Recorder:
     def _rewrite(self, records: list[dict[str, float]]) -> None:
         """Replace metrics.jsonl by these records, and open it for the next ones."""
         write_atomically(self._path, "".join(map(_to_json, records)))
-        self._file = open(self._path, "r+")
+        self._file = self._path.open("r+")
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:

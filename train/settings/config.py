@@ -309,7 +309,7 @@ class TrainerConfig(Frozen):
 
     def attention_precision(self, training: bool) -> str:
         """Return the argument `precision` of attention calls, in training or in inference."""
-        uses_fp8 = self.fp8_attention == "always" or self.fp8_attention == "inference" and not training
+        uses_fp8 = self.fp8_attention == "always" or (self.fp8_attention == "inference" and not training)
         return "fp8" if uses_fp8 else "ieee"
 
     @property

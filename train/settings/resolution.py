@@ -113,7 +113,7 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
         # A file such as configs/model/8b.yaml leaves out settings with default values. The default replaces a size of the
         # existing model, but no other setting.
         is_size = value is not None and field.name not in MAY_DIFFER
-        is_chosen = value != field.default and given & {"model", "experiment"} or is_size and "model" in given
+        is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:
             overrides[field.name] = value
     if overrides.get("rope_factor", model.rope_factor) is None:
