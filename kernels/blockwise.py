@@ -4,14 +4,16 @@ If there is a block mask, its blocks are the tiles.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import state_dtype
+from ringattn.kernels.reference import Gradients, State, state_dtype
 
 QUERY_TILE = 256  # queries per tile, without a block mask
 KEY_TILE = 512  # keys per tile, without a block mask
@@ -25,7 +27,7 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 
 def _key_tiles(
     queries: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
-) -> Iterator[tuple[slice, Intervals, dict]]:
+) -> Iterator[tuple[slice, Intervals, dict[str, Any]]]:
     """Yield each tile of keys that a tile of queries attends to, with its intervals and options."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
@@ -41,7 +43,10 @@ def _key_tiles(
             yield keys, intervals.restrict(queries, keys), {"dropout": tile_dropout, "blocks": tile_blocks}
 
 
-def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, state: State | None = None, final: bool = False,
+    *, dropout: Dropout | None = None, blocks: BlockMask | None = None, precision: str = "ieee",
+) -> State:  # fmt: skip
     """Compute `ringattn.kernels.reference.forward` tile by tile. A given `state` is updated in place."""
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
@@ -56,9 +61,11 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
 
 
 def backward(
-    q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
-    *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, intervals: Intervals, scale: float,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    *, grad_dtype: torch.dtype | None = None, dropout: Dropout | None = None, blocks: BlockMask | None = None,
+    precision: str = "ieee",
+) -> Gradients:  # fmt: skip
     """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
     # New gradients are also summed in the dtype of states, and rounded once, at the end.
@@ -67,9 +74,10 @@ def backward(
         for x, like in zip(given, (q, k, v), strict=True)
     )
     for queries in _query_tiles(q.shape[1], blocks):
-        outputs = [x[:, queries] for x in (dout, lse, delta)]
+        dout_tile, lse_tile, delta_tile = (x[:, queries] for x in (dout, lse, delta))
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
-            sums = dq[:, queries], dk[:, keys], dv[:, keys]
-            reference.backward(q[:, queries], k[:, keys], v[:, keys], *outputs, tile_intervals, scale, *sums, **options)
+            operands = q[:, queries], k[:, keys], v[:, keys], dout_tile, lse_tile, delta_tile
+            sums = {"dq": dq[:, queries], "dk": dk[:, keys], "dv": dv[:, keys]}
+            reference.backward(*operands, tile_intervals, scale, **sums, **options)
     fresh = grad_dtype or q.dtype
     return tuple(x.to(fresh) if accumulator is None else x for accumulator, x in zip(given, (dq, dk, dv), strict=True))

@@ -14,13 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _get = dict.__getitem__
 _on_gpu = attrgetter("is_cuda")
 # Returns the address of the current stream of a GPU, 20 times as fast as torch.cuda.current_stream. PyTorch for CPUs lacks it.
 _stream_address: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _lock = threading.Lock()  # the threads of autograd and of simulated ranks share tensors
+
+
+def _with_cache_clear(call: Any, cache_clear: Callable[[], None]) -> Any:
+    call.cache_clear = cache_clear
+    return call
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
@@ -30,11 +35,10 @@ def cached(maxsize: int) -> Callable[[F], F]:
         cache = lru_cache(maxsize)(function)
 
         @wraps(function)
-        def call(*args, **options):
+        def call(*args: Any, **options: Any) -> Any:
             return function(*args, **options) if torch.compiler.is_compiling() else cache(*args, **options)
 
-        call.cache_clear = cache.cache_clear
-        return call
+        return _with_cache_clear(call, cache.cache_clear)
 
     return decorate
 
@@ -47,18 +51,17 @@ def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         @lru_cache(maxsize)
-        def compute(*arguments):
+        def compute(*arguments: Any) -> SharedTensors:
             check_not_capturing(arguments[-1])  # before the function launches kernels
             result = SharedTensors()
             result[()] = function(*arguments)
             return result
 
         @wraps(function)
-        def call(*arguments):
+        def call(*arguments: Any) -> Any:
             return compute(*arguments)[()]
 
-        call.cache_clear = compute.cache_clear
-        return call
+        return _with_cache_clear(call, compute.cache_clear)
 
     return decorate
 
@@ -88,7 +91,7 @@ def keep_for_graph(thing: object, device: torch.device) -> None:
         _kept_for_graphs[id(thing)] = thing
 
 
-class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
+class SharedTensors(dict[Any, Any]):
     """A dictionary of tensors on one device, which calls on several streams may read.
 
     The stream that stores a value must have written it. Another stream waits when it first reads the value, and its memory is
@@ -106,7 +109,7 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
         self.add(*(value if isinstance(value, tuple) else (value,)))
         super().__setitem__(key, value)
 
-    def update(self, values: Mapping[Hashable, Tensor]) -> None:
+    def update(self, values: Mapping[Hashable, Tensor]) -> None:  # pyrefly: ignore[bad-override]  # no other form is needed
         self.add(*values.values())
         super().update(values)
 
@@ -146,6 +149,7 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
                 self._share(torch.cuda.current_stream(self._device))
 
     def _share(self, stream: torch.cuda.Stream) -> None:
+        assert self._written is not None
         stream.wait_event(self._written)
         for x in self._tensors:
             x.record_stream(stream)

@@ -140,8 +140,9 @@ def forward(
         return _forward_rounded(q, k, v, intervals, scale, state, final, backend, shares_sms)
     chosen = _choose(q, v, backend, dropout, blocks)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
-        return _triton_decode().decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
-    options = {"dropout": dropout, "blocks": blocks, "precision": precision}
+        out, lse = _triton_decode().decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
+        return out, lse
+    options: dict[str, Any] = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
     return _forward_module(chosen).forward(q, k, v, intervals, scale, state, final, **options)
@@ -179,7 +180,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
     return fp8.quantize(q, k, v)
 
 
-def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """Return the inputs for which the forward with precision="fp8" computes attention, see `_exact_dtype`.
 
     The queries and keys are rotated, so their gradients must be passed to `fp8.rotate_back`.
@@ -251,8 +252,8 @@ def forward_fp8(
     if reads_fp8 and choice.reads_fp8:
         kernel = _hopper_forward().forward_quantized
         return kernel(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
-    inputs = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
-    results = forward(*inputs, intervals, scale, state, final, backend, shares_sms=shares_sms)
+    a, b, c = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
+    results = forward(a, b, c, intervals, scale, state, final, backend, shares_sms=shares_sms)
     return (results[0].to(dtype), results[1]) if final else results
 
 
@@ -326,7 +327,8 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: st
     """Compute `reference.row_delta`, in a single kernel if the Triton kernels can run."""
     # The kernel for delta supports every head dim, so `choose_backend` is called with its default for the head dims.
     chosen = choose_backend(out.device, out.dtype, backend).backend
-    return (_backward_module("triton") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
+    module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
+    return module.row_delta(out, dout, dlse)
 
 
 def backward(
@@ -367,16 +369,14 @@ def backward(
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
     precision = "ieee" if precision == "fp8" else precision
     chosen = _choose(q, v, backend, dropout, blocks)
-    # The Hopper kernels compute delta while they prepare the queries, which saves a launch. For all other backends, compute
-    # delta here.
-    if chosen != "hopper" and isinstance(delta, tuple):
-        out, dlse = delta
-        delta = row_delta(out, dout, dlse, chosen)
-    options = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
+    options: dict[str, Any] = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
+    # The Hopper kernels compute delta while they prepare the queries, which saves a launch.
     if chosen == "hopper":
-        options["shares_sms"] = shares_sms
-    module = _hopper_backward() if chosen == "hopper" else _backward_module(chosen)
-    return module.backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
+        kernel = _hopper_backward()
+        return kernel.backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, shares_sms=shares_sms, **options)
+    if isinstance(delta, tuple):
+        delta = row_delta(delta[0], dout, delta[1], chosen)
+    return _backward_module(chosen).backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -425,7 +425,7 @@ class IncrementalBackward:
         precision: str = "ieee",
         shares_sms: bool = False,
     ) -> None:
-        self._hopper = None
+        self._hopper: Any = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None) == "hopper":
             self._hopper = _hopper_backward().incremental(q, dout, lse, delta, scale, shares_sms)

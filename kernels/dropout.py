@@ -65,6 +65,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
 def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
     # The bits of the int32 positions are unsigned words.
     queries, keys = (x.long() & _WORD_MASK for x in (dropout.query_positions, dropout.key_positions))
-    heads, batches = (torch.arange(n, device=queries.device) for n in (heads, batch))
-    counter = queries[:, None], keys, dropout.first_head + heads[:, None, None], batches[:, None, None, None]
-    return philox(counter, dropout.seed)[1].broadcast_to(batch, len(heads), len(queries), len(keys)) >= dropout.threshold
+    head, entry = (torch.arange(n, device=queries.device) for n in (heads, batch))
+    counter = queries[:, None], keys, dropout.first_head + head[:, None, None], entry[:, None, None, None]
+    return philox(counter, dropout.seed)[1].broadcast_to(batch, heads, len(queries), len(keys)) >= dropout.threshold

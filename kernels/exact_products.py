@@ -1,7 +1,7 @@
 """Compute matrix products exactly, whatever `torch.autocast` and PyTorch's settings for TF32 and bf16 say."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ def under_autocast(device: torch.device) -> bool:
 
 
 @contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> Generator[None]:
     """Return a context in which products of fp32 tensors on `device` are exact.
 
     The settings apply to all threads until the last one leaves the context. No other thread should read or change them.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,15 +76,15 @@ class Intervals:
     @classmethod
     def _create(
         cls,
-        host: tuple[Tensor, Tensor],
+        host: tuple[Tensor, ...],
         num_keys: int,
         device: torch.device | str,
         wait: bool,
         of_keys: bool = False,
         is_replaced: bool = False,
     ) -> "Intervals":
-        host = tuple(x.to(torch.int32).contiguous() for x in host)
-        return cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys, is_replaced)
+        lo, hi = host = tuple(x.to(torch.int32).contiguous() for x in host)
+        return cls(_to_device(lo, device, wait), _to_device(hi, device, wait), num_keys, host, wait, of_keys, is_replaced)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,8 @@ class Intervals:
 
     @cached_property
     def transposed(self) -> "Intervals":
-        bounds = transpose(*self.host, self.num_keys)
+        lo, hi = self.host
+        bounds = transpose(lo, hi, self.num_keys)
         return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys, self.is_replaced)
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
@@ -173,8 +174,9 @@ class Intervals:
         return _restore, (host, *options, tables, vars(self).get("transposed"))
 
     def work_tiles(
-        self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None, aligned=False
-    ) -> Tensor:
+        self, rows: int, step: int, batch: int, heads: int, num_head_groups: int, programs: int,
+        skip_empty: bool = False, group: int | None = None, aligned: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Assign the tiles of all heads to programs with `tile_scheduler.assign_work_tiles`.
 
         Args:
@@ -203,7 +205,9 @@ class Intervals:
             self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
 
-    def ordered_work_tiles(self, rows, step, batch, heads, heads_per_group, programs, group) -> Tensor:
+    def ordered_work_tiles(
+        self, rows: int, step: int, batch: int, heads: int, heads_per_group: int, programs: int, group: int
+    ) -> Tensor:
         """Do the same as `work_tiles` for sums of dq in a fixed order, int32 (n, programs, 12), see
         `tile_order.order_work_tiles`.
         """
@@ -220,7 +224,7 @@ class Intervals:
             self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
 
-    def largest_table(self, key: tuple) -> tuple[int, int, int]:
+    def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
         """Return the shape of the largest table with this key."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
@@ -234,12 +238,12 @@ class Intervals:
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
 
-    def _most_per_program(self, key: tuple) -> int | None:
+    def _most_per_program(self, key: tuple[Any, ...]) -> int | None:
         return self.largest_table(key)[0] - 1 if self.is_replaced else None
 
 
 class TableRequests(NamedTuple):
-    tables: tuple[tuple, ...]  # the names and the arguments of the methods that computed the tables
+    tables: tuple[tuple[Any, ...], ...]  # the names and the arguments of the methods that computed the tables
     transposed: "TableRequests | None"  # the tables of the transposed mask; None if it was not used
 
 
@@ -249,7 +253,7 @@ def _restore(
     wait: bool,
     of_keys: bool,
     is_replaced: bool,
-    tables: dict,
+    tables: dict[tuple[Any, ...], np.ndarray],
     transposed: Intervals | None,
 ) -> Intervals:
     intervals = Intervals._create(tuple(map(torch.from_numpy, host)), num_keys, "cpu", wait, of_keys, is_replaced)

@@ -21,6 +21,7 @@ Call these functions through `ringattn.kernels.dispatch`, which checks all argum
 
 from collections.abc import Callable, Sequence
 from functools import reduce, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ from ringattn.kernels.dropout import Dropout, keep_mask
 from ringattn.kernels.exact_products import exact_products
 from ringattn.kernels.interval_mask import Intervals, dense
 
-State = tuple[Tensor, Tensor, Tensor]  # m, l, o
-Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+P = ParamSpec("P")
+T = TypeVar("T")
+State = tuple[Tensor, ...]  # m, l, o
+Gradients = tuple[Tensor, ...]  # dq, dk, dv
 Accumulators = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to add to; None asks for a new gradient
 # A `Delta` is delta itself, or (out, dlse) for kernels that compute delta.
 Delta = Tensor | tuple[Tensor, Tensor | None]
@@ -42,11 +45,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _with_exact_products(function: Callable) -> Callable:
+def _with_exact_products(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
-    def call(q: Tensor, *arguments, **options):
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        q: Any = arguments[0]
         with exact_products(q.device):
-            return function(q, *arguments, **options)
+            return function(*arguments, **options)
 
     return call
 
@@ -128,7 +132,10 @@ def _from_head_groups(x: Tensor) -> Tensor:
 
 
 @_with_exact_products
-def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, state: State | None = None, final: bool = False,
+    *, dropout: Dropout | None = None, blocks: BlockMask | None = None, precision: str = "ieee",
+) -> State:  # fmt: skip
     """Compute attention of one block of queries to one block of keys, starting from `state`.
 
     Args:
@@ -159,7 +166,10 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     return finalize(new, q.dtype) if final else new
 
 
-def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, forward=forward):
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, final: bool = False,
+    sinks: Tensor | None = None, page_table: Tensor | None = None, forward: Callable[..., State] = forward,
+) -> State | Tensor:  # fmt: skip
     """Compute attention of a few new queries to a cache of keys and values.
 
     The cache may have more rows than keys. The values of rows that no query attends to must be finite.
@@ -207,9 +217,11 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 @_with_exact_products
 def backward(
-    q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
-    *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, intervals: Intervals, scale: float,
+    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    *, grad_dtype: torch.dtype | None = None, dropout: Dropout | None = None, blocks: BlockMask | None = None,
+    precision: str = "ieee",
+) -> Gradients:  # fmt: skip
     """Compute the gradients of one block of queries and one block of keys. Probabilities are recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).

@@ -26,7 +26,7 @@ NUM_COLUMNS = 12
 
 
 def order_work_tiles(
-    tiles: Tensor, bounds: tuple[Tensor, Tensor], batch: int, heads: int, heads_per_group: int, programs: int, group: int,
+    tiles: Tensor, bounds: tuple[Tensor, ...], batch: int, heads: int, heads_per_group: int, programs: int, group: int,
     step: int,
 ) -> Tensor:  # fmt: skip
     """Return the work tiles of all heads in the order in which the programs compute them.
@@ -100,7 +100,7 @@ def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.long() * exists[..., None], exists
 
 
-def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, Tensor]) -> Tensor:
+def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, ...]) -> Tensor:
     """Return (B, T), whether each tile has a query in common with the tile before it."""
     lo = bounds[0].long().gather(1, tiles[..., 0])
     hi = bounds[1].long().gather(1, (tiles[..., 1] - 1).clamp(min=0))

@@ -156,7 +156,8 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
     if limit is None:
         least = [heapreplace(heap, heap[0] + time) for time in steps]
         return np.array(least) % programs, max(heap) // programs
-    least, counts, end = [], [0] * programs, 0
+    least: list[int] = []
+    counts, end = [0] * programs, 0
     for time in steps:
         least.append(heappop(heap))
         end = max(end, least[-1] + time)

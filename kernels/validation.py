@@ -10,6 +10,7 @@ requirement and what to do.
 import math
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.fp8 import BLOCK, DTYPE, QuantizedRows, QuantizedValues, num_blocks
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import State, state_dtype
+from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 
 MAX_HEAD_DIM = 256
 
@@ -38,7 +39,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
 
-def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
+def as_integer(name: str, value: Any, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
     """Return `value` as an int with low <= value <= high (None for no limit). Integers of numpy and torch become Python
     integers.
     """
@@ -55,7 +56,7 @@ def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 
     return number
 
 
-def as_number(name: str, value: object) -> float:
+def as_number(name: str, value: Any) -> float:
     """Return `value` as a float, or raise ValueError. Numbers of numpy and tensors of one element become Python numbers."""
     if type(value) is float:
         return value
@@ -266,10 +267,20 @@ def check_state(state: State, q: Tensor, v: Tensor) -> None:
         _require_accumulator(name, x, shape, dtype, q.device)
 
 
-def check_gradients(q, k, v, dout, lse, delta, given, grad_dtype):
+def check_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Delta,
+    given: Accumulators,
+    grad_dtype: torch.dtype | None,
+) -> None:
     """Check the arguments of `dispatch.backward` that the forward does not have."""
     rows, dtype, exact, device = q.shape[:3], q.dtype, state_dtype(q.dtype), q.device
-    outputs, scalars = {"dout": dout}, {"lse": lse}
+    outputs = {"dout": dout}
+    scalars: dict[str, Tensor | None] = {"lse": lse}
     if isinstance(delta, tuple):
         outputs["out"], scalars["dlse"] = delta
     else:

@@ -178,7 +178,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.
     return out, lse, []
 
 
-def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, ...]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
     # Gradients of queries without keys may be NaN, for example if `torch.logaddexp` merged two such lse, and 0 * NaN is NaN.
@@ -189,7 +189,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Atte
 
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         return dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
 
     if spec.precision == "fp8":

@@ -35,7 +35,9 @@ PORTABLE = ["reference", "blockwise", "triton"]
 )
 def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits, monkeypatch):
     calls = []
-    kernels = SimpleNamespace(decode=lambda *_, **__: calls.append(True), forward=lambda *_, **__: calls.append(False))
+    kernels = SimpleNamespace(
+        decode=lambda *_, **__: calls.append(True) or (None, None), forward=lambda *_, **__: calls.append(False)
+    )
     monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
     monkeypatch.setattr(dispatch, "_forward_module", lambda backend: kernels)
     monkeypatch.setattr(dispatch, "_triton_decode", lambda: kernels)
