@@ -94,12 +94,12 @@ def sync_errors() -> Generator[None]:
     If several ranks have an error, every rank raises that of the lowest one. No rank then waits forever for a rank that could
     not read a file, for example. Without a process group, an error is raised as usual.
     """
-    own = None
+    own: ConfigError | None = None
     try:
         yield
     except ConfigError as error:
         own = error
-    errors = [own]
+    errors: list[ConfigError | None] = [own]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, own)
