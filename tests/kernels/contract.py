@@ -1,6 +1,7 @@
 """What every forward and backward must do: checks that the tests of the portable and of the Hopper kernels share."""
 
 import itertools
+from dataclasses import replace
 from types import ModuleType
 from typing import Protocol
 
@@ -126,6 +127,28 @@ def check_fresh_gradients(problem: Problem, backward: ModuleType) -> None:
     assert dk.dtype == dv.dtype == problem.q.dtype
     for name, x, y in zip(GRADIENTS, (dq, dk, dv), problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype])
+
+
+def check_delta_as_out(problem: Problem, backward: ModuleType, with_dlse: bool) -> None:
+    """Check that (out, dlse) may replace delta, with a dout of other strides."""
+    out, lse = problem.forward(reference, final=True)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    problem.dout = strided(problem.dout, "heads-first")
+    problem.delta = reference.row_delta(out, problem.dout, dlse)
+    expected = problem.double().backward(reference)
+    problem.delta = out, dlse
+    for name, x, y in zip(GRADIENTS, problem.backward(backward), expected, strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype])
+
+
+def without_keys(problem: Problem, fault: str, first_query: int, first_key: int) -> Problem:
+    """Return a causal problem in which one query misses its last key, or all queries from `first_query` miss some keys."""
+    lo, hi = problem.intervals.host
+    if fault == "one-key":
+        hi = torch.where(hi == 101, 100, hi)
+    else:
+        lo = torch.where(hi > first_query, first_key, lo)
+    return replace(problem, intervals=Intervals.of(lo, hi, problem.k.shape[1], problem.q.device))
 
 
 def check_faults_are_caught(problem: Problem, faulty: Problem, forward: ModuleType, backward: ModuleType) -> None:

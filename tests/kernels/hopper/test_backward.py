@@ -18,6 +18,7 @@ from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.contract import (
     check_accumulators,
     check_backward,
+    check_delta_as_out,
     check_fresh_gradients,
     check_incremental,
     make_strided,
@@ -25,7 +26,7 @@ from tests.kernels.contract import (
 from tests.kernels.gluon_emulator import emulated
 from tests.kernels.hopper.conftest import DTYPES, SHAPES
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
-from tests.kernels.problems import GRADIENTS, STRIDED, make_problem, strided
+from tests.kernels.problems import GRADIENTS, STRIDED, make_problem
 
 BATCH, HEADS = 2, 3
 KEYS = hopper_backward.KEYS.value
@@ -266,14 +267,7 @@ def test_incremental_backward_over_blocks_of_keys(mask, dim, hopper):
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out-and-dlse"])
 def test_delta_may_be_given_as_out_and_dlse(with_dlse, dim, hopper):
     problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
-    out, lse = problem.forward(reference, final=True)
-    dlse = torch.randn_like(lse) if with_dlse else None
-    problem.dout = strided(problem.dout, "heads-first")
-    problem.delta = reference.row_delta(out, problem.dout, dlse)
-    expected = problem.double().backward(reference)
-    problem.delta = out, dlse
-    for name, x, y in zip(GRADIENTS, problem.backward(hopper_backward), expected, strict=True):
-        assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+    check_delta_as_out(problem, hopper_backward, with_dlse)
 
 
 def test_incremental_backward_rejects_dropout():

@@ -5,7 +5,6 @@ Without a GPU, the source of the kernels runs in an emulator, see `tests.kernels
 
 import pytest
 import torch
-from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
@@ -16,6 +15,7 @@ from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.contract import (
     check_accumulators,
     check_backward,
+    check_delta_as_out,
     check_fresh_gradients,
     check_incremental,
     make_strided,
@@ -23,7 +23,7 @@ from tests.kernels.contract import (
 from tests.kernels.gluon_emulator import emulated
 from tests.kernels.hopper.conftest import DTYPES
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
-from tests.kernels.problems import GRADIENTS, STRIDED, make_problem, strided
+from tests.kernels.problems import GRADIENTS, STRIDED, make_problem
 
 # Head dims (D, Dv): those of the two kinds of tiles, and some that are padded.
 TILES = [(256, 256), (192, 128)]
@@ -164,14 +164,7 @@ def test_incremental_backward_over_blocks_of_keys(mask, dims, hopper):
 
 def test_delta_may_be_given_as_out_and_dlse(hopper):
     problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.bfloat16, 2, (4, 2), (256, 256), hopper)
-    out, lse = problem.forward(reference, final=True)
-    dlse: Tensor = torch.randn_like(lse)
-    problem.dout = strided(problem.dout, "heads-first")
-    problem.delta = reference.row_delta(out, problem.dout, dlse)
-    expected = problem.double().backward(reference)
-    problem.delta = out, dlse
-    for name, x, y in zip(GRADIENTS, problem.backward(hopper_backward), expected, strict=True):
-        assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+    check_delta_as_out(problem, hopper_backward, with_dlse=True)
 
 
 def test_incremental_backward_rejects_dropout():

@@ -1,7 +1,6 @@
 """The Hopper forward against the float64 reference on an sm_90 GPU, and the choice of its constants without one."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from ringattn.kernels import dispatch, reference
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals
+from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.contract import (
     check_faults_are_caught,
@@ -19,6 +18,7 @@ from tests.kernels.contract import (
     check_heads_beyond_32_bits,
     check_offsets_beyond_32_bits,
     make_strided,
+    without_keys,
 )
 from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES
 from tests.kernels.masks import MASKS, full, intervals_of, packed_intervals, random_intervals
@@ -151,12 +151,7 @@ def test_random_intervals(hopper, num_queries, num_keys, batch, heads, dtype, se
 def test_the_comparison_notices_a_fault(fault, dtype, hopper):
     """If one query misses its last key, or a tile of queries misses some keys, then out, lse and a gradient must not match."""
     problem = make_problem(*intervals_of("causal", 330, 330), 330, dtype, dims=(64, 64), device=hopper)
-    lo, hi = problem.intervals.host
-    if fault == "one-key":
-        hi = torch.where(hi == 101, 100, hi)
-    else:
-        lo = torch.where(hi > 256, 128, lo)
-    faulty = replace(problem, intervals=Intervals.of(lo, hi, 330, hopper))
+    faulty = without_keys(problem, fault, 256, 128)
     check_faults_are_caught(problem, faulty, hopper_forward, hopper_backward)
 
 

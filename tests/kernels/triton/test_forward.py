@@ -1,14 +1,11 @@
 """The Triton forward against the float64 reference: on a GPU, or in Triton's interpreter."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringattn.kernels import interval_mask, reference
-from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import forward as triton_forward
 from tests.covering import every_pair
@@ -21,6 +18,7 @@ from tests.kernels.contract import (
     check_kernels,
     check_offsets_beyond_32_bits,
     make_strided,
+    without_keys,
 )
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, make_blocks, make_dropout, make_problem
@@ -111,12 +109,7 @@ def test_large_and_small_scores_keep_their_precision(factor, device):
 def test_comparison_notices_missing_keys(fault, dtype, device):
     """Without the last key of one query, or without one tile of keys, out, lse and a gradient must differ."""
     problem = make_problem(*intervals_of("causal", 130, 130), 130, dtype, dims=(64, 64), device=device)
-    lo, hi = problem.intervals.host
-    if fault == "one-key":
-        hi = torch.where(hi == 101, 100, hi)
-    else:
-        lo = torch.where(hi > 96, 16, lo)
-    faulty = replace(problem, intervals=Intervals.of(lo, hi, 130, device))
+    faulty = without_keys(problem, fault, 96, 16)
     check_faults_are_caught(problem, faulty, triton_forward, triton_backward)
 
 
