@@ -75,6 +75,11 @@ def float64_results(
     return results
 
 
+def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return the output of a function that returns either the output or the pair (output, lse)."""
+    return result if isinstance(result, Tensor) else result[0]
+
+
 def row_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest error of any element of (B, N, H, D). The error of an element is divided by the scale of its row.
 

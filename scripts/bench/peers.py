@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringattn import flash_attention
 from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
+from scripts.accuracy import output_of
 from scripts.bench.cases import BLOCK, Case
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -38,7 +39,7 @@ def ringattn(backend: str) -> Prepare:
 
     def prepare(case: Case, device: torch.device) -> Attend:
         blocks = case.blocks(device)
-        return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, blocks=blocks, backend=backend)
+        return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, blocks=blocks, backend=backend))
 
     return prepare
 
@@ -47,7 +48,7 @@ def fp8(case: Case, _device: torch.device) -> Attend:
     """Return our kernels with precision="fp8". The time includes the rounding of the inputs."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
-    return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, precision="fp8")
+    return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, precision="fp8"))
 
 
 def fp8_rounded(case: Case, device: torch.device) -> Attend:
@@ -170,13 +171,8 @@ def flash_attn_4(case: Case, device: torch.device) -> Attend:
         ends = torch.tensor([0, *case.documents]).cumsum(0).to(device, torch.int32)
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         options |= {"max_seqlen_q": max(case.documents), "max_seqlen_k": max(case.documents)}
-        return lambda q, k, v: _first(flash_attn_varlen_func(q[0], k[0], v[0], **options))[None]
-    return lambda q, k, v: _first(flash_attn_func(q, k, v, **options))
-
-
-def _first(result: Tensor | tuple[Any, ...]) -> Tensor:
-    """Return the output of a function that returns either the output or the pair (output, lse)."""
-    return result[0] if isinstance(result, tuple) else result
+        return lambda q, k, v: output_of(flash_attn_varlen_func(q[0], k[0], v[0], **options))[None]
+    return lambda q, k, v: output_of(flash_attn_func(q, k, v, **options))
 
 
 IMPLEMENTATIONS: dict[str, Prepare] = {

@@ -32,6 +32,7 @@ from ringattn.planning.schedule import Message, Schedule
 from ringattn.planning.ulysses_degree import head_chunks_for_overlap
 from ringattn.ring import Ring
 from ringattn.spec import AttentionSpec
+from scripts.accuracy import output_of
 from scripts.bench.cases import Case, random_inputs
 from scripts.gpus import new_group, world_group
 
@@ -195,7 +196,8 @@ def ring_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls:
     transport, schedule = transport_of(variant), variant.split("-")[1]
 
     def attend() -> Tensor:
-        return ring_attention(q, k, v, layout=layout, mask=case.mask, group=group, transport=transport, schedule=schedule)
+        options = {"transport": transport, "schedule": schedule}
+        return output_of(ring_attention(q, k, v, layout=layout, mask=case.mask, group=group, **options))
 
     return _calls_with_autograd(attend, shard)
 
@@ -211,7 +213,7 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
     layout, mesh = ring_layout(case, dist.get_world_size(), ulysses), _mesh(ulysses)
     groups = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group()}
     q, k, v, _ = shard
-    return _calls_with_autograd(lambda: ulysses_attention(q, k, v, layout=layout, mask=case.mask, **groups), shard)
+    return _calls_with_autograd(lambda: output_of(ulysses_attention(q, k, v, layout=layout, mask=case.mask, **groups)), shard)
 
 
 class LocalTransport(MessageTransport):

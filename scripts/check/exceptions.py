@@ -47,6 +47,7 @@ from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.comm.watchdog import RingFault
 from ringattn.kernels import dispatch
 from scripts import command
+from scripts.accuracy import output_of
 from scripts.gpus import new_group
 from scripts.tables import markdown_table
 
@@ -123,11 +124,11 @@ class Problem:
         is_ulysses = operation == "ulysses"
         self.layout = Layout.contiguous(seq_len, 1).split(ranks) if is_ulysses else Layout.zigzag(seq_len, ranks)
         exact = [x.double().requires_grad_() for x in (q, k, v)]
-        out = flash_attention(*exact, mask=Mask.full())
+        out = output_of(flash_attention(*exact, mask=Mask.full()))
         self.cache = KVCache(seq_len, rank, ranks)
         if operation == "decoding":
             self.cache.prefill(self.layout.shard(k, rank), self.layout.shard(v, rank), self.layout)
-            self.inputs, self.expected = [q[:, -1:]], [flash_attention(exact[0][:, -1:], *exact[1:], mask=Mask.full()).detach()]
+            self.inputs, self.expected = [q[:, -1:]], [out[:, -1:].detach()]
         else:
             self.inputs = [self.layout.shard(x, rank).clone() for x in (q, k, v, dout)]
             whole = out.detach(), *torch.autograd.grad(out, exact, dout.double())
@@ -140,8 +141,8 @@ class Problem:
         inputs = [x.detach().requires_grad_() for x in self.inputs[:3]]
         options = {"layout": self.layout, "mask": Mask.full(), "transport": transport}
         if self.operation == "ulysses":
-            return [ulysses_attention(*inputs, ulysses_group=group, **options), *inputs]
-        return [ring_attention(*inputs, group=group, schedule=self.operation, **options), *inputs]
+            return [output_of(ulysses_attention(*inputs, ulysses_group=group, **options)), *inputs]
+        return [output_of(ring_attention(*inputs, group=group, schedule=self.operation, **options)), *inputs]
 
     def backward(self, out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
         """Return the gradients of the inputs."""

@@ -33,7 +33,7 @@ from ringattn import flash_attention
 from ringattn.kernels import fp8
 from ringattn.kernels.interval_mask import Intervals
 from scripts import command
-from scripts.accuracy import float64_results
+from scripts.accuracy import float64_results, output_of
 from scripts.tables import markdown_table
 
 INPUTS = ("normal", "heavy-tailed", "outlier")
@@ -79,7 +79,7 @@ def attention_errors(
 ) -> dict[str, Any]:
     """Return the errors of the output and of the gradients of `flash_attention`."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = flash_attention(*inputs, precision=precision)
+    out = output_of(flash_attention(*inputs, precision=precision))
     results = dict(zip(("out", *GRADIENTS), (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))
     return {name: relative_error(x, expected[name]) for name, x in results.items()}
 
@@ -89,7 +89,7 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
     rows = [fp8.quantize_rows(x, rotate, per_block) for x in (q, k)]
     values = fp8.quantize_values(v, per_block)
     rounded = [fp8.dequantize(x, torch.float64, v.shape[1]) for x in (*rows, values)]
-    return relative_error(flash_attention(*rounded), expected)
+    return relative_error(output_of(flash_attention(*rounded)), expected)
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:

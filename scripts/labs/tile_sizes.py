@@ -21,6 +21,7 @@ from torch import Tensor
 from ringattn import Mask, flash_attention
 from ringattn.kernels.interval_mask import Intervals
 from scripts import command
+from scripts.accuracy import output_of
 from scripts.labs import measure
 from scripts.labs.blockwise_bytes import TileSize, counted_loads, tile_size
 from scripts.labs.measure import MIB
@@ -54,7 +55,7 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
     numbers = 2 * (tile.queries + tile.keys) * head_dim + 2 * tile.queries * tile.keys
 
     def call() -> Tensor:
-        return flash_attention(*inputs, is_causal=True, backend="blockwise")
+        return output_of(flash_attention(*inputs, is_causal=True, backend="blockwise"))
 
     with tile_size(tile):
         with counted_loads() as loads:
@@ -86,7 +87,7 @@ def measure_triton(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Point:
     """Measure the Triton kernel with this tile size."""
 
     def call() -> Tensor:
-        return flash_attention(*inputs, is_causal=True, backend="triton")
+        return output_of(flash_attention(*inputs, is_causal=True, backend="triton"))
 
     with compiled_kernels(tile) as launched:
         call()

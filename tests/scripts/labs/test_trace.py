@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn import Layout, Mask, ring_attention, simulate, trace
+from ringattn import Layout, Mask, ring_attention, simulate
+from scripts.labs import trace
 from scripts.labs.trace import Problem, trace_ring, trace_tiles
 
 ROW = Problem.of_scores([1, 3, 2, 5])
