@@ -66,9 +66,8 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """The columns of a chunk (64, chunk_columns), the half of a step's dQ that one consumer computes.
-
-        A dQ with 64 rows is split by columns, and a dQ with 128 rows by rows.
+        """The columns of a chunk (64, chunk_columns), the half of a step's dQ that one consumer computes, of its columns or of
+        its rows.
         """
         return self.dim * self.queries // KEYS.value
 
@@ -373,8 +372,7 @@ def _work_tiles(
 def _heads_per_group(num_queries: int) -> int:
     """Return the maximal number of key heads in a head group.
 
-    For short sequences, many heads balance the load better, and their sums of dq stay in the L2 cache. The sums of dq of long
-    sequences do not fit into it anyway.
+    For short sequences, many heads balance the load better, and their sums of dq stay in the L2 cache.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 

@@ -305,7 +305,7 @@ def _step(
         # The writer may still wait for another work tile, so wait for it as late as possible.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
-    grad_k = wait_for_parts(grad_k, CONFIG.columns)
+    grad_k = wait_for_parts(grad_k, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(empty.index(stage), count=1)
     return grad_k, grad_v
 

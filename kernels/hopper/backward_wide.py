@@ -38,6 +38,7 @@ from ringattn.kernels.hopper.backward_common import (
     probabilities,
     store_rows,
 )
+from ringattn.kernels.hopper.column_parts import wait_for_parts
 from ringattn.kernels.hopper.common import (
     LOG2_E,
     PRODUCER_REGISTERS,
@@ -45,6 +46,7 @@ from ringattn.kernels.hopper.common import (
     accumulator_layout,
     allocate_barriers,
     arrive_at,
+    as_left,
     load_work_tile,
     step_start,
     sync_at,
@@ -91,25 +93,15 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_into_ring(tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
+def _load_into_ring(
+    tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
+):
+    """Load the tile of a step into a ring. `scalars`, the lse of Q or the delta of dO, arrive with the first part."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
         mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), tensor.block_type.nbytes)
-        _load_part(tensor, coordinates, part, full.index(slot), tiles.index(slot))
-
-
-@gluon.jit
-def _load_with_scalars(
-    tensor, scalars, coordinates, packed, ring, scalar_tiles, step, PARTS: gl.constexpr, SLOTS: gl.constexpr
-):  # fmt: skip
-    """Load a tile of Q and its lse, or of dO and its delta, into a ring. The scalars arrive with the first part."""
-    tiles, full, empty = ring
-    for part in gl.static_range(PARTS):
-        slot, phase = _locate(step, part, PARTS, SLOTS)
-        mbarrier.wait(empty.index(slot), phase ^ 1)
-        if part == 0:
+        if part == 0 and scalars is not None:
             mbarrier.expect(full.index(slot), tensor.block_type.nbytes + scalars.block_type.nbytes)
             tma_load(scalars, [packed], full.index(slot), scalar_tiles.index(slot))
         else:
@@ -149,25 +141,11 @@ def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr
 
 
 @gluon.jit
-def _wait_for_sums(pending, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until only IN_FLIGHT products are in flight."""
-    if PARTS == 1:
-        return (warpgroup_mma_wait(IN_FLIGHT, deps=pending),)
-    else:
-        return warpgroup_mma_wait(IN_FLIGHT, deps=pending)
-
-
-@gluon.jit
 def _zero_sums(COLUMNS: gl.constexpr, PARTS: gl.constexpr):
     sums = ()
     for _part in gl.static_range(PARTS):
         sums = sums + (gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS)),)
     return sums
-
-
-@gluon.jit
-def _as_left(tile, COLUMNS: gl.constexpr):
-    return gl.convert_layout(tile, gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(COLUMNS), k_width=2))
 
 
 @gluon.jit
@@ -224,12 +202,12 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
                     mbarrier.wait(k_empty, tile_phase ^ 1)
                     _load_whole(k, own, keys, k_full, CONFIG.parts)
                 rows = batch, row, head
-                _load_with_scalars(q, log2_lse, rows, packed, q_ring, lse_tiles, count, CONFIG.parts, CONFIG.q_slots)
+                _load_into_ring(q, rows, q_ring, count, CONFIG.parts, CONFIG.q_slots, log2_lse, packed, lse_tiles)
                 if is_first:
                     mbarrier.wait(v_empty, tile_phase ^ 1)
                     _load_whole(v, own, values, v_full, CONFIG.value_parts)
-                _load_with_scalars(
-                    dout, row_delta, rows, packed, dout_ring, delta_tiles, count, CONFIG.value_parts, CONFIG.dout_slots
+                _load_into_ring(
+                    dout, rows, dout_ring, count, CONFIG.value_parts, CONFIG.dout_slots, row_delta, packed, delta_tiles
                 )
                 count += 1
                 row += CONFIG.queries
@@ -260,7 +238,7 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
     mbarrier.wait(p_empty.index(p_slot), p_phase ^ 1)
     p_tiles.index(p_slot).store(p)
     mbarrier.arrive(p_full.index(p_slot), count=1)
-    return _as_left(p, CONFIG.value_part)
+    return as_left(p, CONFIG.value_part)
 
 
 @gluon.jit
@@ -280,7 +258,7 @@ def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
     p = p_tiles.index(p_slot).load(SCORES)
     mbarrier.arrive(p_empty.index(p_slot), count=1)
     ds = (p.to(gl.float32) * dp).to(dout_tiles.dtype)
-    return _as_left(ds, CONFIG.part)
+    return as_left(ds, CONFIG.part)
 
 
 @gluon.jit
@@ -345,7 +323,7 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             pending = _issue_sums(left, sums, ring, count, PARTS, SLOTS)
             count += 1
             scores = _issue_key_scores(buffers, rings, count, CONSUMER, CONFIG)
-            sums = _wait_for_sums(pending, SCORE_PARTS, PARTS)
+            sums = wait_for_parts(pending, SCORE_PARTS, PARTS)
             arrive_at(1 - CONSUMER)
             _release(ring[2], count - 1, PARTS, SLOTS)
             left = _compute_left(scores, buffers, barriers, rings, key_bounds, start, count, log2_scale, CONSUMER, CONFIG)
@@ -354,7 +332,7 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         tile_phase ^= 1
         index += gl.num_programs(0)
         work_tile = load_work_tile(work_tiles, index)
-        sums = _wait_for_sums(pending, 0, PARTS)
+        sums = wait_for_parts(pending, 0, PARTS)
         _release(ring[2], count, PARTS, SLOTS)
         count += 1
         _write_gradient(
@@ -464,7 +442,7 @@ def _compute_query_ds(
     dp = warpgroup_mma_wait(0, deps=(dp,))
     _release(v_empty, step, CONFIG.value_parts, CONFIG.v_slots)
     ds = (p * (dp - delta[:, None])).to(dtype)
-    return _as_left(ds, CONFIG.part)
+    return as_left(ds, CONFIG.part)
 
 
 @gluon.jit
@@ -542,7 +520,7 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
                 count += 1
                 scores = _issue_scores(queries, CONSUMER * PARTS, k_ring, count, STEP_KEYS, PARTS, CONFIG.k_slots)
                 dp = _issue_scores(douts, CONSUMER * VALUE_PARTS, v_ring, count, STEP_KEYS, VALUE_PARTS, CONFIG.v_slots)
-                sums = _wait_for_sums(pending, PARTS + VALUE_PARTS, PARTS)
+                sums = wait_for_parts(pending, PARTS + VALUE_PARTS, PARTS)
                 if not CONFIG.pass_after_scores:
                     arrive_at(1 - CONSUMER)
                 _release(k_empty, count - 1, PARTS, CONFIG.k_slots)
@@ -552,7 +530,7 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
                 )  # fmt: skip
             mbarrier.arrive(q_empty, count=1)
             pending = _issue_sums(ds, sums, k_ring, count, PARTS, CONFIG.k_slots)
-            sums = _wait_for_sums(pending, 0, PARTS)
+            sums = wait_for_parts(pending, 0, PARTS)
             _release(k_empty, count, PARTS, CONFIG.k_slots)
             count += 1
             _write_gradient(

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ringattn.kernels.hopper.common import ROWS, accumulator_layout, padded_dim
+from ringattn.kernels.hopper.common import ROWS, accumulator_layout, as_left, padded_dim
 
 
 def used_columns(head_dim: int, value_dim: int) -> int:
@@ -66,14 +66,9 @@ def add_product(left, right, sums, COLUMNS: gl.constexpr):
     tiles = split_tile(right, COLUMNS)
     pending = ()
     for part in gl.static_range(PARTS):
-        pending = pending + (_add_part(left, tiles[part], sums[part]),)
+        tile = tiles[part]
+        pending = pending + (warpgroup_mma(as_left(left, tile.shape[1]), tile, sums[part], is_async=True),)
     return pending
-
-
-@gluon.jit
-def _add_part(left, tile, part):
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(tile.shape[1]), k_width=2)
-    return warpgroup_mma(gl.convert_layout(left, LEFT), tile, part, is_async=True)
 
 
 @gluon.jit
@@ -88,11 +83,12 @@ def zero_parts(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_parts(parts, COLUMNS: gl.constexpr):
-    if num_parts(COLUMNS) == 1:
-        return (warpgroup_mma_wait(0, deps=parts),)
+def wait_for_parts(parts, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
+    """Wait until only IN_FLIGHT later products are in flight, and return the complete parts."""
+    if PARTS == 1:
+        return (warpgroup_mma_wait(IN_FLIGHT, deps=parts),)
     else:
-        return warpgroup_mma_wait(0, deps=parts)
+        return warpgroup_mma_wait(IN_FLIGHT, deps=parts)
 
 
 @gluon.jit

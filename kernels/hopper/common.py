@@ -99,10 +99,7 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return (delta, out, dout, dlse) for a kernel that reads delta, or computes it from the others if `delta` is (out, dlse).
-
-    Tensors that the kernel does not read are None. All others are contiguous.
-    """
+    """Return (delta, out, dout, dlse), contiguous, for a kernel that reads delta, or computes it if `delta` is (out, dlse)."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
@@ -200,6 +197,12 @@ def tile_view(buffer, desc):
 
 
 @gluon.jit
+def as_left(tile, COLUMNS: gl.constexpr):
+    """Return a tile (64, K) in registers as the left operand of a product (64, COLUMNS)."""
+    return gl.convert_layout(tile, gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(COLUMNS), k_width=2))
+
+
+@gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
     """Return the barriers `full` and `empty` of SLOTS slots. A partition makes one arrival for all of its threads."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -225,9 +228,8 @@ def load_work_tile(work_tiles, index):
 
 @gluon.jit
 def step_start(loop, step, STEP: gl.constexpr):
-    """Return the first key of a step of the KV loop.
-
-    Masked tiles at the two ends of the interval come first, so that a step applies the mask if and only if `step < num_masked`.
+    """Return the first key of a step of the KV loop. Masked tiles come first, so that a step needs a mask if `step <
+    num_masked`.
     """
     begin, num_masked_prefix, num_unmasked, num_masked = loop
     tile = gl.where(

@@ -2,8 +2,7 @@
 
 Programs reach TMA's reduce-add in any order, so the host fixes the order in which work tiles add to a query tile, see
 `ringattn.kernels.tile_order`. Two more partitions of a program, the writers, each a single warp, keep its consumers from
-waiting for other programs. They take turns: each sends the dQ of both consumers in every other step, because its part takes
-about as long as a step.
+waiting for other programs. They take turns, because their part takes about as long as a step.
 
       CONSUMERS                       WRITER OF THIS STEP
 

@@ -34,8 +34,8 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
     """Transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
 
-    Buffer NUMBER of K, V, K, V, and so on is for part NUMBER % o_parts of the o of consumer NUMBER // o_parts, if there is one.
-    If the output is returned, TMA loads this part of the incoming o.
+    Buffer NUMBER of K, V, K, V, and so on is for part NUMBER % o_parts of the o of consumer NUMBER // o_parts. If the output is
+    returned, TMA loads this part of the incoming o.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -56,7 +56,7 @@ def release_keys(k_empty, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
-    """Release the state stage of the previous work tile, unless it is -1."""
+    """Release the state stage, unless it is -1."""
     _, _, _, k_empty, _, v_empty = barriers
     if CONFIG.state_stages > 0 and state_stage >= 0:
         release_keys(k_empty, state_stage, CONFIG)

@@ -34,8 +34,7 @@ An output leaves through the shared memory of its Q. A call that returns an outp
 and releases a slot after the first product of the next work tile. The o of a state is in fp32 and does not fit there, so it
 leaves through the next stages of K and V, see `epilogue`.
 
-With ping-pong, each consumer waits until the previous one has issued its products. Otherwise, all consumers would compute their
-softmax at the same time, and the tensor cores would be idle.
+With ping-pong, a consumer waits until the previous one has issued its products, so that their softmaxes do not coincide.
 """
 
 from triton.experimental import gluon
@@ -135,7 +134,7 @@ def _step(
         scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX, CONFIG
     )
     l = softmax.fence_softmax(l, CONFIG)
-    o = wait_for_parts(pending_o, CONFIG.columns)
+    o = wait_for_parts(pending_o, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
         # P V of the previous step is relative to the previous reference max.
@@ -242,7 +241,7 @@ def _compute_tile(
     # While P V of the last step runs, load the scalars of the incoming state and the next work tile.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
-    o = join_parts(wait_for_parts(o, CONFIG.columns), CONFIG.columns)
+    o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     # Combine the four threads of a row only once per work tile.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))

@@ -92,8 +92,9 @@ def _rescale_assembly(count):
 
 
 @gluon.constexpr_function
-def _rescale_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+def in_place_constraints(count, kind):
+    """Return the constraints of instructions that change `count` registers, with as many operands."""
+    return ",".join([f"={kind}"] * count + [str(i) for i in range(count)] + [kind] * count)
 
 
 @gluon.jit
@@ -103,7 +104,7 @@ def rescale(o, alpha):
     """
     COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
-    CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
+    CONSTRAINTS: gl.constexpr = in_place_constraints(COUNT, "f")
     tile = by_thread(o, o.shape[1])
     factors = _along_row(alpha, tile) + gl.zeros_like(tile)
     tile = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)

@@ -150,18 +150,13 @@ def _shift_assembly(count):
     return code + "DONE: }"
 
 
-@gluon.constexpr_function
-def _shift_constraints(count):
-    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * count)
-
-
 @gluon.jit
 def limit_levels(levels, ref_max):
     """Raise the reference max (64, 4) of the rows that have levels above MAX_LEVEL. Return (levels, ref_max, alpha)."""
     LIMIT: gl.constexpr = _limit_assembly()
     COUNT: gl.constexpr = levels.shape[1] * 4
     SHIFT: gl.constexpr = _shift_assembly(COUNT)
-    CONSTRAINTS: gl.constexpr = _shift_constraints(COUNT)
+    CONSTRAINTS: gl.constexpr = softmax.in_place_constraints(COUNT, "r")
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, levels.type.layout))
     largest = gl.reduce(gl.reduce(levels, 3, _larger_levels), 1, _larger_levels)
     raised, alpha, addend = gl.inline_asm_elementwise(

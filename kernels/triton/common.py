@@ -164,8 +164,8 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    One head follows another, longest tiles first, so that concurrent programs find the operands in the L2 cache. The last heads
-    are interleaved: their longest tiles start first, and their short tiles fill the SMs at the end.
+    One head follows another, so that concurrent programs find the operands in the L2 cache. The last heads are interleaved:
+    their longest tiles start first, and their short tiles fill the SMs at the end.
     """
     # `width` is the number of heads whose tiles alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
@@ -309,7 +309,7 @@ def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Load `rows` of the contiguous matrices out and dout (rows, DIM), or 0 for those not `inside`."""
+    """Load `rows` of the contiguous matrices out and dout, or 0 for those not `inside`."""
     columns = tl.arange(0, PADDED)
     index = rows[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]

@@ -27,8 +27,7 @@ def launch(
         operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of
             the descriptors.
         numbers: integers below 2**31 and floats, always of the same types, which the kernel must not specialize.
-        cooperative: whether the GPU must run all programs at the same time. The launch fails if they do not fit.
-        constants: the constexpr arguments, in the kernel's order.
+        cooperative: whether the GPU must run all programs at the same time.
     """
     key, arguments = [id(kernel), cooperative, *constants.values()], []
     for x in operands:

@@ -8,7 +8,7 @@ import torch
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_common, backward_rows, backward_wide
+from ringattn.kernels.hopper import backward_common, backward_rows, backward_wide, column_parts
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.covering import every_pair
 from tests.kernels.compare import TOLERANCE, assert_rows_close
@@ -79,7 +79,7 @@ def test_source_of_the_kernels_computes_the_gradients(mask, dims, add):
     problem = make_problem(lo, hi, num_keys, torch.float16, lo.shape[0], heads, dims).double()
     start = [torch.randn_like(x) if add else torch.zeros_like(x) for x in (problem.q, problem.k, problem.v)]
     accumulators = dict(zip(GRADIENTS, [x.clone() for x in start], strict=True)) if add else {}
-    with emulated(hopper_backward, 3, [backward_common, backward_wide]):
+    with emulated(hopper_backward, 3, [backward_common, column_parts, backward_wide]):
         actual = problem.gradients(hopper_backward, grad_dtype=torch.float64, **accumulators)
     for name, x, y, expected in zip(GRADIENTS, actual, start, problem.backward(reference), strict=True):
         torch.testing.assert_close(x - y, expected, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")

@@ -26,7 +26,8 @@ def test_rescaling_multiplies_every_register_by_the_alpha_of_its_row(count):
     rows = [i // 2 % 2 for i in range(count)]
     # The operands are o (output), o (input), and an alpha for every register. Alphas 0 and 2 are those of the two rows.
     assert products == [(str(i), str(i), str(2 * count + 2 * row)) for i, row in enumerate(rows)]
-    assert softmax._rescale_constraints(count).split(",") == ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
+    constraints = softmax.in_place_constraints(count, "f").split(",")
+    assert constraints == ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
 
 
 def test_a_row_without_keys_has_probability_zero():
