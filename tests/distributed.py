@@ -8,6 +8,7 @@ On a GPU, a new process also needs seconds to initialise CUDA and to load kernel
 function after another. If a function fails, the pool starts new ranks for the next function.
 """
 
+import datetime
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -36,6 +37,9 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 
 # A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.
 TIMEOUT = 240
+
+# The time in which gloo must connect all ranks. Afterwards, they have torch's default timeout.
+CONNECT_TIMEOUT = datetime.timedelta(seconds=45)
 
 # A function of a pool may run for this long, in seconds. A hop of a ring may take half of this time.
 POOL_TIMEOUT = 120
@@ -119,9 +123,30 @@ def _join(rank: int, ranks: int, directory: Path, timeout: float, backend: str, 
         os.environ[SHARE_GPUS] = "1"
     if backend != "gloo":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    store = f"file://{directory / 'store'}"
-    dist.init_process_group(BACKENDS[backend], init_method=store, rank=rank, world_size=ranks)
+    _connect(BACKENDS[backend], dist.FileStore(str(directory / "store"), ranks), rank, ranks)
     return stacks
+
+
+def _connect(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
+    """Create the process group.
+
+    If other jobs start and end on the machine, gloo sometimes accepts the connection of another job. One rank then fails when
+    that job ends, and the other ranks wait until the timeout. All ranks therefore try again, with new addresses.
+    """
+    for attempt in range(3):
+        dist.distributed_c10d._world.group_count = 0  # names the keys of the group, and a failed attempt changes it
+        prefixed = dist.PrefixStore(f"group {attempt}", store)
+        try:
+            dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=CONNECT_TIMEOUT)
+        except RuntimeError as error:
+            print(f"attempt {attempt} to connect rank {rank}: {error}", file=sys.stderr)
+        store.set(f"{attempt}/{rank}", str(dist.is_initialized()))
+        if all(store.get(f"{attempt}/{other}") == b"True" for other in range(ranks)):
+            dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    raise RuntimeError("the ranks could not be connected; stderr contains the reasons")
 
 
 class RankPool:

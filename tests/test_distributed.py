@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,27 @@ def sleep_forever(directory: Path) -> None:
 def check_environment(value: str) -> None:
     assert os.environ["RINGATTN_TEST"] == value
     assert torch.get_num_threads() == 1
+
+
+def connect_again(directory: Path, failing: int) -> None:
+    """Create the group again. The first attempt fails on one rank."""
+    rank, ranks, create = dist.get_rank(), dist.get_world_size(), dist.init_process_group
+    dist.destroy_process_group()
+    distributed.CONNECT_TIMEOUT = timedelta(seconds=2)
+
+    def fail(*arguments: object, **options: object) -> None:
+        dist.init_process_group = create
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    if rank == failing:
+        dist.init_process_group = fail
+    distributed._connect("gloo", dist.FileStore(str(directory / "second"), ranks), rank, ranks)
+    sum_of_ranks(3)
+
+
+@pytest.mark.slow
+def test_ranks_connect_again_if_gloo_fails_on_one_rank(tmp_path: Path) -> None:
+    run_ranks(connect_again, 3, tmp_path / "ranks", tmp_path, 1)
 
 
 def test_ranks_work_after_a_rank_failed(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringattn import KVCache, Layout, decode_attention
 from ringattn.kernels import reference
 from scripts import command
+from scripts.accuracy import output_of
 from scripts.bench import generation
 from scripts.bench.stock_training import load_model_config
 from scripts.tables import markdown_table
@@ -210,7 +211,7 @@ def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
     outputs: list[Tensor] = []
     for entry in (0, case.batch - 1):
         query, key, value = (x[entry : entry + 1, :, :1].double() for x in (q, k, v))
-        out = reference.decode(query, key, value, torch.zeros_like(hi), hi, case.head_dim**-0.5, final=True)
+        out = output_of(reference.decode(query, key, value, torch.zeros_like(hi), hi, case.head_dim**-0.5, final=True))
         outputs.append(out[0, :, 0])
     return torch.stack(outputs)
 
