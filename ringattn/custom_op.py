@@ -83,7 +83,7 @@ def register(
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
             saved = to_save(q, k, v, out, lse, extra, spec)
             # lse rarely has a gradient, and a gradient of zeros would need an allocation, a kernel and a read.
@@ -95,7 +95,7 @@ def register(
             return out, lse, *extra
 
         @staticmethod
-        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
             saved = ctx.saved_tensors  # only once, because activation checkpointing recomputes them for a single access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
@@ -200,7 +200,7 @@ class _OnceDifferentiable(torch.autograd.Function):
     """Return (dq, dk, dv) unchanged, and raise an error if they are differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]
+    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
         return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
 
     @staticmethod

@@ -406,7 +406,6 @@ def _check_num_queries(num_queries: int, num_tokens: int) -> None:
 
 def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | None, int]:
     """Return the sinks and the window, limited to `length`, because both may exceed int64."""
-    # Without a window, all queries attend to the sinks.
     return min(sinks, length) if sinks and window else None, min(window or length, length)
 
 
