@@ -59,8 +59,8 @@ def counted_loads() -> Generator[Loads]:
 
     def counted(function: Callable[..., Any], forward: bool) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            # The arguments of the backward are q, k, v, dout, lse, delta, intervals, scale, dq, dk and dv.
-            loads.add([*arguments[:3]] if forward else [*arguments[:6], *arguments[8:11]])
+            # The arguments of the backward are q, k, v, dout, lse and delta, and the sums dq, dk and dv by keyword.
+            loads.add([*arguments[:3]] if forward else [*arguments[:6], *(options[name] for name in ("dq", "dk", "dv"))])
             return function(*arguments, **options)
 
         return call
