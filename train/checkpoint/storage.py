@@ -426,7 +426,9 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
         # The list of a network file system may lack the files of other hosts.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
-        for info in metadata.storage_data.values():  # The shards of a file follow each other without gaps.
+        # Some releases of torch write a copy of `metadata`, so only `results` contains the shards.
+        for info in (result.storage_data for of_rank in results for result in of_rank):
+            # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
