@@ -32,7 +32,7 @@ class Choice:
 
 
 def check_backend(backend: object) -> None:
-    """Raise ValueError unless `backend` is a text. `choose_backend` checks the text, but its cache needs a hashable value."""
+    """Raise ValueError unless `backend` is a text. The cache of `choose_backend` needs a hashable argument."""
     if not isinstance(backend, str):
         raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
 
@@ -52,9 +52,8 @@ def choose_backend(
         backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
         plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
-        precision: as for `forward`. With "fp8", the result is the backend of the forward, and the backend "hopper" is
-            the kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects the backend that computes the call on
-            the rounded inputs.
+        precision: as for `forward`. With "fp8", the function selects the backend of the forward, and "hopper" stands for the
+            kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects a backend for the rounded inputs.
 
     Raises:
         ValueError: the backend is unknown or cannot run such a call.

@@ -11,21 +11,21 @@ from torch.nn.functional import pad
 
 from ringattn.kernels.caching import SharedTensors, is_capturing
 
-# A tile must not cross the border between two blocks. Tiles with sides of 64 fit into blocks of every multiple.
+# A tile must not cross the border between two blocks. Every block size is a multiple of 64, so tiles with sides of 64 fit.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask over pairs of a block of queries and a block of keys. A query attends only to keys in kept blocks and in its
-    interval.
+    """A mask that keeps or drops each pair of a query block and a key block. A query attends only to keys in its interval and
+    in kept blocks.
 
     The kernels iterate over lists of kept blocks, which are cached in this object. Therefore create a block mask once and pass
     the same object to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: the queries or keys in a block, a multiple of 64, or of 128 for the fastest tiles.
+        size: the number of queries or keys in a block, a multiple of 64. Multiples of 128 allow the fastest tiles.
     """
 
     keep: Tensor
@@ -48,7 +48,7 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # A property, so that a copy of the object starts with an empty cache. The key is "queries", or the `group` of
+        # This is a property, so that a copy of the object starts with an empty cache. A key is "queries", or the `group` of
         # `key_lists`.
         return SharedTensors()
 
@@ -71,8 +71,8 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """The lists of kept columns, each query block * group + head: int32 (B or 1, Hkv or 1, key blocks, query blocks * group
-        + 1, 2).
+        """For each key block, the list of its kept columns, numbered query block * group + head: int32 (B or 1, Hkv or 1, key
+        blocks, query blocks * group + 1, 2).
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 

@@ -1,7 +1,7 @@
 """Caches for functions that torch.compile may also trace, and for GPU tensors that calls on several streams read.
 
-PyTorch only orders the work of a single stream, so a call could read a cached tensor before another stream has written it, or
-after a cache has dropped it and its memory is in use again. `SharedTensors` prevents both. A tensor that is computed while a
+PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written it, or
+after the cache has dropped it and its memory is in use again. `SharedTensors` prevents both. A tensor that is computed while a
 CUDA graph is captured has no values before the first replay, so no cache may keep it.
 """
 
@@ -44,7 +44,8 @@ def cached(maxsize: int) -> Callable[[F], F]:
 
 
 def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` for a function of a device that returns tensors.
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors on the device that is its last
+    argument.
 
     The call raises RuntimeError if a CUDA graph is being captured and no earlier call has computed the result.
     """
@@ -94,8 +95,8 @@ def keep_for_graph(thing: object, device: torch.device) -> None:
 class SharedTensors(dict[Any, Any]):
     """A dictionary of tensors on one device, which calls on several streams may read.
 
-    The stream that stores a value must have written it. Another stream waits when it first reads the value, and its memory is
-    not reused before that stream has finished its work.
+    The stream that stores a value must have written it. Another stream waits for the write when it first reads the value. The
+    memory of the value is not reused before all reading streams have finished their work.
     """
 
     def __init__(self) -> None:
@@ -115,8 +116,8 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # A call of `use` would take a third of the time of this method. The check comes after the value has been read, because
-        # another thread may have stored it only a moment before.
+        # Calling `use` every time would take a third of the time of this method. Check after reading the value, because another
+        # thread may have just stored it.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
@@ -142,7 +143,7 @@ class SharedTensors(dict[Any, Any]):
         """Allow the current stream to read all tensors."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A captured stream cannot wait for work outside of its graph. `torch.cuda.graph` has waited for all of it, and
+        # A captured stream cannot wait for work outside of its graph, but `torch.cuda.graph` has already waited for all work.
         # `keep_for_graph` keeps the tensors.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:

@@ -4,8 +4,8 @@ If a call on a GPU has only a few queries, the backend "auto" selects `ringattn.
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a kernel that reads
 this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward,
-so the rounding error of the inputs is the same on every device. The backward does not use FP8. `backward_fp8` calls it with the
-rounded inputs, so that its probabilities are those of the forward.
+so the rounding error of the inputs is the same on every device. The backward does not use FP8. `backward_fp8` calls the
+backward with the rounded inputs, so that forward and backward have the same probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ def forward(
 
     Args:
         q, k, v, intervals, scale, state, final, dropout, blocks: as in `reference.forward`.
-        backend: one of BACKENDS. If there are only a few queries, "auto" selects the split-KV kernel of `decode`.
+        backend: one of BACKENDS. With few queries, "auto" selects the split-KV kernel of `decode`.
         precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
             allows neither dropout nor a block mask.
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
@@ -160,9 +160,9 @@ def _forward_rounded(
     shares_sms: bool,
 ) -> Tensors:
     """Compute `forward` with precision="fp8". The arguments are checked already."""
-    # The choice is made before the inputs are rounded, so that an unavailable backend raises an error at once.
+    # Choose before rounding the inputs, so that an unavailable backend raises an error at once.
     choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), v.shape[1] > 0, "fp8")
-    # Few queries are computed by the split-KV kernel, which reads 16-bit inputs.
+    # The split-KV kernel computes few queries from 16-bit inputs.
     few_queries = backend == "auto" and final and state is None and _splits_keys(q, k, v, "triton", None, None)
     options = {"dtype": q.dtype, "reads_fp8": not few_queries, "shares_sms": shares_sms}
     return forward_fp8(*quantize(q, k, v), intervals, scale, state, final, backend, **options)
@@ -181,7 +181,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
 
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Return the inputs for which the forward with precision="fp8" computes attention, see `_exact_dtype`.
+    """Return q, k and v as the forward with precision="fp8" reads them: rounded to FP8, in the dtype of `_exact_dtype`.
 
     The queries and keys are rotated, so their gradients must be passed to `fp8.rotate_back`.
     """
@@ -190,7 +190,7 @@ def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which inputs of `dtype` that were rounded to FP8 are computed without another rounding error."""
+    """Return a dtype that represents inputs of `dtype` exactly after they were rounded to FP8."""
     # The scales need more bits of exponent than fp16 has. Rotated queries of fp16 may also be larger than any fp16 number.
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
@@ -207,8 +207,7 @@ def backward_fp8(
 ) -> Gradients:
     """Compute the gradients of a forward with precision="fp8", in the dtypes of q, k and v.
 
-    With the inputs as given, the scores would differ from the scores of which the forward has computed lse, and exp(s - lse)
-    could be far above 1.
+    The unrounded inputs would give other scores than those in the forward's lse, and exp(s - lse) could be far above 1.
 
     Args:
         backward: backward(q, k, v, out, lse, dout, dlse) -> (dq, dk, dv), which is called with the rounded inputs. If q is
@@ -305,10 +304,11 @@ def prepare_decode(
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
-    """Prepare calls of `decode` that use the same memory for k, v, whose last dimension must be contiguous, and the page table.
+    """Prepare calls of `decode` that share the memory of k, v and the page table. The last dimension of k and v must be
+    contiguous.
 
-    Return a function of (q, lo, hi, sinks), with the shapes, dtypes and devices of the tensors passed here. It checks nothing,
-    which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks), which must have the same shapes, dtypes and devices as the tensors passed here. The
+    function checks nothing, which saves several microseconds per token.
     """
     chosen = _choose_decode(q, v, backend)
     if chosen == "triton":
@@ -325,7 +325,7 @@ def _choose_decode(q: Tensor, v: Tensor, backend: str) -> str:
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Compute `reference.row_delta`, in a single kernel if the Triton kernels can run."""
-    # The kernel for delta supports every head dim, so `choose_backend` is called with its default for the head dims.
+    # The kernel for delta supports every head dim, so the head dims keep their default.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
     return module.row_delta(out, dout, dlse)
@@ -380,14 +380,14 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Compute `reference.sum_partials`, on a GPU in one pass over memory for fp32 gradients of a single batch entry."""
+    """Compute `reference.sum_partials`. On a GPU, fp32 gradients of a single batch entry take one pass over memory."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _triton_merge().sum_partials(base, parts, dtype)
     return reference.sum_partials(base, parts, dtype)
 
 
 def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: torch.dtype | None = None) -> Tensors:
-    """Compute `reference.merge_states`, on a GPU in one pass over memory for contiguous fp32 states."""
+    """Compute `reference.merge_states`. On a GPU, contiguous fp32 states take one pass over memory."""
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
         return _triton_merge_states().merge_states(base, parts, dtype)
@@ -395,7 +395,7 @@ def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: tor
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Compute `reference.merge_packed`, on a GPU in one kernel for fp32 states."""
+    """Compute `reference.merge_packed`. On a GPU, fp32 states take one kernel."""
     on_gpu = states.is_cuda and states.dtype == torch.float32
     return (_triton_merge_states() if on_gpu else reference).merge_packed(states, shape, dtype)
 
@@ -406,9 +406,9 @@ class IncrementalBackward:
     dq is accumulated in the dtype of states and rounded only once.
 
     Args:
-        v: values of any block. Only their head dim matters, and whether there are any keys.
+        v: values of any block. Only the head dim of v matters, and whether v is empty.
         q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. lse is over the keys of all blocks.
-        plain: whether all blocks are without dropout, as the Hopper kernels require.
+        plain: whether no block has dropout, as the Hopper kernels require.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A pair (query, key) of a head is kept if a random unsigned 32-bit word is at least p * 2**32. The word is the second output of
 Philox-4x32-7 (Salmon et al. 2011), with the seed as the key and the counter (query position, key position, query head, batch
-entry). This order minimises the products that depend on both positions. Tile sizes, layouts and the number of ranks do not
-change the mask.
+entry). This order of the counter minimises the products that depend on both positions. Tile sizes, layouts and the number of
+ranks do not change the mask.
 
 Kept probabilities are multiplied by 1 / (1 - p).
 """
@@ -22,8 +22,8 @@ _WORD_MASK = 0xFFFFFFFF
 class Dropout:
     """The dropout of a call, with 0 <= p < 1 and 0 <= seed < 2**64.
 
-    query_positions and key_positions are int32 (Nq,) and (Nk,), in the whole sequence. first_head is not 0 if heads are split
-    over ranks.
+    query_positions (Nq,) and key_positions (Nk,) are int32 positions in the whole sequence. first_head is the first query head
+    of this rank.
     """
 
     p: float

@@ -10,8 +10,8 @@ FP8 attention rounds q, k and v to e4m3, with 4 bits of exponent, 3 bits of mant
 magnitude, or 1 for a block of zeros.
 
 **Rotation.** Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. It distributes
-large features over all features of a head, which removes most of their rounding error. For values, the output would have to be
-rotated back.
+large features over all features of a head, which removes most of their rounding error. Values are not rotated, because the
+output would have to be rotated back.
 
 **Values.** For e4m3, wgmma requires values whose keys are contiguous, so each block is a transposed tile (D, 128 keys), with
 zeros beyond N. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b // 2) + 2 t + b % 2:
@@ -37,7 +37,7 @@ BLOCK = 128  # tokens per scale
 HEAD_DIMS = (64, 128, 256)  # equal head dims D and Dv for which a GPU has special kernels
 DTYPE = torch.float8_e4m3fn
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9
-# Exponents with which a scale and its inverse are normal fp32 numbers.
+# With exponents in this range, a scale and its inverse are normal fp32 numbers.
 _MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT = -126, 126
 
 
@@ -68,8 +68,8 @@ def num_blocks(num_tokens: int) -> int:
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, fp32: x becomes x @ matrix.
 
-    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). Other head dims than powers of two are
-    split into powers of two, the largest first.
+    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, it is split
+    into powers of two, the largest first.
     """
     # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
     with torch.inference_mode(False), torch.no_grad():

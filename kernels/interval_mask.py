@@ -1,8 +1,8 @@
 """Interval masks: query i may attend to the keys [lo[i], hi[i]) and to no others.
 
 `lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
-hi, the interval is empty. On every shard whose positions are sorted, causal, sliding-window, document and full masks and their
-intersections have this form. Rows are queries and columns are keys, or the other way round in a transposed mask.
+hi, the interval is empty. Causal, sliding-window, document and full masks and their intersections have this form on every shard
+whose positions are sorted. Rows are queries and columns are keys. A transposed mask swaps them.
 """
 
 import math
@@ -181,10 +181,12 @@ class Intervals:
 
         Args:
             rows, step, aligned: as for `tiles`. In the backward, `aligned` is always true.
-            batch, heads: the numbers of batch entries, and of heads of each.
-            num_head_groups: the head groups are processed one after another, so that their operands stay in the L2 cache.
+            batch, heads: the number of batch entries, and the number of heads per entry.
+            num_head_groups: the number of head groups, which are processed one after another, so that their operands stay in
+                the L2 cache.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: None in the forward. In the backward, the number of query heads per key head, each of which needs all steps.
+            group: None in the forward. In the backward, the number of query heads per key head. Each query head needs all
+                steps.
 
         Returns:
             int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.
@@ -230,7 +232,7 @@ class Intervals:
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
-        # Both other methods have `programs` at the same place.
+        # The arguments of `work_tiles` and `ordered_work_tiles` begin alike.
         batch, heads, _, programs, *_ = arguments
         # A few more work tiles per program than necessary balance the load. The last wave may be split, and the last row of a
         # table is empty.
@@ -307,7 +309,7 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the queries [query_lo[j], query_hi[j]) that may attend to each key j, int32 (B or 1, Nk).
 
-    The queries with hi > j are the last ones, and those with lo <= j are the first ones.
+    Bounds never decrease, so queries with lo <= j come first, and queries with hi > j last.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
@@ -327,7 +329,7 @@ def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
 
 
 def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
-    """Copy a CPU tensor to `device`. Replays of a CUDA graph would copy from memory that has been freed by then."""
+    """Copy a CPU tensor to `device`. Fail in a CUDA graph, whose replays would copy from freed memory."""
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:

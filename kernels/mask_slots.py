@@ -1,7 +1,7 @@
 """GPU memory for the masks that a CUDA graph reads, so that other masks can replace them between two replays.
 
 A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Every table is therefore
-padded with zeros to the largest one of any mask of the same shape. A program without work tiles ends at once.
+padded with zeros to the largest size that a mask of the same shape can need. A program without work tiles ends at once.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack
 
 
 class MaskSlots:
-    """The memory of several masks with `is_replaced`, from which the kernels of the graph have requested all tables.
+    """Memory for several masks with `is_replaced`. The kernels of the graph must already have requested all of their tables.
 
-    The attribute `masks` has the masks to capture, with the contents that `write` has written last, or zeros.
+    The attribute `masks` has the masks to capture, which are zeros until the first `write`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
-B is the batch size, Nq and Nk are the numbers of queries and keys, and Hq and Hkv those of query heads and key heads. Query
+B is the batch size, Nq and Nk are the numbers of queries and keys, Hq and Hkv the numbers of query heads and key heads. Query
 head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
@@ -12,9 +12,9 @@ If s = scale * q k^T are the scores of the keys that a query has seen so far, m 
 is sum exp(s - m) v. A query that has seen no key has the empty state (-inf, 0, 0), the output 0 and the lse -inf. In a state of
 the Hopper kernels, m may differ from the maximum, and l and o are relative to this m.
 
-With `dropout`, o is a sum over the kept probabilities only, which are scaled, whereas m, l and lse do not change. `blocks`
-masks pairs of a block of queries and a block of keys. With `precision` "tf32" instead of "ieee", the Triton kernels may round
-the operands of fp32 products to 11 bits of mantissa.
+With `dropout`, o sums only the kept probabilities, which are scaled. Dropout does not change m, l and lse. `blocks` masks pairs
+of a block of queries and a block of keys. With `precision` "tf32" instead of "ieee", the Triton kernels may round the operands
+of fp32 products to 11 bits of mantissa.
 
 Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """

@@ -1,12 +1,12 @@
 """The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
 
-A work tile is a tile of keys of one head, which visits the query tiles that see its keys. The order matters only for work tiles
-that have a query in common. The bounds of an interval mask never decrease, so it suffices to order neighbours: in every query
-tile that both visit, the predecessor comes first. A chain is a longest sequence of work tiles of one head, each with a query in
-common with the next one:
+A work tile is a tile of keys of one head. It visits the query tiles that see its keys. The order matters only for work tiles
+that share a query. Bounds of an interval mask never decrease, so it suffices to order neighbours: the predecessor adds first to
+every query tile that both visit. A chain is a maximal sequence of work tiles of one head in which each shares a query with the
+next. A chain runs in one of two directions:
 
 - **Forwards:** from the last keys to the first. Every work tile visits its query tiles from the first to the last. Under a
-causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
+causal mask, the predecessor starts at a later query tile, so the predecessor is ahead from the start.
 - **Backwards:** from the first keys to the last. Every work tile visits its query tiles from the last to the first. Under a
 causal mask, the longest loops come first.
 
@@ -34,7 +34,7 @@ def order_work_tiles(
     Args:
         tiles: int32 (B or 1, T, 6) from `Intervals.tiles` of a transposed mask. Every loop begins at a multiple of `step`.
         bounds: lo and hi of every key, int32 (B or 1, Nk), on the CPU.
-        heads, heads_per_group: the key heads of a batch entry, and the minimal number of them in a head group.
+        heads, heads_per_group: the number of key heads per batch entry, and the minimal number per head group.
         group: number of query heads per key head.
 
     Returns:
@@ -54,7 +54,7 @@ def order_work_tiles(
     num_heads, num_masks = batch * heads, len(tiles)
     num_groups = -(-num_heads // heads_per_group)
     if num_groups < num_heads:
-        # With an even number of head groups, both directions have as many chains.
+        # With an even number of head groups, both directions have the same number of chains.
         num_groups += num_groups % 2
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
@@ -91,7 +91,7 @@ def predecessors(work_tiles: Tensor) -> Tensor:
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) by their first key, with those without steps at the end. Return (tiles, mask of those with
+    """Sort the tiles (B, T, 6) by their first key, and tiles without steps to the end. Return (tiles, mask of tiles with
     steps).
     """
     exists = tiles[..., 4] + tiles[..., 5] > 0
@@ -125,8 +125,8 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Long chains come first. Work tiles of shorter chains come between those of a chain, so that neighbours start at different
-    # times.
+    # Long chains come first. Work tiles of shorter chains separate the neighbours of a long chain, which then start at
+    # different times.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))

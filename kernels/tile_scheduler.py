@@ -21,8 +21,8 @@ CONSUMER_ROWS = 64
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces at every row whose bound (B, N) exceeds the previous one by at least `jump`, and at batch
-    entries.
+    """Split the rows into pieces at every row whose bound (B, N) exceeds the previous bound by at least `jump`, and between
+    batch entries.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -33,7 +33,7 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split pieces of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    If a tile of a piece has fewer than `rows` rows, it is the first one with `from_end`, and otherwise the last one.
+    Only the last tile of a piece, or the first one with `from_end`, may have fewer than `rows` rows.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -46,8 +46,8 @@ def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -
 
 
 def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int, alignment: int) -> tuple[ndarray, ...]:
-    """Return begin, a multiple of `alignment`, num_masked_prefix, num_unmasked and num_masked of the tiles with rows [first,
-    end).
+    """Return begin, num_masked_prefix, num_unmasked and num_masked of the tiles with rows [first, end). begin is a multiple of
+    `alignment`.
     """
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
@@ -124,8 +124,8 @@ def assign_work_tiles(
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
     In rotation, some programs would get a seventh more than their share. With packed documents, long work tiles of the last
-    head groups would start too late, so they are moved forward. A work tile has at most one earlier work tile in `predecessors`
-    that must stay in front, or -1. `limit` is the maximal number of work tiles of a program.
+    head groups would start too late, so they are moved forward. `predecessors` has, for each work tile, the earlier work tile
+    that must stay in front of it, or -1. `limit` is the maximal number of work tiles of a program.
 
     Return int32 (n, programs, c). The entries [:, p] are the work tiles of program p, followed by at least one row of zeros.
     """
@@ -177,8 +177,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor has a smaller index, so from the last work tile to the first, every start is final before it is passed
-        # on.
+        # A predecessor has a smaller index, so a loop from the last work tile to the first passes on only final starts.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
@@ -188,7 +187,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Return the list of every element of lists with counts[i] elements, and its index in it."""
+    """Given lists of counts[i] elements, return each element's list and its index in that list."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -34,7 +34,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def shown(value: object) -> str:
-    """Return the value as a short text for an error message, or else its type."""
+    """Return the value as text for an error message, or its type if the text is long."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
@@ -196,7 +196,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
 
 
 def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], batch: int) -> None:
-    """Check keys and values for a cache with `batch` entries and the heads, dtype and device of the `stored` ones."""
+    """Check that new keys and values have `batch` entries, and the heads, dtype and device of the `stored` ones."""
     for x, y in zip(new, stored, strict=True):
         if (x.shape[0], *x.shape[2:], x.dtype, x.device) != (batch, *y.shape[2:], y.dtype, y.device):
             raise ValueError(

@@ -66,8 +66,8 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """The columns of a chunk (64, chunk_columns), the half of a step's dQ that one consumer computes, of its columns or of
-        its rows.
+        """The columns of a chunk (64, chunk_columns). A chunk is the half of a step's dQ, by columns or rows, that one consumer
+        computes.
         """
         return self.dim * self.queries // KEYS.value
 
@@ -77,7 +77,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def used_size(self) -> int:
-        """The elements of both chunks of a query tile, without the columns of the second that are zeros."""
+        """The elements of both chunks of a query tile, without the second chunk's columns of zeros."""
         return self.queries * self.columns
 
 
@@ -92,8 +92,8 @@ class WideConfig:
         q_slots, dout_slots, p_slots: slots of the rings in the kernel for dk and dv.
         k_slots, v_slots: slots of the rings in the kernel for dq. K needs slots for two tiles, because a step issues products
             with its own tile of K and with that of the previous step.
-        pass_after_scores: whether a consumer of the kernel for dq passes its turn when the scores of its step are complete,
-            instead of when the product that ends the previous step is.
+        pass_after_scores: whether a consumer of the kernel for dq passes its turn after the scores of its step, instead of
+            after the product that ends the previous step.
     """
 
     head_dim: int
@@ -127,7 +127,8 @@ class WideConfig:
     def p_tile_layout(self) -> gl.SharedLinearLayout:
         """The layout of P (64 keys, queries) in shared memory, which is the order of its elements in the registers.
 
-        In every 16 columns, a thread has eight numbers, and those of the next thread follow, so there are no bank conflicts.
+        In every 16 columns, a thread has eight numbers, and the numbers of the next thread follow, so there are no bank
+        conflicts.
         """
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
@@ -195,7 +196,7 @@ class _Backward:
 
 
 class NarrowBackward(_Backward):
-    """The backward for head dims up to 128, deterministic if PyTorch's algorithms are when the object is created."""
+    """The backward for head dims up to 128. PyTorch's setting at creation of the object decides whether it is deterministic."""
 
     def __init__(self, *operands) -> None:
         super().__init__(*operands)
@@ -325,7 +326,7 @@ class WideBackward(_Backward):
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """Set a new gradient to zero if rows have empty intervals, because no program writes them."""
+    """Set a new gradient to zero if rows have empty intervals, because no program writes these rows."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
@@ -355,7 +356,7 @@ def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config
 def _work_tiles(
     by_key: Intervals, batch: int, num_key_heads: int, num_queries: int, programs: int, config: NarrowConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the table of work tiles, and zeros for the progress of all work tiles, or None."""
+    """Return the table of work tiles, and zeros for their progress (None without a fixed order)."""
     heads_per_group = _heads_per_group(num_queries)
     if config.deterministic:
         table = by_key.ordered_work_tiles(

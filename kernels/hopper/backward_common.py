@@ -18,8 +18,8 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 def opaque_zero():
     """Return a 0 whose value the compiler cannot know.
 
-    The compiler would compute an address with a constant index before the loops, and keep it in registers, so that the kernel
-    would spill. With this 0 added to the index, it computes the address only when it is needed.
+    The compiler would compute the address of a constant index before the loops and keep it in registers, and the kernel would
+    spill. With this 0 added to the index, the compiler computes the address only when needed.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 
@@ -51,8 +51,8 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     """Return the intervals of up to 64 keys from key `own` on, as (row_bounds for `probabilities`, first_unmasked,
     last_unmasked).
 
-    A step with QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked, which is
-    empty if there are fewer than 64 keys.
+    A step with QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. With
+    fewer than 64 keys, this range is empty.
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes

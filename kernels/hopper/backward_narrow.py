@@ -31,15 +31,15 @@ One step of a consumer:
       release the stage
 
 dQ is a sum over all 128 keys. Each step computes the dQ of the previous step, so that no consumer waits for the other's dS of
-the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage. Its arrival
-guarantees that the other consumer has written its dS of the previous step, and no longer reads the dS of two steps ago, which
-is overwritten.
+the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage. When the other
+consumer arrives there, it has written its dS of the previous step, and no longer reads the dS of two steps ago, which this step
+overwrites.
 
 The first step of a work tile computes the last dQ of the previous work tile, so K has two slots. The first dQ of a program is
 the product of uninitialised memory and goes to a spare chunk. The last dQ is computed after the loop.
 
-The sums of dq are in the order of a consumer's registers, which avoids bank conflicts in shared memory, whose bandwidth limits
-this kernel. If a product were still in flight at the end of a loop iteration, ptxas would serialise all products.
+The sums of dq are stored in the order of a consumer's registers. This avoids bank conflicts in shared memory, whose bandwidth
+limits this kernel. If a product were still in flight at the end of a loop iteration, ptxas would serialise all products.
 """
 
 from triton.experimental import gluon
@@ -131,7 +131,7 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the step before the one with `stage` and `phase`, which uses the other stage."""
+    """Wait until both consumers have finished the previous step, in the other stage. `stage` and `phase` are of this step."""
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
@@ -174,8 +174,8 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot holds the keys of the work tile before the previous one, which were last read in the first step
-                    # of the previous one. That step has finished by now, unless it was the only one.
+                    # The slot holds the keys of two work tiles ago. They were last read in the first step of the previous work
+                    # tile, which has finished unless that work tile has no other step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
@@ -294,8 +294,7 @@ def _step(
     # wgmma reads shared memory through the same proxy as TMA.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # This wait is short. The compiler adds a barrier of the warpgroup's threads to it, which also serves for the stores of
-        # dS here.
+        # This wait is short. Here, the barrier of threads that the compiler adds to the wait also serves the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
@@ -312,7 +311,7 @@ def _step(
 
 @gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load K and the first part of V of this consumer into registers, if it keeps them there. Return (parts of K, part of V),
+    """With `keeps_operands`, load this consumer's K and the first part of its V into registers. Return (parts of K, part of V),
     or ().
     """
     if CONFIG.keeps_operands:
@@ -341,7 +340,7 @@ def _compute_work_tile(
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer knows the chunks. A single loop needs fewer registers.
+        # The writer computes the chunks itself. A single loop needs fewer registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             grad_k, grad_v = _step(
@@ -418,8 +417,8 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write or add a tile (64, dim) to grads (B, num_keys, Hkv, COLUMNS). The unused chunk `staging` rearranges 16-bit
-    gradients.
+    """Write or add a tile (64, dim) to grads (B, num_keys, Hkv, COLUMNS). 16-bit gradients are rearranged in the unused chunk
+    `staging`.
 
     `row_range` is (batch entry, key head, first key of the consumer, end).
     """
@@ -459,7 +458,7 @@ def _main_kernel(
 
     Args:
         q, k, v, dout, scalars: TMA descriptors. `_prepare_kernel` writes the scalars.
-        first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each consumer.
+        first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, one for each consumer's chunks.
         dk, dv: written or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
         progress: zeros, int32, `HEADER` and two numbers per work tile, or None if dq has no fixed order.
@@ -485,12 +484,12 @@ def _main_kernel(
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # `staged` (per consumer and stage): the staging buffer is full. `released` (per consumer): it has been sent.
+        # `staged` (per consumer and stage): the staging buffer is full. `released` (per consumer): the buffer has been sent.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size
     fence_async_shared()
-    # Gluon turns a constant in a tuple that is a variable into a tensor, so constants are separate arguments.
+    # If a tuple is a variable, Gluon turns its constants into tensors, so constants are separate arguments.
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty

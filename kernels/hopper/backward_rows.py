@@ -1,4 +1,4 @@
-"""The Triton kernels before and after the main kernels of the Hopper backward.
+"""The Triton kernels that run before and after the main kernels of the Hopper backward.
 
 A query that sees no key or does not exist gets lse = inf. Its probabilities exp2(s - inf) are then 0 for every finite score s,
 so the main kernels need no mask for it.

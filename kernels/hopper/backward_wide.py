@@ -5,8 +5,8 @@ At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A k
 and dv and another one dq. Both compute the scores, so there are 7 products instead of 5. In return, every sum has a fixed
 order.
 
-A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. A "ring" is a ring
-buffer whose slots hold one part each, as the tuple (tiles, full, empty). Every consumer uses and releases every part.
+A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. A "ring" is the
+tuple (tiles, full, empty) of a ring buffer whose slots hold one part each. Every consumer uses and releases every part.
 
 THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. Its loop covers the query tiles that see these keys, for
 every query head of the group. Scores are transposed: rows are keys. Each consumer keeps one gradient in registers.
@@ -24,7 +24,7 @@ THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per co
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
 In both kernels, a step issues the product that ends the previous step together with its own first products. The consumers take
-turns to issue products, so that those of one keep the tensor cores busy while the other computes in registers.
+turns to issue products, so that one's products keep the tensor cores busy while the other computes in registers.
 """
 
 from triton.experimental import gluon
@@ -447,9 +447,7 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release all parts of a work tile in which this consumer has no rows, and take all turns. Return the number of its next
-    step.
-    """
+    """Release all parts of a work tile in which this consumer has no rows, and take all turns. Return the next step."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring

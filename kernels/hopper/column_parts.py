@@ -4,7 +4,7 @@ The sides of a tensor in Gluon must be powers of two, so a tile for a head dim o
 zeros. To multiply only the first 96 columns, these functions issue a product with 64 columns and one with 32 columns, and a
 result with 96 columns consists of two parts. With 64 or 128 columns, there is one product and one part.
 
-COLUMNS is the number of columns that are used, and a result is a tuple of its parts.
+COLUMNS is the number of used columns. A result is a tuple of its parts.
 """
 
 from triton.experimental import gluon

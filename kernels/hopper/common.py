@@ -1,9 +1,9 @@
 """What all Hopper kernels share: differences between Triton releases, TMA descriptors, barriers, and supported cases.
 
-Vocabulary of sm_90: TMA copies tiles between global and shared memory without using registers. A TMA descriptor tells it the
-shape and the strides of a tensor and the size of a tile. A warpgroup is 128 threads, and wgmma is the instruction with which it
-multiplies matrices. An mbarrier in shared memory counts arrivals and bytes copied by TMA. A named barrier is one of the 16
-hardware barriers of a program (CTA).
+Vocabulary of sm_90: TMA copies tiles between global and shared memory without using registers. A TMA descriptor contains the
+shape and strides of a tensor and the size of a tile. A warpgroup is 128 threads, and wgmma is its instruction for products of
+matrices. An mbarrier in shared memory counts arrivals and bytes copied by TMA. A named barrier is one of the 16 hardware
+barriers of a program (CTA).
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 # The named barrier of consumer 0 for ping-pong. Triton itself uses the lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# Threads at a named barrier for ping-pong: those of the consumer that waits and of the one before it.
+# Threads at a named barrier for ping-pong: of the waiting consumer and of the previous one.
 PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -82,9 +82,9 @@ class KernelConfig:
 
 @gluon.constexpr_function
 def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
-    """Return the layout in which wgmma leaves a product (64, columns) of operands with `bits` per element in registers.
+    """Return the register layout of a wgmma product (64, columns) of operands with `bits` per element.
 
-    `bits` does not affect where the numbers of the product are.
+    `bits` does not change the positions of the product's elements.
     """
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
@@ -99,7 +99,7 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return (delta, out, dout, dlse), contiguous, for a kernel that reads delta, or computes it if `delta` is (out, dlse)."""
+    """Return contiguous (delta, out, dout, dlse) for a kernel that reads delta, or computes delta from the other three."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
@@ -156,7 +156,7 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    # PyTorch may report a stride that TMA rejects for a dimension of size 1, where it is never used.
+    # For a dimension of size 1, PyTorch may report a stride that TMA rejects. The stride is never used.
     unit = 16 // dtype.itemsize
     strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(
@@ -165,7 +165,9 @@ def _descriptor_template(
 
 
 def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x (B, N, H, D), from `as_addressable`."""
+    """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x (B, N, H, D), a result of
+    `as_addressable`.
+    """
     return block_descriptor(x, (1, rows, 1, dim))
 
 

@@ -1,8 +1,8 @@
 """Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
 
 Programs reach TMA's reduce-add in any order, so the host fixes the order in which work tiles add to a query tile, see
-`ringattn.kernels.tile_order`. Two more partitions of a program, the writers, each a single warp, keep its consumers from
-waiting for other programs. They take turns, because their part takes about as long as a step.
+`ringattn.kernels.tile_order`. A program has two more partitions, the writers, each a single warp. They wait for other programs
+in place of the consumers. The writers take turns, because sending one dQ takes them about as long as a step.
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -32,7 +32,7 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 HEADER = gl.constexpr(2)
 
 # The progress is one more than the last finished step of the current query head, plus this number for each finished query head.
-# It exceeds the number of steps of a query head.
+# This number exceeds the steps of a query head.
 PER_HEAD = gl.constexpr(2**20)
 
 # Registers per thread of a writer, which is a warp of the producer's warpgroup.
@@ -41,10 +41,10 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one, which replaces its index in the grid."""
+    """Return how many programs have started before this one. This number replaces the index in the grid."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton sends the number to all threads through shared memory, which a fast thread would overwrite with the arguments of
-    # the partitions.
+    # Triton sends the number to all threads through shared memory. Without the barrier, a fast thread would overwrite it with
+    # the arguments of the partitions.
     hopper_common.thread_barrier()
     return number
 
@@ -125,7 +125,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add the dQ of both consumers, to `chunk` and the next one, and let each consumer store its next dQ."""
+    """Start to add the dQ of both consumers to `chunk` and the following chunk, and let each consumer store its next dQ."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

@@ -34,8 +34,8 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
     """Transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
 
-    Buffer NUMBER of K, V, K, V, and so on is for part NUMBER % o_parts of the o of consumer NUMBER // o_parts. If the output is
-    returned, TMA loads this part of the incoming o.
+    Buffers are numbered K, V, K, V and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of consumer NUMBER //
+    o_parts. If the output is returned, TMA loads this part of the incoming o.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -102,7 +102,7 @@ def split_columns(tile):
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the left and the right part of a consumer's o in its state stage.
 
-    If one buffer can hold a whole o, the left view is that of the whole o, in the K buffer for consumers with even numbers.
+    If one buffer can hold a whole o, the left view is the whole o. Even consumers then use the K buffer, odd ones the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -182,7 +182,7 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse, or a new state, without an update in place, through the shared memory `query` of Q."""
+    """Write out = o / l and lse, or a state that is not updated in place, through the shared memory `query` of Q."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
@@ -199,7 +199,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # TMA would also write rows of another work tile.
+        # Store without TMA, which would also write rows of another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -210,11 +210,11 @@ def update_scalars(
 ):  # fmt: skip
     """Merge the scalars of the result into those of the incoming state in place.
 
-    The retry pass recomputes all rows, but must add only the overflowed ones. The first pass therefore only sets the sign bit
-    of their l, and the retry pass updates the rows with this bit.
+    The retry pass recomputes all rows, but must add only overflowed rows. The first pass therefore only sets the sign bit of l
+    in these rows, and the retry pass updates the rows with this bit.
 
-    Return (written, alpha, beta, stays): a mask of the rows whose o must become o * alpha + state_o * beta, both factors, and a
-    mask of the rows among them for which both factors have no effect.
+    Return (written, alpha, beta, stays): `written` masks the rows whose o must become o * alpha + state_o * beta, and `stays`
+    the written rows for which both factors have no effect.
     """
     incoming_m, incoming_l = incoming
     written = inside

@@ -26,8 +26,8 @@ from ringattn.kernels.triton.launcher import launch
 # The assembler of Triton 3.8 would serialise all matrix products of a kernel that uses `fence_softmax`.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# The maximal bytes of K and V of a head group, so that they stay in the L2 cache, next to the output. An incoming state halves
-# them. Half was also faster for head dims above 128 on an H100.
+# The maximal bytes of K and V of a head group, so that K and V stay in the L2 cache next to the output. The limit is halved for
+# an incoming state, and for head dims above 128, where half was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
@@ -103,8 +103,8 @@ class NarrowConfig(ForwardConfig):
     def q_in_registers(self) -> bool:
         """Whether a consumer keeps the Q of a work tile in registers.
 
-        S = Q K^T then reads only K from shared memory, whose bandwidth limits it with 64 keys per step. With 128 columns, the
-        registers do not suffice.
+        S = Q K^T then reads only K from shared memory. With 64 keys per step, the bandwidth of shared memory limits this
+        product. With 128 columns, the registers do not suffice.
         """
         return self.columns == 96
 
@@ -145,7 +145,7 @@ class WideConfig(ForwardConfig):
 
     @property
     def tails(self) -> int:
-        """The largest number of tiles of K in the stages when the next one is loaded, which is included."""
+        """The largest number of tiles of K in the stages, including the tile that is being loaded."""
         return (self.stages + self.overlap + 1) // 2
 
     @property
@@ -159,8 +159,8 @@ class Fp8Config(ForwardConfig):
 
     Args:
         part_columns: the columns of one product P V.
-        overlap: whether the softmax of a step overlaps with P V of the previous step. O then has one part.
-        stages: each has a tile of K and a tile of V.
+        overlap: whether the softmax of a step overlaps with P V of the previous step. With overlap, O has one part.
+        stages: the number of stages, each with a tile of K and a tile of V.
     """
 
     part_columns: int
@@ -191,7 +191,7 @@ class Fp8Config(ForwardConfig):
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# The fastest on an H200, or on an H100 with 96 columns, by `NarrowConfig.columns`.
+# The fastest tiles by `NarrowConfig.columns`, on an H200 (96 columns: on an H100).
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
@@ -201,7 +201,7 @@ TILES = {
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# The fastest on average over causal and full masks on an H100, by the padded (D, Dv).
+# The fastest tiles by the padded (D, Dv), on average over causal and full masks on an H100.
 WIDE_TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
     (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
@@ -241,7 +241,7 @@ def configure(
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
     # While the consumers use the state stages, the producer loads keys of the next work tile into one more stage. With one slot
-    # of Q, shared memory has room for two.
+    # of Q, shared memory has room for two more stages.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -251,8 +251,8 @@ def forward(
 ):  # fmt: skip
     """Compute `reference.forward` on one sm_90 GPU. `dispatch.forward` checks the arguments.
 
-    q, k and v are fp16 or bf16, with head dims that are multiples of 8 up to 256 and at least one key, without dropout and
-    block masks. Tensors whose strides TMA cannot use are copied.
+    q, k and v are fp16 or bf16, and have at least one key and head dims that are multiples of 8 up to 256. Tensors whose
+    strides TMA cannot use are copied.
     """
     m, l, o, out, lse = results = triton_common.allocate_results(q, v, state, final)
     if q.numel() > 0:

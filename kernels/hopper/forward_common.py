@@ -1,8 +1,8 @@
 """The parts that all Hopper forward kernels share: the loops over work tiles, ping-pong, overflow reports, rows of a consumer.
 
-A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase), the next stage of the K/V pipeline and
-the phase of its barriers, or (stage, phase, tail). It is not reset between work tiles, so the producer loads the next work tile
-while the consumers finish the previous one.
+A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail): the next stage of
+the K/V pipeline and the phase of its barriers. It continues from one work tile to the next, so the producer can load the next
+work tile while the consumers finish the previous one.
 
 The bit `slot` flips with every work tile. Consumers wait for phase `slot` of `q_full`, and the producer for phase `slot ^ 1` of
 `q_empty`. The slot of Q in shared memory is `slot % q_slots`.
@@ -171,7 +171,7 @@ def _compute_work_tiles(
             tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
         slot ^= 1
     if CONFIG.stores_by_tma:
-        # Before the end of the program frees its shared memory, or a retry pass overwrites it, TMA must have read all results.
+        # TMA must have read all results from shared memory before the program ends or a retry pass overwrites them.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
     return slot, position, overflowed
@@ -188,15 +188,15 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # The invalid results must be in memory before the retry pass rewrites them. Without ".read", this instruction
-                # also waits until TMA has written to global memory, unlike `tma_store_wait`.
+                # The invalid results must be in memory before the retry pass rewrites them. Unlike `tma_store_wait`, this
+                # instruction, without ".read", also waits until TMA has written to global memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
 
 @gluon.jit
 def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release all stages of a work tile in which this consumer has no rows, and take all turns, as the barriers require."""
+    """In a work tile without rows of this consumer, release all stages and take all turns, as the barriers require."""
     _, q_empty, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     mbarrier.arrive(q_empty, count=1)
@@ -227,8 +227,8 @@ def run_partitions(
         computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
-    # The numbers of warps and of registers do not include the first partition, Gluon's default partition. It has four warps and
-    # gets the registers that the others do not use.
+    # The lists of warps and registers omit the first partition, Gluon's default. This partition has four warps and gets the
+    # registers that the others do not use.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

@@ -11,18 +11,19 @@ A step processes one block of 128 keys, which has one scale for K and one scale 
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds K (128, D) of a step and V (D, 128) of the previous step, because every arrival at a barrier costs two barriers of
-a consumer's threads. The first stage of a work tile has no V, and the last one has no K. As in `forward_wide`, there are two
-orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate stages would need more arrivals, and each
+arrival costs two barriers of a consumer's threads. The first stage of a work tile has no V, and the last one has no K. As in
+`forward_wide`, there are two orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, positive values would lose
-several percent, so they add only the products of one step, and the threads add the result to O in fp32. At D = 256, O needs 128
-registers per thread, so P V is split into products of `part_columns` columns, of which at most two are in flight.
+Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, sums of positive values would
+lose several percent. The tensor cores therefore add only the products of one step, and the threads add the result to O in fp32.
+At D = 256, O needs 128 registers per thread, so P V is split into products of `part_columns` columns, of which at most two are
+in flight.
 
-Probabilities. `softmax_fp8` rounds them to e4m3. The row sums, a product of P and a tile of ones, contain the rounded ones.
+Probabilities. `softmax_fp8` rounds P to e4m3. The row sums, a product of P and a tile of ones, add the rounded probabilities.
 
 Scales. The scale of a block of V is a power of two, whose exponent is added to the scores of the block. P V then needs no other
 factor, and the row sums of the block are divided by the scale.
@@ -110,7 +111,9 @@ def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). `product` gives its registers."""
+    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). `product` provides the result's
+    registers.
+    """
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
 
@@ -130,8 +133,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
     """Issue the product of P and ones, and P V with the V of a stage. Add all parts of P V except for the last to O.
 
-    Return (parts of O, last part of P V, row sums). The last part may still be in flight, and the row sums if it is the only
-    part.
+    Return (parts of O, last part of P V, row sums). The last part may still be in flight. If P V has only one part, so may the
+    row sums.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -153,7 +156,9 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the last part of P V, up to IN_FLIGHT later products, and add it to O. Return (parts of O, row sums)."""
+    """Wait for the last part of P V, but not for IN_FLIGHT later products, and add that part to O. Return (parts of O, row
+    sums).
+    """
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
         pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
@@ -186,7 +191,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     """Return (scale of K, bits of the scale of V) of the block that begins with key `start`."""
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # A work tile whose rows see no key has a step whose block may not exist.
+    # A work tile whose rows see no key has one step, whose block may not exist.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -226,7 +231,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
 def _scale_sums(sums, block_scales, l):
     """Convert the row sums (64, SUM_COLUMNS) of a step to numbers like l (64, 4)."""
     _, v_scale_bits = block_scales
-    # The inverse of a power of two with the exponent e + 127 in its bits has 127 - e.
+    # The exponent bits of 2^e contain e + 127, and those of its inverse 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
     sums = gl.max(gl.max(softmax.by_thread(sums, SUM_COLUMNS), axis=3), axis=1)
     return gl.convert_layout(sums, l.type.layout) * inverse_v_scale

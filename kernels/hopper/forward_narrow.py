@@ -30,9 +30,9 @@ In a consumer, the softmax of one step overlaps with the second product of the p
 A `full` barrier counts one arrival of the producer and the bytes that TMA has copied, and an `empty` barrier one arrival of
 every consumer. With a joint release, `k_empty` is `v_empty`.
 
-An output leaves through the shared memory of its Q. A call that returns an output therefore has a second slot for the next Q,
-and releases a slot after the first product of the next work tile. The o of a state is in fp32 and does not fit there, so it
-leaves through the next stages of K and V, see `epilogue`.
+An output passes through the shared memory of its Q. A call that returns an output therefore has a second slot for the next Q,
+and releases a slot after the first product of the next work tile. The o of a state, in fp32, does not fit there and passes
+through the next stages of K and V, see `epilogue`.
 
 With ping-pong, a consumer waits until the previous one has issued its products, so that their softmaxes do not coincide.
 """
@@ -113,8 +113,8 @@ def _step(
 
     Args:
         query: the parts of the consumer's Q (64, dim), in shared memory or in registers.
-        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). l contains p of the previous step, but o, a
-            tuple of parts, does not contain its P V yet.
+        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). l already contains p of the previous step. o, a
+            tuple of parts, does not contain P V of that step yet.
         row_bounds, loop: from `load_consumer_tile`.
         step: at least 1.
     """
@@ -139,7 +139,7 @@ def _step(
     if UPDATE_REF_MAX:
         # P V of the previous step is relative to the previous reference max.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
-    # Before the wait, the conversion would overwrite the registers of the p that P V reads.
+    # Convert only after the wait, because P V reads the previous p from the same registers.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
@@ -157,7 +157,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Release the shared memory of the previous result only now. TMA has had the time of one product to read it.
+    # Release the shared memory of the previous result only now. During one product, TMA had time to read that memory.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)

@@ -10,8 +10,8 @@ Read `forward_narrow` first. This kernel has two consumers, and differs as follo
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-A stage holds one tile of K or V, in the order of use, with 256 or 128 columns. With 192 columns of K and 128 of V, the last 64
-columns of K arrive in a second ring, the tails, with the barriers of the stage of their K.
+A stage holds one tile of K or V with 256 or 128 columns. Tiles arrive in the order of use. With 192 columns of K and 128 of V,
+the last 64 columns of K arrive in a second ring, the tails, with the barriers of the stage of their K.
 
 Few registers are left, so the config chooses between two orders of a step:
 
@@ -22,7 +22,7 @@ With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on, and otherw
 overlap, the softmax runs during the products of the other consumer, so a consumer passes the ping-pong only when its O is
 complete.
 
-With 64 keys per step, Q in shared memory would cost as many bytes per step as K, so half of it is in registers. The threads
+With 64 keys per step, Q in shared memory would cost as many bytes per step as K, so half of Q is in registers. The threads
 write o without shared memory, see `epilogue_wide`.
 """
 
@@ -116,7 +116,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue the two products S = Q K^T with the next stage, where `query` is (columns of Q in registers, Q in shared memory,
+    """Issue S = Q K^T as two products with the K of the next stage. `query` is (columns of Q in registers, Q in shared memory,
     tail of Q).
 
     Return (S, next position).
@@ -159,7 +159,7 @@ def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
     first_stage, _, _ = position
-    # Of several products in flight, the first issued is the first to finish. S consists of two products.
+    # Products finish in the order in which they are issued. S consists of two products.
     if CONFIG.overlap:
         scores, position = _issue_scores(query, buffers, full, position, CONFIG)
         second_stage, _, _ = position
@@ -188,7 +188,8 @@ def _step(
 
     Args:
         query: see `_issue_scores`.
-        carry: (p, ref_max, l, o, position). l contains p of the previous step, but o does not contain its P V yet.
+        carry: (p, ref_max, l, o, position). l already contains p of the previous step, but o does not contain P V of that step
+            yet.
         row_bounds, loop: from `load_consumer_tile`.
         step: at least 1.
     """
@@ -207,7 +208,7 @@ def _step(
     if UPDATE_REF_MAX:
         # P V of the previous step is relative to the previous reference max.
         o = softmax.rescale(o, alpha)
-    # Before the wait, the conversion would overwrite the registers of the p that P V reads.
+    # Convert only after the wait, because P V reads the previous p from the same registers.
     p = gl.convert_layout(weights.to(p.dtype), CONFIG.p_layout)
     return p, ref_max, l, o, position
 

@@ -6,8 +6,8 @@ so this kernel computes p = exp2(score - ref_max) with an optimistic reference m
 - It starts as the m of the incoming state, or as the maximum of the first tile in which the row sees a key, and does not change
 later. No other step computes maxima or rescales l and o. fp32 and bf16 represent a p of 2**40 as precisely as 1.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then repeats all of its work tiles in a retry pass.
-- In the retry pass, and in fp16 already in the first pass, `update_ref_max` raises the reference max to the running maximum,
-but only if this exceeds it by more than RESCALE_THRESHOLD.
+- In the retry pass, and in fp16 already in the first pass, `update_ref_max` raises the reference max to the running maximum if
+that is higher by more than RESCALE_THRESHOLD.
 
 A wgmma accumulator spreads every row over the four threads of a quad. Sums and maxima are kept per thread, as tensors (64, 4),
 which saves an exchange between threads in every step.
@@ -58,7 +58,7 @@ def _bits_below(bound, tile):
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return the index of every column among those that a thread has of a row."""
+    """Return the index of every column among the columns of a row that its thread holds."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -93,14 +93,14 @@ def _rescale_assembly(count):
 
 @gluon.constexpr_function
 def in_place_constraints(count, kind):
-    """Return the constraints of instructions that change `count` registers, with as many operands."""
+    """Return the constraints of instructions that change `count` registers and read `count` others."""
     return ",".join([f"={kind}"] * count + [str(i) for i in range(count)] + [kind] * count)
 
 
 @gluon.jit
 def rescale(o, alpha):
-    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). Usually all factors of a warp are 1, and it skips
-    the products.
+    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). A warp whose factors are all 1, the usual case,
+    skips the products.
     """
     COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
@@ -140,9 +140,7 @@ def raise_assembly():
 
 @gluon.jit
 def _raise_ref_max(ref_max, thread_max):
-    """Raise ref_max (64, 4) to the maximum of the row, of `thread_max` (64, 4), if this exceeds it by more than
-    RESCALE_THRESHOLD.
-    """
+    """Raise ref_max (64, 4) to the row's maximum of `thread_max` (64, 4) if it is higher by more than RESCALE_THRESHOLD."""
     ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
     return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
@@ -227,9 +225,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged, and prevent the assembler from moving later instructions in front of the computation of l.
 
-    The wait for a wgmma has no operands, so ptxas moves the wait for P V in front of the softmax, which then no longer
-    overlaps. It never moves a wait across a possible exit of the thread. This exit requires one particular NaN, which no sum
-    is.
+    The wait for a wgmma has no operands, so ptxas moves the wait for P V in front of the softmax, and the two no longer
+    overlap. ptxas never moves a wait across a possible exit of the thread. The exit here requires one particular NaN, which no
+    sum is.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

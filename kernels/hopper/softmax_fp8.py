@@ -18,13 +18,13 @@ score would vanish:
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n, so one instruction, which converts two fp32
-numbers times 2^-24 to fp16 and replaces negative ones by 0, rounds to two 16-bit integers. They are exact up to 2048. The
+Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
+and replaces negative ones by 0. If both are scaled by 2^-24, it rounds them to two 16-bit integers, exact up to 2048. The
 maximum, the shift and the division by 3 take one instruction for two levels.
 
 The first steps of a work tile may raise the reference max from UNSET_REF_MAX, which levels cannot represent, so `raise_ref_max`
-computes the maxima in fp32. Later, `limit_levels` lowers all levels of the row, with larger errors only if the reference max
-changes by more than 238 in a single step.
+computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of the row. Its errors are larger only if the
+reference max changes by more than 238 in one step.
 """
 
 from triton.experimental import gluon
@@ -46,8 +46,8 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# `limit_levels` makes this the largest level of a row, whose probability matters most. The errors of its byte, 1.75 * 2^6, have
-# the mean 0. Those of 2^7 would be 4% too small on average.
+# `limit_levels` makes this the largest level of a row, because the largest probability matters most. The errors of its byte,
+# 1.75 * 2^6, have the mean 0. Probabilities with the byte of 2^7 would be 4% too small on average.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -198,8 +198,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View words of `pack` as the left operand (64, keys) of P V. If the loop carried this tensor, each number would need a
-    register.
+    """View words of `pack` as the left operand (64, keys) of P V. The loop carries the words, because each number of this
+    tensor would need a register.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

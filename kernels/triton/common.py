@@ -1,14 +1,14 @@
 """Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
-A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. Rows are queries, and
-columns keys; for dK and dV the other way round. The tuple `loop` describes the loop:
+A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. Rows are queries and
+columns are keys. For dK and dV, they are swapped. The tuple `loop` describes the loop:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-Unmasked and masked tiles have loops of their own. The i of a helper with MASKED counts the tiles of one of them.
+Unmasked tiles and masked tiles have separate loops. In a helper with MASKED, i counts the tiles of one loop.
 """
 
 import math
@@ -31,7 +31,7 @@ PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 # The number of heads at the end of the grid whose tiles are interleaved, see `program_tile`.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
-# The stride of a token must be smaller, because offsets inside a tile of up to 256 rows are int32.
+# The stride of a token must be below this limit, because offsets inside a tile of up to 256 rows are int32.
 MAX_ROW_STRIDE = 2**22
 
 
@@ -42,8 +42,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The fastest for fp16 and bf16 on sm_90, by padded head dim. Up to 128, kernels do not spill, except for loop constants of the
-# key gradient. Accesses out of bounds have been reported for 4 warps and head dims below 64.
+# The fastest tiles for fp16 and bf16 on sm_90, by padded head dim. Up to head dim 128, kernels do not spill, except for loop
+# constants of the key gradient. Accesses out of bounds have been reported for 4 warps and head dims below 64.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
@@ -60,7 +60,7 @@ def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
-    """Return the tile, or the greatest one whose sides divide the block size of a block mask."""
+    """Return the tile. With a block mask, reduce its sides so that they divide the block size."""
     if blocks is None:
         return tile
     return tile._replace(queries=math.gcd(tile.queries, blocks.size), keys=math.gcd(tile.keys, blocks.size))
@@ -98,7 +98,7 @@ def configure(
 
 def as_addressable(x: Tensor) -> Tensor:
     """Return x (B, N, H, D) itself if the kernels can use its strides, or else a copy with heads before tokens."""
-    # There may be so many heads that the stride of a token is too large in a contiguous copy.
+    # With very many heads, the stride of a token would be too large in a contiguous copy.
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -117,7 +117,7 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the accumulators, with a new tensor in place of each None, of zeros if no kernel will run."""
+    """Return the accumulators, and for each None a new tensor, which is zero if no kernel will run."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -177,8 +177,8 @@ def program_tile(num_tiles):
 
 @triton.jit
 def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load the rows from `first` on of a (num_rows, DIM) matrix, padded with zeros to pad_dim(DIM). Without MASKED, all must
-    exist.
+    """Load the rows from `first` on of a (num_rows, DIM) matrix, padded with zeros to pad_dim(DIM). Without MASKED, all rows
+    must exist.
     """
     PADDED: tl.constexpr = pad_dim(DIM)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
@@ -209,7 +209,7 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 @triton.jit
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tuple `loop` for the rows [first, end), for a loop over a list of kept blocks, each of BLOCK // STEP tiles."""
+    """Return the tuple `loop` of the rows [first, end) over a list of kept blocks, each of BLOCK // STEP tiles."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
     # The blocks [start, stop) contain every column that any row attends to, and all rows attend to the blocks [full, tail).
@@ -242,7 +242,7 @@ def loop_tile(loop, i, MASKED: tl.constexpr):
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Load the kept column of the i-th tile from the list of kept blocks. Return 0 if there is no block mask.
 
-    Loops load it one step ahead. Otherwise, Triton's software pipeline would spend one of its stages on this load.
+    Loops load the column one step ahead. Otherwise, Triton's software pipeline would spend one of its stages on this load.
     """
     if blocks is None:
         return 0
@@ -254,8 +254,8 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
     """Return the first column of step i, and the index of its head within a group of GROUP heads.
 
-    Without a block mask, the tiles of one head follow those of another. With one, `column` from `load_block_column` is a pair
-    of a block and a head.
+    Without a block mask, all tiles of one head come before the next head. With a block mask, `column` from `load_block_column`
+    is a pair of a block and a head.
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
@@ -272,13 +272,13 @@ def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROU
 def run_loop(
     add_tile: tl.constexpr, operands, dropout, sums, loop, blocks, STEP: tl.constexpr, GROUP: tl.constexpr, CONFIG: tl.constexpr
 ):  # fmt: skip
-    """Add all tiles of a program's loop to `sums` and return the sums, the unmasked tiles first.
+    """Add all tiles of a program's loop to `sums`, the unmasked tiles first. Return the sums.
 
     Args:
         add_tile: add_tile(operands, dropout, sums, start, head, MASKED, CONFIG) adds the tile at column `start` of a head of
             the group.
         dropout: None, or the tuple that `draw_keep_mask` takes.
-        loop, blocks: from `load_tile`, and None; or from `block_loop` and `kept_blocks`.
+        loop, blocks: from `load_tile`, and None. With a block mask, from `block_loop` and `kept_blocks`.
     """
     BLOCK: tl.constexpr = CONFIG.block
     # Nested loops over heads would drain the pipeline of loads after every head and spill registers.
@@ -309,7 +309,7 @@ def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Load `rows` of the contiguous matrices out and dout, or 0 for those not `inside`."""
+    """Load `rows` of the contiguous matrices out and dout, or 0 for rows not `inside`."""
     columns = tl.arange(0, PADDED)
     index = rows[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
@@ -318,7 +318,7 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """Compute `reference.row_delta` from `load_outputs` and dlse, one number per row, or None."""
+    """Compute `reference.row_delta` from `load_outputs`. dlse has one number per row or is None."""
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:

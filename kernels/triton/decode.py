@@ -8,11 +8,11 @@ entries form one sequence, which is divided into runs of equal length. Every pro
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
 A run computes one partial state, a part, for each entry whose keys it covers. The program that stores the last part of an entry
-and key head merges all of them, or a second launch does if this would take too long. The rows of a tile are all queries of all
-query heads that share a key head.
+and key head merges them all. If that would take too long, a second launch merges them. The rows of a tile are all queries of
+all query heads that share a key head.
 
-While a program waits for the queries of an entry, it prefetches the first tile into the L2 cache. With two launches, it
-prefetches even before the end of the kernels before it on the stream, if these let it start early.
+While a program waits for the queries of an entry, it prefetches the first tile into the L2 cache. With two launches, it may
+start and prefetch even before earlier kernels on the stream have ended, if they allow this.
 
 The kernels read the intervals on the GPU, and the launches depend only on shapes, so a call can be captured in a CUDA graph.
 """
@@ -37,19 +37,19 @@ from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
 # Elements of o that a program of the second launch loads at once: the same columns of all parts of one row.
 MERGE_ELEMENTS = 4096
-# With more programs per SM, the second launch would occupy some SMs longer than others, and the next kernel would be
-# distributed unevenly, so it does not start early.
+# With more programs per SM, the second launch would occupy some SMs longer than others and the next kernel would be distributed
+# unevenly, so the next kernel does not start early.
 MAX_MERGE_PROGRAMS_PER_SM = 4
 # Elements of o of all parts of a tile, which the program of the last part loads at once.
 MAX_MERGED_ELEMENTS = 8192
 # Up to this size of the cache, the host may take longer than the GPU, so one launch is better than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# Above this number of bytes per second, as on an H200, an SM receives a tile as fast as a program computes it, so it needs two
-# programs or one more tile in flight.
+# Above this number of bytes per second, as on an H200, an SM receives a tile as fast as a program computes it, so the SM needs
+# two programs or one more tile in flight.
 FAST_MEMORY = 4e12
 # Keys per run. With shorter runs, merging takes longer than splitting saves.
 MIN_RUN_KEYS = 128
-# Triton can then generate loads of 16 bytes.
+# With strides in this unit, Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
@@ -74,8 +74,8 @@ class Config:
     """The constants of the two kernels.
 
     Args:
-        padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows of a tile
-            whose parts a program of the first launch merges, padded to powers of two.
+        padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows whose parts
+            one program of the first launch merges. All are padded to powers of two.
         merged_columns: the columns of o that a program of the second launch computes.
         page_tiles: the tiles of keys per page, or 0.
         pdl: whether the kernels use programmatic dependent launch.
@@ -175,14 +175,14 @@ def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Return the address x of a head in page 0, moved so that `add_tile` can count rows from the start of the sequence."""
+    """Move the address x of a head from page 0 to `page`, so that `add_tile` can count rows from the start of the sequence."""
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
 
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements from row `first` on, but none from `end` on, or row 0 if none remain."""
+    """Prefetch ROWS rows of DIM elements from row `first` on, but none from `end` on. If no row remains, prefetch row 0."""
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
     i = tl.arange(0, ROWS * SEGMENTS)
@@ -243,7 +243,7 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # If the loop loaded the page of the tile itself, Triton would wait for this load, and all earlier ones, before the
+            # Load the page one tile ahead. Otherwise, Triton would wait for this load and all earlier ones before it loads the
             # tile.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
         # Masking every tile costs no time, because memory limits the kernel. Rows from `end_key` on may contain NaN and are not
@@ -339,7 +339,8 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 def _is_last_part(counter, num_parts):
     """Count a part that this program has stored, and return whether it is the last one.
 
-    The counter has the semantics of a release and an acquire, so the last program can read all parts. It resets the counter.
+    The counter has the semantics of a release and an acquire, so the last program can read all parts. That program resets the
+    counter.
     """
     # After this barrier, the release of one thread covers the stores of all.
     tl.debug_barrier()
@@ -397,9 +398,9 @@ def _attend_kernel(
         lo, hi, sinks: see `reference.decode`. bound_stride is 0 or Nq, and sink_stride 0 or 1.
         parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,). A row is a part, a key head and a
             query row, in this order.
-        counters: int32 (B * Hkv * tiles of rows,), zeros before and after. With None, `_merge_kernel` merges the parts, and m,
-            l, o and lse must be None.
-        m, l: for the merged state, or None to store o / l in `o`.
+        counters: int32 (B * Hkv * tiles of rows,), zeros before and after the launch. If None, `_merge_kernel` merges the
+            parts, and m, l, o and lse must be None.
+        m, l: receive the merged state. If they are None, `o` receives o / l.
     """
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
@@ -524,7 +525,7 @@ def _plan(
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # With as many entries as runs, a second launch would usually copy a single part.
+    # With as many entries as runs, a second launch would usually only copy one part.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -580,8 +581,8 @@ def _num_sms(device: torch.device) -> int:
 class Decoder:
     """Decoding calls with one cache, one shape of the queries and one scale.
 
-    For a short cache, a call takes longer on the host than on the GPU, so everything else is computed once. The last dimension
-    of k and v must be contiguous.
+    For a short cache, a call takes longer on the host than on the GPU, so the constructor computes everything that calls share.
+    The last dimension of k and v must be contiguous.
     """
 
     def __init__(

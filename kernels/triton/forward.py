@@ -18,7 +18,7 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # The computation of p scales the scores, as one fused operation.
+    # The scores are scaled when p is computed, in one fused operation.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
@@ -27,7 +27,7 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     reference_max = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
     p = tl.exp2(scores * log2_scale - reference_max[:, None])
     alpha = tl.exp2(m - reference_max)
-    # l is the sum of all probabilities, o only of the kept ones.
+    # l sums all probabilities, o only the kept ones.
     dropped = p
     if dropout is not None:
         dropped = tl.where(common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED), p, 0.0)
@@ -120,8 +120,8 @@ def _forward_kernel(
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """Compute `reference.forward`. `dispatch.forward` checks the arguments.
 
-    q, k and v are fp16, bf16 or fp32, with head dims up to 256. A `state` is updated in place without `final`. Tensors whose
-    strides the kernel cannot use are copied.
+    q, k and v are fp16, bf16 or fp32, with head dims up to 256. Without `final`, a given `state` is updated in place. Tensors
+    whose strides the kernel cannot use are copied.
     """
     m, l, o, out, lse = common.allocate_results(q, v, state, final)
     if q.numel() > 0:

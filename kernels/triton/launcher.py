@@ -26,7 +26,7 @@ def launch(
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of
             the descriptors.
-        numbers: integers below 2**31 and floats, always of the same types, which the kernel must not specialize.
+        numbers: integers below 2**31 and floats, always of the same types. The kernel must not specialize them.
         cooperative: whether the GPU must run all programs at the same time.
     """
     key, arguments = [id(kernel), cooperative, *constants.values()], []
@@ -54,7 +54,7 @@ def launch(
 
 
 class PreparedLaunch:
-    """Launches of one kernel with the same grid, numbers, constants, options and dtypes on one device, with even less work.
+    """Launches of one kernel on one device, with even less work. Grid, numbers, constants, options and dtypes never change.
 
     The arguments are those of `launch`, with Triton's launch `options`.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from ringattn.kernels.triton.launcher import launch
 
 BLOCK = 2048  # elements per program
-MAX_PARTS = 3  # parts that one launch adds; a parameter of the kernel exists for each
+MAX_PARTS = 3  # parts that one launch adds; the kernel has a parameter for each
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def _sum_kernel(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Compute `reference.sum_partials` for a single batch entry, of fp32 tensors."""
-    # A sum in fp32 overwrites `base`, because the same thread reads and writes an element.
+    """Compute `reference.sum_partials` for fp32 tensors of one batch entry."""
+    # An fp32 sum may overwrite `base`, because the same thread reads and writes an element.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
     # Only the last launch rounds the sum.
     while len(parts) > MAX_PARTS:

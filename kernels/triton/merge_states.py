@@ -11,7 +11,7 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton.launcher import launch
 
 ELEMENTS = 4096  # elements of o per program
-MAX_PARTS = 3  # states that one launch merges into the base; a parameter of the kernel exists for each
+MAX_PARTS = 3  # states that one launch merges into the base; the kernel has a parameter for each
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # The attention kernel has just written the parts. "evict_first" keeps the base from replacing them in the L2 cache.
+    # The attention kernel has just written the parts. "evict_first" keeps the base from replacing the parts in the L2 cache.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),

@@ -1,7 +1,7 @@
 """Convert q, k and v to e4m3 in a single launch, see `ringattn.kernels.fp8`. A program converts one block of 128 tokens of one
 head.
 
-The rotation adds numbers in another order than PyTorch does, so a number may be rounded to its neighbour, and a scale may
+The rotation adds numbers in another order than PyTorch. A result may therefore be a neighbouring e4m3 number. A scale may
 differ if the largest element of a block is close to a power of two times 448, infinite or NaN.
 """
 
@@ -22,10 +22,10 @@ NUM_WARPS = {64: 4, 128: 4, 256: 8}
 # Registers per thread for inputs of 16 bits: room for three programs per SM instead of two.
 MAX_REGISTERS = {128: 168}
 
-# Rows of the Hadamard matrices. Larger ones would need more shared memory and bandwidth of the L2 cache.
+# Rows of the Hadamard matrices. Larger matrices would need more shared memory and L2 bandwidth.
 PART = 64
 
-# The scale and its inverse are then normal fp32 numbers.
+# Up to this exponent, the scale and its inverse are normal fp32 numbers.
 MAX_EXPONENT = tl.constexpr(126)
 
 
@@ -138,7 +138,7 @@ def _split_index(index, heads, num_tokens):
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# 16-byte loads require strides that are multiples of 16.
+# Strides stay specialized: Triton generates 16-byte loads only for multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,

@@ -25,8 +25,8 @@ class Scratch(NamedTuple):
 class ScratchPool:
     """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
 
-    A call takes the memory of its stream, or new memory if another thread has it, launches its kernels, and gives it back. A
-    captured call always receives new memory, because a graph may be replayed on any stream.
+    A call takes the memory of its stream, or new memory if another thread has it. After its launches, the call gives the memory
+    back. A captured call always receives new memory, because a graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ScratchPool:
 class CounterChunks:
     """Counters of captured calls. They are zeros before the first replay, and every replay leaves them as zeros.
 
-    Zeroing counters of the graph itself would take as long as a short kernel in every replay. Each captured call therefore
+    If a graph zeroed its own counters, this would take as long as a short kernel in every replay. Each captured call therefore
     receives its own part of a chunk of zeros, which is never freed, because nobody knows when the graph is deleted.
     """
 
