@@ -18,7 +18,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # noqa: ARG002  # AdamW declares it
-        """Update all parameters. Every parameter must have a gradient. There is no support for a closure."""
+        """Update all parameters. Every parameter must have a gradient."""
         if not self.state:
             super().step()  # The first step creates the state.
             return

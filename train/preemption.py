@@ -1,7 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, or leaves an evaluation or a step of several
-micro-steps. It saves a checkpoint and exits. Another launch resumes from it, and repeats what was left.
+On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, but breaks off an evaluation or a step of
+several micro-steps. It saves a checkpoint and exits. Another launch resumes from the checkpoint, and repeats what was broken
+off.
 """
 
 import errno
@@ -55,16 +56,16 @@ class TrainingStopped(SystemExit):
 
 
 class StoppedEarly(Exception):
-    """Any rank was asked to stop during a step or an evaluation, which all ranks have left without results."""
+    """A rank was asked to stop during a step or an evaluation. All ranks have left this work without results."""
 
 
 @contextmanager
 def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
 
-    Outside this context, they end the process at once. If the process ignores SIGHUP, as under nohup, it still does. SIGTERM
-    may arrive several times, because torchrun also forwards it to ranks that have received it. After the first Ctrl-C, a second
-    one or SIGTERM ends the process at once: torchrun dies if it is interrupted twice, which sends SIGTERM to the ranks.
+    Outside this context, these signals end the process at once. A process that ignores SIGHUP, as under nohup, still ignores
+    it. SIGTERM may arrive several times, because torchrun also forwards it to ranks that have received it. After the first
+    Ctrl-C, a second one or SIGTERM ends the process at once: a second Ctrl-C ends torchrun, and the ranks then receive SIGTERM.
     """
 
     announced: set[int] = set()
@@ -103,7 +104,7 @@ def handle_stop_signals() -> Generator[None]:
 def stop_requested(time_limit_s: float | None) -> bool:
     """Return whether this rank has received a signal, or `time_limit_s` seconds have passed since the launch.
 
-    It notices a signal from any thread, even while the main thread is inside a long system call.
+    Any thread may call this function, which notices a signal even while the main thread is inside a long system call.
     """
     if _signal_pipe is not None:
         with suppress(BlockingIOError):  # The pipe is empty.

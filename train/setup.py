@@ -46,7 +46,7 @@ class Resources:
     held_out: Sequences | None  # the text for evaluation
     kernel: backends.Choice  # the attention kernels, and the reason for choosing them
     bf16: bool  # whether the model computes in bf16
-    compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
+    compiled: bool  # whether torch.compile fuses the loss and the operations around attention
     recomputed_blocks: int  # how many blocks the backward pass recomputes, except for attention
 
 
@@ -88,7 +88,7 @@ class Run(InferenceRun, TrainingResources):
     parent: str | None  # the checkpoint of another run from which this run branched
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
-    # The latest result of `step.prepare_step`, by the number of sequences that are consumed before it.
+    # Contains the latest result of `step.prepare_step`, under the number of sequences that earlier steps consume.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -174,7 +174,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     """
     set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
-        # Its process imports its modules while this process builds the other parts.
+        # The loader process imports its modules while this process builds the other parts.
         loader = start_loader(pick_device(config.trainer.device))
     found = find_resources(config, init_from)
     device, mesh, tokenizer = found.device, found.mesh, found.tokenizer

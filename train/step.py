@@ -56,10 +56,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 
     Returns:
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
-        `grad_norm`
-        (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds of this rank in which its device
-        was
-        idle). All other values are the same on every rank.
+        `grad_norm` (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds in which the device
+        of this rank was idle). All other values are the same on every rank.
 
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. The parameters must then not be saved.
@@ -208,10 +206,10 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
 def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
     """Yield micro-steps or batches of an evaluation. All ranks must yield the same number.
 
-    A request to stop ends the work after at most two further ones.
+    After a request to stop, it yields at most two more.
 
     Raises:
-        StoppedEarly: on every rank before the same one, if any rank should stop.
+        StoppedEarly: on every rank before the same micro-step or batch, if any rank should stop.
     """
     read_request = None
     for batch in batches:

@@ -84,7 +84,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 
 
 def resolve(config: Config) -> Config:
-    """Check the settings on all ranks, without the data and the weights. Return them with those that follow from others."""
+    """Check the settings on all ranks, without the data and the weights. Return them, completed by derived settings."""
     if config.parallel.mesh == "fastest":
         config = choose_fastest_mesh(config)
     with sync_errors():
@@ -114,7 +114,8 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         wandb_run = WandbRun(run.config, directory, facts)
     with wandb_run:
         with sync_errors():
-            # The records of steps that the run has gone back from are kept, because their checkpoints are.
+            # If the run has gone back to an earlier step, it keeps the records of later steps, because it keeps their
+            # checkpoints.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
@@ -154,7 +155,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
 def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: WandbRun) -> None:
     """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
 
-    `consumed` is the number of sequences of the first `done` steps. This function does not close `wandb_run`.
+    `consumed` is the number of sequences of the first `done` steps. The caller closes `wandb_run`.
 
     Raises:
         TrainingStopped: on every rank, if any rank was asked to stop before the end of the last evaluation. The last complete
@@ -190,7 +191,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if step == done + 1:
                 log.info(f"{'start-up':<12}{startup.describe()}")
                 wandb_run.add_facts(communication_facts(run))
-            # Saved first, so that a kill in the evaluation does not lose the step.
+            # The step is saved first, so that a kill during the evaluation does not lose it.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder)
@@ -235,7 +236,7 @@ def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: me
 
 
 def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
-    """Plot the losses of a run whose `step`, the last complete one, is saved, and raise TrainingStopped."""
+    """Plot the losses of a run that has saved its last complete `step`, and raise TrainingStopped."""
     if storage.latest(directory / "checkpoints") is None:
         log.info(f"{'stopped':<12}on request, before the first step was complete: launch the same command again")
     else:
@@ -315,7 +316,7 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None
     """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit."""
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # If it were None, a larger `trainer.steps` would change the warmup of the resumed run.
+    # If the checkpoint contained None, a larger `trainer.steps` would change the warmup of the resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

@@ -24,7 +24,7 @@ from ringattn.train.settings.config import MAY_DIFFER, ConfigError, ModelConfig
 
 log = logging.getLogger(__name__)
 
-# Our names of modules and weights, without the prefix of a block, and those of Hugging Face's format.
+# Maps our names of modules and weights, without the prefix of a block, to the names in Hugging Face's format.
 NAMES = {
     "embedding": "model.embed_tokens",
     "attention_norm": "input_layernorm",
@@ -55,7 +55,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
-# The names of tensors that other programs store, but that contain no weights: constants and masks.
+# The names of tensors without weights that other programs store: constants and masks.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 # The advice for a model with another architecture.
 OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
@@ -197,7 +197,7 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     embedding, head = (file.get_slice(hugging_face_name(name)) for name, file in (("embedding", embedding), ("head", head)))
     if (shape := embedding.get_shape()) != head.get_shape():
         return False
-    # Few rows at a time, because both tensors may have several GB. Their dtypes may differ.
+    # A part has few rows, because both tensors may have several GB. Their dtypes may differ.
     parts = (slice(i, i + 1024) for i in range(0, shape[0], 1024))
     return all(torch.equal(embedding[part].double(), head[part].double()) for part in parts)
 
@@ -236,7 +236,7 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         return config["layer_types"]
     first = 0 if kind == "mistral" else _number("max_window_layers", config)
     has_window = config["sliding_window"] is not None
-    # The types of all layers between the first and the last one are those of the two.
+    # Every layer between the first and the last one has the type of one of these two.
     layers = 0, _number("num_hidden_layers", config) - 1
     return ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in layers]
 
@@ -300,8 +300,8 @@ def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
 def load(path: Path, model: nn.Module) -> None:
     """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
 
-    The vocabulary of `model` may be padded to more rows, which keep their values. DCP's HuggingFaceStorageReader cannot leave
-    out rows, and reads files that the index does not contain.
+    The vocabulary of `model` may be padded to more rows, which keep their values. DCP's HuggingFaceStorageReader is not used:
+    it cannot leave out rows, and reads files that the index does not contain.
 
     Args:
         path: the folder.

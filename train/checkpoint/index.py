@@ -56,7 +56,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Replaces `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+    """Replaces `getattr`, which pickles of Python 3.11.0 to 3.11.3 call for a member of an enumeration."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

@@ -1,6 +1,6 @@
 """Load the initial weights of a new run from a checkpoint or from a Hugging Face model (`trainer.init_from`).
 
-They replace the random weights that `ringattn.train.parallel.shard` has drawn.
+These weights replace the random ones that `ringattn.train.parallel.shard` has drawn.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
 
     Args:
         path: a checkpoint, or a folder with a Hugging Face model.
-        config, tokenizer: those of the run.
+        config, tokenizer: the settings and the tokenizer of the run.
 
     Raises:
         ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the run.

@@ -31,8 +31,8 @@ def show_progress(
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
         path: the file or the folder that the body reads or writes.
         size: the number of bytes that all ranks together read or write.
-        fraction: returns how much of the work is done, from 0 to 1. A thread calls it.
-        if_killed: returns what happens if the ranks are killed, for a message after a signal.
+        fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls this function.
+        if_killed: a function that returns what happens if the ranks are killed, for a message after a signal.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         yield

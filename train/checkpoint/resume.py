@@ -97,8 +97,8 @@ def read_run_meta(path: Path) -> dict[str, Any]:
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is that of another run, this run
-    branches from it, until it has checkpoints of its own.
+    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. From a checkpoint of another run, this run
+    branches until it has checkpoints of its own.
 
     Returns:
         The checkpoint, or None for a new run, and the checkpoint of another run from which this run branched, or None.
@@ -202,7 +202,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
 
 
 def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current: dict[str, Any], config: Config) -> str:
-    """Name the settings that differ, or what differs otherwise. `saved` and `current` are fingerprints of corpora."""
+    """Name the differing settings, or else another difference. `saved` and `current` are fingerprints of corpora."""
     if not meta.get("corpus"):
         return "it does not describe its corpus"
     changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb"))
@@ -240,7 +240,8 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
     """Check that a job of a sweep resumes with the settings of its checkpoint. Only the number of steps may be larger.
 
-    The directory of a job is named by the settings that the sweep varies. If others differ, the checkpoint is of another sweep.
+    The directory of a job is named by the settings that the sweep varies. If other settings differ, the checkpoint is of
+    another sweep.
     """
     changes = _changes(meta, config, COMPARED)
     for name in ("trainer.steps", "trainer.total_tokens"):
@@ -256,7 +257,7 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
     """Describe the model settings in which a new run differs from the checkpoint of its initial weights, as text.
 
     Raises:
-        ConfigError: the number of heads differs, which may not change any shape. Loading the weights checks the shapes.
+        ConfigError: the number of heads differs. Loading the weights checks only shapes, which may still be equal.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:

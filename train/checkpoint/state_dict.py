@@ -21,8 +21,8 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
 
     If the optimizer has not taken a step, its state is filled with zeros, so that a checkpoint can be loaded into it.
     """
-    # The optimizer knows only the sharded parameters, but an evaluation leaves them gathered. The state dict of the model makes
-    # FSDP shard them again, so it must be created first.
+    # The optimizer knows only the sharded parameters, but an evaluation leaves parameters gathered. `model_state` makes FSDP
+    # shard the parameters again, so it must come first.
     tensors, is_new = model_state(model), not optimizer.state
     states = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(model, optimizer)["state"])
     for name, state in states.items():
@@ -46,7 +46,7 @@ def load_rng_state(path: Path) -> bool:
     """Restore this rank's random generators from a checkpoint. All ranks call this function.
 
     Returns:
-        False, and restore nothing, if another number of ranks saved the checkpoint.
+        False if another number of ranks saved the checkpoint. Nothing is restored then.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.

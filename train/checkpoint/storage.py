@@ -4,8 +4,8 @@
     <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes it
 
 Every rank writes its own shards to a directory that all ranks see. A run that resumes reads the parts that it needs, so the
-number of ranks may change. Every read compares checksums: meta.json has those of itself and of the index, and the index that of
-every shard. Earlier versions lack some.
+number of ranks may change. Every read compares checksums. meta.json contains its own checksum and that of the index. The index
+contains the checksum of every shard. Checkpoints of earlier versions lack some checksums.
 
 `save` accepts only tensors, because DCP would pickle any other object, and loading a pickle may run any code. DCP's index is a
 pickle as well, which `ringattn.train.checkpoint.index` reads safely.
@@ -47,8 +47,8 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The version of the format. A version that cannot read the checkpoints of the next one must get a new number. Version 1, of
-# ringattn 0.2.0, had no number. Version 2 has checksums of meta.json and of every shard.
+# The version of the format. If earlier code could not read new checkpoints, the number must increase. Version 1, of ringattn
+# 0.2.0, had no number. Version 2 has checksums of meta.json and of every shard.
 FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
@@ -81,7 +81,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
     """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints. All ranks call this
     function.
 
-    Until the new checkpoint has its final name, all others are unchanged.
+    The other checkpoints stay unchanged until the new one has its final name.
 
     Args:
         directory: the directory of the run's checkpoints.
@@ -148,7 +148,7 @@ def estimate_size(tensors: Iterable[Tensor]) -> int:
 def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) -> None:
     """Check before the first step that the disk has space for the checkpoints. Only one rank calls this function.
 
-    If only some of them fit, log a warning.
+    If only some checkpoints fit, log a warning.
 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
@@ -470,8 +470,8 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        Earlier versions saved no checksums of shards. Then check those inside the shard, a zip archive, which torch.load
-        ignores.
+        Earlier versions saved no checksums of shards. The zip archive of a shard has its own checksums, which are then checked,
+        because torch.load ignores them.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):
@@ -497,7 +497,7 @@ def _read_index(path: Path) -> Metadata:
             raise ValueError(f"the file is missing, or its size is not {meta['files'][name]} bytes")
     with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
-        # If a checkpoint does not contain a checksum of the index, the comparison always succeeds.
+        # Without a saved checksum of the index, the comparison always succeeds.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
         return parse_index(content, files=meta["files"])

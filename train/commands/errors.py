@@ -74,7 +74,7 @@ def write_error_file(text: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a user error as one line. Hydra writes several, or keeps the important one in `__cause__`."""
+    """Return the message of a user error as one line. Hydra writes several lines, or hides the message in `__cause__`."""
     if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
         return str(error.__cause__)  # A resolver, such as the one that checks the name of the run, has raised this error.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -116,7 +116,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
     """Exit at once after an error that is not a user error. torchrun then terminates the other ranks.
 
-    They may be waiting for this rank in a collective.
+    The other ranks may be waiting for this rank in a collective.
     """
     described = describe_compile_error(error) if isinstance(error, BackendCompilerFailed) else describe_external_error(error)
     reason = described or "".join(traceback.format_exception(error))

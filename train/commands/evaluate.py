@@ -7,7 +7,7 @@
 
 All losses are means over the same target tokens. The length only limits the number of earlier tokens to which a target token
 can attend, so a model that benefits from a long context has a lower loss at a longer length. The table contains the errors of
-the losses, and those of their differences to the shortest length.
+the losses, and of their differences from the loss at the shortest length.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
 default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:

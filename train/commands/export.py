@@ -6,8 +6,8 @@
 The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. transformers has no
 tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
 
-If the run started from a folder in this format, the export contains all files of this folder except its weights. Only entries
-of config.json and generation_config.json that the run has changed differ. Otherwise, the exported model usually has the Llama
+If the run started from a folder in this format, the export contains all files of this folder except its weights. In config.json
+and generation_config.json, only entries that the run has changed differ. Otherwise, the exported model usually has the Llama
 architecture. A model with a window becomes a Mistral model. A model with model.qkv_bias or model.qk_norm becomes a Qwen model.
 
 The export needs enough memory for all parameters.
@@ -63,7 +63,7 @@ LEFT_OUT = (
     "*.tflite",
     "*.npz",
 )
-# The settings that a run may change, and the entries of config.json that determine them.
+# Maps the settings that a run may change to the entries of config.json that determine them.
 ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
@@ -175,7 +175,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
     """Return the folder in Hugging Face's format of the model that a run has trained, or None.
 
-    It is `trainer.init_from` or, for a run that started from a checkpoint, the folder of the tokenizer. The sizes in
+    The folder is `trainer.init_from` or, for a run that started from a checkpoint, the folder of the tokenizer. The sizes in
     config.json must be those of the run.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
@@ -207,7 +207,7 @@ def changed_files(published: Path, saved: Config, current: dict[str, Any], token
     written = files | {"config.json": config}
     for name, content in written.items():
         if not isinstance(tokenizer, JsonTokenizer):
-            written[name] = content | special  # The published ids are those of another tokenizer.
+            written[name] = content | special  # The published ids belong to another tokenizer.
         elif saved.data.eos_token is not None and content:
             written[name] = _with_stop_token(content, tokenizer.eos)
     return {name: content for name, content in written.items() if content != files[name]}

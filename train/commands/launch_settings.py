@@ -25,14 +25,14 @@ def resolve_settings(
 ) -> Config:
     """Return the settings of a launch.
 
-    A run that resumes has the settings of its checkpoint, and a new run those that Hydra has composed. A new run from a Hugging
-    Face model has the settings of the model. The command line has precedence: `optim.lr=1e-4` sets one setting, `optim=wsd`
-    sets all of the group, and an experiment or a recipe replaces all but the number of steps and, for a recipe, the sequence
-    length.
+    A run that resumes has the settings of its checkpoint. A new run has the settings that Hydra has composed. If it starts from
+    a Hugging Face model, its `model` settings are those of this model. The command line has precedence: `optim.lr=1e-4` sets
+    one setting, and `optim=wsd` sets the whole group. An experiment replaces all settings but the number of steps. A recipe
+    also keeps the sequence length.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.
-        overrides: the arguments of the command line that the user has given.
+        overrides: the arguments of the command line.
         directory: the directory of the run.
         lengths: the sequence lengths of a sweep that varies them. All its jobs then have the same tokens per step.
         world_size: the number of ranks, which is used only together with `lengths`.

@@ -42,7 +42,7 @@ class Model:
     Attributes:
         path: the checkpoint, or the folder in Hugging Face's format.
         directory: the directory of the run of the checkpoint, or else `path`.
-        config: the settings of the training. Those of the machine, such as the device, have their defaults.
+        config: the settings of the training. Settings of the machine, such as the device, have their defaults.
     """
 
     path: Path
@@ -196,7 +196,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 
 def _settings_for_inference(config: Config) -> Config:
-    """Keep the settings of the model and of the text. The machine may be another one."""
+    """Keep the settings of the model and of the text. Settings of the machine have their defaults."""
     has_text = config.data.held_out is not None or config.data.eval_fraction > 0
     trainer = TrainerConfig(
         precision=config.trainer.precision,

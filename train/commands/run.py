@@ -1,4 +1,4 @@
-"""Train a GPT over a ring of ranks. This module is the training command.
+"""Train a GPT over a ring of ranks.
 
     torchrun --nproc_per_node=N train/run.py [overrides]        on N ranks
     python train/run.py [overrides]                             on one rank
@@ -100,7 +100,7 @@ def run_as_rank_zero(launch: Launch) -> int:
         return resolve_settings(to_config(settings), given, directory, jobs.lengths, dist.get_world_size())
 
     def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
-        """Check all jobs of a sweep before the first one starts. `directory` is that of any job."""
+        """Check all jobs of a sweep before the first one starts. `directory` is the directory of any job."""
         jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
         logging.disable(logging.INFO)  # Each job logs its choices when it starts.
         try:
@@ -171,7 +171,7 @@ def run_as_rank_zero(launch: Launch) -> int:
 
 
 def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
-    """Call `function(config, directory)` on all ranks, of which the others wait in `run_as_other_rank`."""
+    """Call `function(config, directory)` on all ranks. The other ranks wait for it in `run_as_other_rank`."""
     broadcast_object((function, config, directory))
     return function(config, directory)
 
@@ -196,7 +196,7 @@ def run_as_other_rank() -> int:
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the text that a table of a sweep shows for a job that ended with an error.
 
-    A rank that runs out of memory marks the directory of the job, where rank 0 finds the reason for losing this rank.
+    A rank that runs out of memory creates a file in the directory of the job. The file tells rank 0 why the rank was lost.
     """
     marker = directory / MEMORY_MARKER
     if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
@@ -208,7 +208,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 def check_earlier_attempt(directory: Path, attempt: int) -> None:
     """Raise InsufficientMemory if the job ran out of memory in an earlier attempt of this launch.
 
-    If one of several ranks runs out of memory, all must exit, because others may wait for it in a collective. If torchrun
+    If a rank runs out of memory, all ranks must exit, because others may wait for this rank in a collective. If torchrun
     restarts them, the sweep continues with the next job.
     """
     marker = directory / MEMORY_MARKER
@@ -266,7 +266,7 @@ def to_config(settings: DictConfig) -> Config:
 
 
 def check_name(name: str | None, context: HydraConf) -> None:
-    """Check the name, and that all jobs of a sweep have the same one.
+    """Check the name of a run. All jobs of a sweep must have the same name.
 
     Raises:
         ConfigError: the name is invalid, or the jobs of a sweep have different names.

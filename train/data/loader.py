@@ -8,7 +8,7 @@ processes do not share Python's lock, so planning does not delay the launch of k
     request(consumed) of the next AHEAD steps   ->      Preparation.prepare
     list of MicroStep                           <-
 
-On CPUs, the process would only take time away from training, so `Loader` prepares a step in the training process.
+On CPUs, a loader process would only take time away from training, so `Loader` prepares a step in the training process.
 
 The loader process ends when its input is closed, which the kernel does when the training process ends for any reason.
 """
@@ -53,7 +53,7 @@ os.dup2(2, 1)
 from {__name__} import run_loader_process
 run_loader_process(output)
 """
-AHEAD = 3  # number of steps that are prepared in advance; each of them needs host memory for its batches and its plan
+AHEAD = 3  # number of steps that are prepared in advance; each needs host memory for its batches and plan
 
 
 class LoaderError(RuntimeError):
@@ -141,7 +141,7 @@ class Loader:
         return self._preparation
 
     def get(self, consumed: int) -> list[MicroStep]:
-        """Return the micro-steps of the step before which `consumed` sequences are consumed.
+        """Return the micro-steps of the step after the first `consumed` sequences.
 
         Raises:
             LoaderError: the loader process failed.
@@ -276,19 +276,18 @@ def _decode(data: bytearray) -> Any:
 
 
 def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearray | None]) -> None:
-    # One system call receives a whole message. A pipe would need Python's lock after every 64 KiB, and wait up to 5 ms each
-    # time.
+    # One system call receives a whole message. A pipe would need Python's lock after every 64 KiB, and wait up to 5 ms for it.
     try:
         with connection:
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
                 received.put(data)
     finally:
-        received.put(None)  # Without it, the training process would wait forever.
+        received.put(None)  # Without this message, the training process would wait forever.
 
 
 def run_loader_process(output: IO[bytes]) -> None:
     """Prepare the steps that the training process requests, until the input ends, and write them to `output`."""
-    # These signals also reach this process, but the training process must complete its step.
+    # These signals also reach this process, which must not end before the training process has completed its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -4,12 +4,11 @@
     epoch e     one stream of T tokens: all documents in a random order that depends on the seed and on e
     sequence    S consecutive tokens of the stream; the label of a token is the next token of the stream
 
-An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Otherwise, consecutive steps would often
-come from the same long document. A document may continue in the next sequence of the stream.
+An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Without the second order, consecutive steps
+would often read the same long document. A document may continue in the next sequence of the stream.
 
-With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. The second order may therefore
-consist of groups of G sequences with similar costs of attention, in a random order. Sequences that do not fill a group are
-dropped.
+With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. The second order may therefore be a
+random order of groups, each of G sequences with similar costs of attention. Sequences that do not fill a group are dropped.
 
 The only state of the data is the number of consumed sequences.
 """
@@ -78,7 +77,7 @@ class PackedDataset:
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
             shuffle: whether the sequences of an epoch are in a random order, and not in the order of the stream.
-            group_size: the number G. There are no groups without `shuffle`, or if the documents do not fill one.
+            group_size: the number G. There are no groups without `shuffle`, or if the documents do not fill a group.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -111,7 +110,7 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that identify the corpus and its order. A position in the data is valid only if they are equal."""
+        """Values that identify the corpus and its order. A position in the data is valid only with equal values."""
         # The lengths identify the order of the documents.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
@@ -204,8 +203,8 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
     """Return the tokenised documents of a corpus, with the columns of TOKENS. All ranks call this function.
 
-    The first call tokenises them into a folder in the cache of `datasets`. After a kill, the next call continues with the file
-    that was not complete.
+    The first call tokenises them into a folder in the cache of `datasets`. After a kill, the next call continues with the
+    incomplete file.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -329,7 +328,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.D
 
 
 def _fill_cache(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Tokenise a corpus, or the part of it that a killed process has left.
+    """Tokenise a corpus, or the part that a killed process has not tokenised.
 
     The name of a file consists of its number and of the number of entries up to its end.
     """
@@ -396,7 +395,7 @@ def _tokenise(text: str, tokenizer: Tokenizer) -> np.ndarray:
 def _rank_zero_first() -> Generator[None]:
     """Run the body on rank 0, which fills the cache, and then on the other ranks.
 
-    They wait by polling the store, because a collective would have a time limit.
+    The other ranks poll the store, because a collective would have a time limit.
     """
     store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
     if dist.get_rank() != 0:

@@ -101,7 +101,7 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return those of `document_lengths` that have blocks of full size, or only the longest one if none has."""
+    """Return the `document_lengths` with blocks of full size, or the longest length if there are none."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 

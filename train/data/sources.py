@@ -46,9 +46,8 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
     """Read the documents of a corpus.
 
     Returns:
-        The documents, and the number of rows in each complete split. The latter is None for a complete split "train", whose
-        rows are
-        known only at the end.
+        The documents, and the number of rows in each complete split. This number is None for a complete split "train", because
+        its rows are known only at the end.
 
     Raises:
         ConfigError: a file or the column is missing, cannot be read or is not text, or a document is larger than
@@ -242,7 +241,7 @@ def files(config: DataConfig) -> list[str]:
         names = [name for name in glob(f"{escape(str(path))}/**", recursive=True) if name.endswith(endings)]
     else:
         names = [str(path)] if path.exists() else glob(str(path), recursive=True)
-    # Checkpoints of versions that sorted the escaped paths contain a position in this order.
+    # Earlier versions sorted the escaped paths, and their checkpoints contain a position in this order.
     found = sorted({str(Path(name).resolve()) for name in names if Path(name).is_file()}, key=escape)
     if not found:
         matches = f"is a folder without a file {pattern}" if pattern else "matches no file"
@@ -259,8 +258,8 @@ def load_hub(config: DataConfig) -> datasets.Dataset:
 
 
 def _hub_name(config: DataConfig) -> str:
-    # `datasets` would interpret a name without an owner as a reader for local files, one of which unpickles them, and that may
-    # run any code.
+    # `datasets` would interpret a name without an owner as a reader for local files. One of these readers unpickles files,
+    # which may run any code.
     if config.path is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path) or Path(config.path).exists():
         raise ConfigError(f"data.path={config.path} is not a dataset of the hub: it must have the form owner/name")
     return config.path
@@ -303,8 +302,8 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
     """Return whether two corpora of the same `source` have no document in common.
 
-    They are disjoint without a common file, or with the same files and disjoint splits, but not if only some files are common.
-    `sizes` are the rows in each split of the training text.
+    Corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are. All others are
+    not. `sizes` are the rows in each split of the training text.
     """
     if training.path and training.source != "hub":
         first, second = files(training), files(held_out)

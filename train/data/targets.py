@@ -1,7 +1,7 @@
 """Choose the target tokens of an evaluation, and pack them with their context into sequences.
 
 The target tokens, whose loss is computed, do not depend on `data.seq_len`. The losses at different lengths are therefore means
-over the same tokens. They form up to NUM_BLOCKS blocks:
+over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
 
     held-out text     ------------####------------####------------####          # target token
 
@@ -33,7 +33,7 @@ from ringattn.train.data.packing import Sequences
 from ringattn.train.data.recall import RecallDataset
 from ringattn.train.model.loss import IGNORE
 
-# More blocks sample more documents, so the error is smaller. But an evaluation at a length of S processes up to S tokens per
+# More blocks sample more documents, so the error is smaller. However, an evaluation at length S processes up to S tokens per
 # block.
 NUM_BLOCKS = 32
 
@@ -113,8 +113,7 @@ class Targets:
 
         Returns:
             The sequences, and an int64 tensor (B, S). The group of a target token of document d at length number i is i * D +
-            d. The
-            group of all other tokens is `num_groups`.
+            d. The group of all other tokens is `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
@@ -156,7 +155,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # At the end of each part of the text, many tokens precede them.
+        # A block is at the end of its part of the text, so many tokens precede it.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)

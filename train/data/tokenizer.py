@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 # Names of the end-of-text token in widely used tokenizers, the most specific first, if no file names it.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
-# The fingerprints of tokenizers that have warned. The content of a tokenizer is a part of the key of the cache.
+# The fingerprints of tokenizers about which this process has warned.
 _warned: set[int] = set()
 
 
@@ -49,7 +49,7 @@ class JsonTokenizer:
 
     Args:
         path: the file.
-        eos_token: the name of the end-of-text token. None: that of files in the same folder, or one of END_OF_TEXT.
+        eos_token: the name of the end-of-text token. None: the name in a file of the same folder, or one of END_OF_TEXT.
         special_tokens: as `data.special_tokens`. `decode` shows special tokens only with "parse".
 
     Raises:
@@ -67,7 +67,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # The file may not mark these tokens as special. One that is special already would lose its flags if it was added again.
+        # The file may not mark these tokens as special. A special token would lose its flags if it was added again.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self._names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -141,7 +141,6 @@ class JsonTokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=not self._is_parsed)
 
 
-# Both classes have the same attributes and methods.
 Tokenizer = BytesTokenizer | JsonTokenizer
 
 
@@ -166,7 +165,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 
 
 def _name_of(token: Any) -> Any:
-    """Return the name of a token in `tokenizer_config.json`, which contains either the name or a dict with the name."""
+    """Return the name of a token from its entry in `tokenizer_config.json`: the name, or a dict with the name."""
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -116,7 +116,8 @@ def _attend_with_cache(
 ) -> Tensor:
     """Compute the attention of one layer: of the prompt in the first call, and then of one new token per call.
 
-    The first call uses `precision`, and the others the dtype of the model. `options` are the process group and the kernels.
+    The first call uses `precision`, and later calls use the dtype of the model. `options` are the process group and the
+    kernels.
     """
     if cache.length == 0:
         cache.prefill(k, v, layout)

@@ -33,11 +33,11 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
     assert run.held_out is not None
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
-    # Sums of losses and numbers of tokens by group. The last row is for all other tokens.
+    # Sums of losses and numbers of tokens by group. The last row is the group of all other tokens.
     sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     offset = dp.get_local_rank() * size
-    # Every batch communicates, so all ranks process the same number.
+    # Every batch communicates, so all ranks process the same number of batches.
     starts = range(offset, offset + targets.num_sequences, dp.size() * size)
     if show_progress and dist.get_rank() == 0:
         starts = tqdm(starts, desc="evaluate", unit=" batches")

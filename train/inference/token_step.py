@@ -47,7 +47,7 @@ class TokenStep:
         return self.result
 
     def capture(self, position: int) -> None:
-        """Capture the step in a CUDA graph. The first call overwrites `position`, that of the next token."""
+        """Capture the step in a CUDA graph. This writes to the caches at `position`, the position of the next token."""
         # The first run compiles the kernels, which a capture cannot do. The default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -74,7 +74,7 @@ class TokenStep:
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype) -> GPT | None:
-    """Return the model of a job with one rank, with weights in `dtype`, or None if the copy would not fit into the GPU.
+    """Copy the model of a job with one rank to `dtype`. Return None if the copy would not fit into the GPU.
 
     The hooks of FSDP, which convert the weights in every forward pass, cannot be captured in a CUDA graph.
     """

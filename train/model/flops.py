@@ -4,7 +4,7 @@ A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of
 
     6 * weights * tokens  +  12 * head_dim * heads * layers * pairs
 
-Only (query, key) pairs that the mask allows count. Recomputation does not count.
+Recomputation, and (query, key) pairs that the mask forbids, do not count.
 """
 
 import re

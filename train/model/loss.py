@@ -58,7 +58,7 @@ def token_losses(
 ) -> Tensor:
     """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients. It is 0 for IGNORE.
 
-    The arguments are those of `cross_entropy`.
+    Arguments as in `cross_entropy`.
     """
     chunk = chunk or chunk_size(len(head))
     return _compute(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)[0].view(labels.shape)
@@ -87,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (dloss,), (dhidden, dhead) = grad_outputs, ctx.saved_tensors
-        # Written in the dtype of the head, so that no second fp32 matrix is needed.
+        # `out` has the dtype of the head, so that no second fp32 matrix is needed.
         dhead = torch.mul(dhead, dloss, out=dhead.new_empty(dhead.shape, dtype=ctx.dtype))
         return dhidden * dloss, dhead, None, None, None, None, None
 

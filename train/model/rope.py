@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ringattn.train.settings.config import ModelConfig
 
-# A pair with more rotations than this within rope_trained_len keeps its frequency. From one rotation on, it is interpolated.
+# A pair with more rotations than this within rope_trained_len keeps its frequency. A pair with fewer rotations, but at least
+# one, is interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 

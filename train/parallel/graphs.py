@@ -1,7 +1,7 @@
 """Replay the forward and the backward pass of a small model from two CUDA graphs.
 
-With short shards, the host needs more time to launch the kernels of a step than the GPU needs to run them. A graph launches
-those of a whole pass at once.
+With short shards, the host needs more time to launch the kernels of a step than the GPU needs to run them. A graph launches all
+kernels of a pass at once.
 
 A graph always runs the same kernels, but the documents differ from step to step. Attention therefore uses a plan with fixed
 schedules (`Plan.is_fixed`), whose tables are copied to the memory of the graph before every replay
@@ -28,15 +28,15 @@ from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import Mesh, MeshShape, attention, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
-# With fewer FLOPs in the matrix products of a block, 1.5 ms on an H100, the host may limit the speed.
+# If the matrix products of a block have fewer FLOPs (1.5 ms on an H100), the host may limit the speed.
 MAX_BLOCK_FLOPS = 1e12
 
-# A number of tokens per rank with which all layouts give every rank an equal share.
+# With this number of tokens per rank, all layouts give every rank an equal share.
 EQUAL_SHARE = TILE * MAX_CHUNKS
 
 
 def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
-    """Return whether CUDA graphs of a micro-step are possible. The arguments are those of `uses_graphs`."""
+    """Return whether CUDA graphs of a micro-step are possible. Arguments as in `uses_graphs`."""
     model, seq_len = config.model, config.data.seq_len
     # PyTorch's attention reads the mask on the host.
     has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
@@ -80,8 +80,8 @@ def choose_graphs(
 ) -> tuple[bool, dict[str, float]]:
     """Return whether a run uses CUDA graphs, and the bytes that a rank then needs, by purpose.
 
-    `needed` are the bytes without graphs. By default, graphs that would not fit are not used. Other arguments and errors as in
-    `uses_graphs`.
+    `needed` are the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and errors as
+    in `uses_graphs`.
     """
     if not uses_graphs(config, shape, device, compiled, bf16):
         return False, needed
@@ -94,8 +94,8 @@ def choose_graphs(
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
     """Return the bytes by which graphs raise the peak of a step.
 
-    Graphs keep copies of all parameters and gradients, and their intermediate results. Other work therefore needs memory of its
-    own: the reduction of the gradients in fp32, or the evaluation with the widest tensors of a block.
+    Graphs keep copies of all parameters and gradients, and their intermediate results. Other work needs further memory: the
+    reduction of the gradients in fp32, or the evaluation with the widest tensors of a block.
     """
     model, size = config.model, 2 if bf16 else 4
     head = padded_vocabulary(model, vocab_size) * model.dim
@@ -154,7 +154,7 @@ class ModelGraphs:
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the plan. The autograd
-                # nodes of its parameters belong to its stream, so it uses other parameters.
+                # nodes of its parameters belong to its stream, so this call uses copies.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = PlanSlots(plan, device)
@@ -164,7 +164,7 @@ class ModelGraphs:
         self.uncounted_bytes = _unused_bytes(device) - unused
         self._copies = [x.detach() for x in parameters]
         if documents is None:
-            # No step has another mask.
+            # All steps have this mask.
             self.slots.write(self.slots.pack(self._plan(mask, layout)))
         object.__setattr__(model, "replay", self._replay)
         register_fsdp_forward_method(model, "replay")
@@ -191,7 +191,7 @@ class ModelGraphs:
         """
         if packed is not None:
             self.slots.write(packed)
-        # The hops of the graphs are not watched, so the watchdogs regard a whole micro-step as one hop.
+        # Watchdogs do not see the hops of a graph, so they regard a whole micro-step as one hop.
         self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
         replay: Any = self._model.replay
         return replay(tokens, positions, labels)
@@ -208,7 +208,7 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy the parameters into the memory of the graphs, which would otherwise copy them one by one while the GPU waits."""
+    """Copy all parameters into the memory of the graphs at once. Single copies would make the GPU wait for the host."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters

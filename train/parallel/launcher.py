@@ -15,8 +15,8 @@ POLL_INTERVAL = 0.05  # seconds
 def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.Store, int]:
     """Agree on the number of this attempt with the other ranks. All ranks call this function once per attempt.
 
-    A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Rank 0 counts the attempts, and
-    replies to a random name that each other rank writes to the store.
+    A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Each other rank writes a random
+    name to the store. Rank 0 counts the attempts, and replies to every name.
 
     Returns:
         A part of the store that only this attempt uses, and the number of the attempt, counted from 1.
@@ -26,7 +26,8 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         waiting = set(range(1, world_size))
         while waiting:
             for other in waiting:
-                # TORCHELASTIC_RESTART_COUNT counts only the failures of one torchrun. The name may be an earlier process's.
+                # TORCHELASTIC_RESTART_COUNT counts only the failures of one torchrun. An earlier process may have written the
+                # name.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))
             waiting = {other for other in waiting if not store.check([f"joined/{attempt}/{other}"])}
@@ -42,6 +43,6 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
 def launch_time(store: dist.Store) -> str:
     """Return the local time of the first attempt, such as "2026-01-31_23-59-59". Only rank 0 calls this function.
 
-    It is the default name of a run, so all attempts use the same directory.
+    This time is the default name of a run, so all attempts use the same directory.
     """
     return store.compare_set("launch_time", "", time.strftime("%Y-%m-%d_%H-%M-%S")).decode()

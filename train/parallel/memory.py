@@ -12,8 +12,8 @@ from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 GIB = 2**30
 
-# With at most this many bytes in all blocks, the parameters stay gathered between the forward and the backward pass: sharding
-# them would save little memory and cost a second all-gather per micro-step.
+# If all blocks together have at most this many bytes, their parameters stay gathered between the forward and the backward pass:
+# sharding them would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
 # The fraction of a GPU's memory that a run may need before blocks are recomputed. Memory is fragmented, and torch's allocator
@@ -97,13 +97,13 @@ def estimate(
     feed_forward = size * tokens * (2 * model.dim + 3 * model.resolved_ffn_dim)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk coexist with their gradient and that of the previous chunk. Later, the gradient coexists with its
-    # products.
+    # The logits of a chunk, their gradient and the gradient of the previous chunk exist at the same time. Later, the gradient
+    # and its products do.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:
         chunk_bytes = max(chunk_bytes, 14 * logits)
-    # A ring keeps three fp32 tensors like the queries: its own dq, a computed one and a sent one.
+    # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
     attention = tokens * (12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim)
 
     def moment(backward: float, gathered: float, gradients: float = gradients, activations: float = activations):
@@ -124,19 +124,19 @@ def estimate(
             size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
         ),
     ]
-    # FSDP casts the gradients of a group to fp32 after it has freed its parameters.
+    # FSDP frees the parameters of a group before it casts the group's gradients to fp32.
     if group == blocks:  # One group contains all parameters.
         moments.append(moment((size + 4) * (vocab + blocks), 0, activations=0))
     else:
         block_gradients = max(gradients, 4 * blocks / ranks)
-        # The last two groups of blocks are reduced at the same time, and then the other parameters.
+        # FSDP reduces the gradients of the last two groups of blocks at the same time, and then all other gradients.
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
         moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
     return max(moments, key=lambda needed: sum(needed.values()))
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return the elements of a token in the queries, and in the keys and values together."""
+    """Return the elements per token of the queries, and those of the keys and values together."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 

@@ -18,7 +18,7 @@ from ringattn.comm import watchdog
 from ringattn.train.model.gpt import Attend
 from ringattn.train.settings.config import Config
 
-# It takes precedence over the settings.
+# This timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 

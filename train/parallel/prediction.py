@@ -1,7 +1,8 @@
 """Predict the time of a training step on a mesh of GPUs, and choose the mesh with the highest predicted tokens/s.
 
-A micro-step takes as long as the slower of the GPUs and their hosts. `ringattn.planning` predicts attention, and the constants
-below all else. They were fitted to runs on one to four H100s and H200s, see tests/train/parallel/test_prediction.py.
+A micro-step takes as long as the slower of the GPUs and their hosts. `ringattn.planning` predicts attention. The constants
+below predict all other work. They were fitted to runs on one to four H100s and H200s, see
+tests/train/parallel/test_prediction.py.
 """
 
 import re
@@ -41,14 +42,14 @@ MEMORY_BYTES_PER_S = (
 # Fused kernels reach this fraction of the bytes per second.
 MEMORY_EFFICIENCY = 0.7
 # Elements per token and layer that fused kernels read and write in both passes, as multiples of the widths of the model and of
-# the feed-forward network. In the 1.44B model, they take 110 ms.
+# the feed-forward network. In the 1.44B model, these kernels take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # Bytes per parameter of a rank's shard that clipping and AdamW read and write, in fp32.
 OPTIMIZER_BYTES = 40
-# Bytes per second of FSDP's collectives inside a host: 40 ms for the 1.44B model on two H200s.
+# Bytes per second of FSDP's collectives inside a host. They take 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
 
-# Seconds of the host of a rank, from the default model on H100s and H200s. They differ between hosts.
+# Seconds that the host of a rank needs for the default model on H100s and H200s. Other hosts differ.
 HOST_STEP = 4e-3  # per step
 HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
@@ -154,7 +155,7 @@ def num_micro_steps(config: Config, shape: MeshShape) -> int:
 
 
 def tokens_per_second(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float] = (1.0,)) -> float:
-    """Return the predicted tokens/s of all ranks together. The arguments are those of `step_seconds`."""
+    """Return the predicted tokens/s of all ranks together. Arguments as in `step_seconds`."""
     sequences = config.trainer.batch_size * shape.dp * num_micro_steps(config, shape)
     return sequences * config.data.seq_len / step_seconds(config, shape, machine, shares)
 
@@ -204,7 +205,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float]) -> str:
     """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
 
-    These are the fastest mesh with the same number of sequences per step, and the fastest other one.
+    Only one of them has as many data-parallel ranks as `shape`.
     """
     speeds = {
         other: tokens_per_second(config, other, machine, shares)

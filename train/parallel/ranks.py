@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 # The timeout until `mesh.set_timeout`. Tokenising a corpus may take many minutes.
 START_TIMEOUT = timedelta(minutes=30)
 
-# The timeout of a connection to the store of torchrun, which starts before the ranks. If it does not respond, torchrun has
-# died.
+# The timeout of a connection to torchrun's store, which torchrun starts before the ranks. If the store does not respond,
+# torchrun has died.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
 # With this variable, cuBLAS selects workspaces that give the same bits in every run.
@@ -45,7 +45,7 @@ class Launch(NamedTuple):
 def connect_ranks(share_gpus: bool = False) -> Launch:
     """Initialise the default process group of all ranks that torchrun has started, or of this process alone.
 
-    It uses NCCL on GPUs and gloo on CPUs, so the device of the run need not be known yet.
+    The group uses NCCL on GPUs and gloo on CPUs, so the device of the run need not be known yet.
 
     Args:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo on GPUs
@@ -91,8 +91,8 @@ def broadcast_object(value: Any) -> Any:
 def sync_errors() -> Generator[None]:
     """Raise a ConfigError of one rank on all ranks. All ranks run the body.
 
-    If several ranks have an error, every rank raises that of the lowest one. No rank then waits forever for a rank that could
-    not read a file, for example. Without a process group, an error is raised as usual.
+    Otherwise, ranks would wait forever for a rank that could not read a file, for example. If several ranks have an error,
+    every rank raises the error of the lowest one. Without a process group, an error is raised as usual.
     """
     own: ConfigError | None = None
     try:
@@ -133,7 +133,7 @@ def pick_device(name: str, share_gpus: bool = False) -> torch.device:
     """Return the device of this rank, and make it the current device.
 
     On CPUs, the ranks of a host divide its cores. With a GPU, operations on the CPU use one thread, because idle threads would
-    delay the one that launches kernels. `share_gpus` allows more ranks than GPUs.
+    delay the thread that launches kernels. `share_gpus` allows more ranks than GPUs.
 
     Raises:
         ConfigError: the host has too few GPUs.

@@ -20,12 +20,12 @@ from ringattn.train.parallel.mesh import Mesh
 def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool) -> None:
     """Give a model on the meta device random initial weights, and shard its parameters over all ranks.
 
-    Every rank draws the weights of one group of blocks after another (`memory.blocks_per_group`) and keeps its own shard. They
-    therefore do not depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of
+    Every rank draws the weights of one group of blocks after another (`memory.blocks_per_group`) and keeps its own shard. The
+    weights therefore do not depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of
     gradients are fp32.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
-    # None, FSDP's default, shards all modules but the root again after the forward pass.
+    # With None, its default, FSDP shards all modules but the root again after the forward pass.
     reshard = None if memory.reshard_after_forward(model.config, bf16) else False
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = memory.blocks_per_group(model.config, bf16), list(model.blocks)
@@ -54,7 +54,8 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT, count: int) -> None:
     """Save only the input and the attention output of the first `count` blocks, and recompute all else in the backward pass.
 
-    Attention never runs twice. All-to-alls may, because they take little time and their results would need much memory.
+    Attention never runs twice. All-to-alls may run twice, because they take little time and saving their results would need
+    much memory.
     """
     for block in cast("list[Any]", model.blocks)[:count]:
         block.forward = partial(

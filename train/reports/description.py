@@ -138,8 +138,8 @@ def communication_facts(run: Run) -> dict[str, Any]:
 
     Returns:
         `transport` ("nvlink", "nccl", "gloo" or None), and with a ring also `route`, `schedule_forward`, `schedule_backward`
-        and
-        `predicted_exposed_communication_s_per_step`: the time in which attention does not hide the communication of the ring.
+        and `predicted_exposed_communication_s_per_step`: the time in which attention does not hide the communication of the
+        ring.
     """
     mesh, parallel = run.mesh, run.config.parallel
     if mesh.ring.size() == 1:

@@ -82,7 +82,7 @@ class Recorder:
             step: the number of the step.
             tokens, flops: the tokens and the model FLOPs of the step, on all ranks together.
             seconds: the time that the step took.
-            show: whether the console may show the step now, or `extend` shows it together with the evaluation.
+            show: whether the console may show the step now. Otherwise, `extend` shows it together with the evaluation.
             values: all other metrics. `total_tokens`, the tokens consumed so far, is the x axis of the plot.
         """
         if not self._is_active:

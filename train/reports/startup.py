@@ -15,7 +15,7 @@ _compiled_before = 0.0
 
 
 def begin_job() -> None:
-    """Begin the start of a job. That of the first job began with the launch."""
+    """Begin the start of a job. The start of the first job began with the launch."""
     global _latest, _num_jobs, _compiled_before
     if _num_jobs > 0:
         _parts.clear()

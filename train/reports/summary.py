@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
     """Return the peak memory of this job in GiB.
 
-    On a GPU, it is what torch counts as allocated, and `uncounted` more bytes. On a CPU, it is that of the process, with Python
-    and its libraries.
+    On a GPU, this is the memory that torch counts as allocated, and `uncounted` more bytes. On a CPU, it is the memory of the
+    process, with Python and its libraries.
     """
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated() + uncounted) / memory.GIB
@@ -72,8 +72,9 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     """Return the summary of a run.
 
     `final_loss` is the mean over `final_loss_steps`, the last tenth of all steps, because the loss of a step depends on its
-    text. Lengths are strings, as in JSON. `loss_results.to_metrics`, `recall_results.to_metrics` and `startup.seconds` describe
-    their entries. Rates follow from the median step after step `done`, without the first one, which includes the warm-up.
+    text. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`, `recall_results.to_metrics` and
+    `startup.seconds` describe further entries. Rates follow from the median step after step `done`, without the first one,
+    which includes the warm-up.
     """
     steps = run.config.trainer.steps
     recent = [record for record in records if record["step"] > done]

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = "out of memory"
 
-# The columns of the table, each with an entry of the summary and its format. The losses by length follow.
+# Maps each column of the table to an entry of the summary and its format. The losses by length follow.
 COLUMNS = {
     "final loss (mean of the last tenth)": ("final_loss", "{:.4f}"),
     "eval loss": ("eval_loss", "{:.4f}"),
@@ -72,7 +72,7 @@ class Jobs:
             plot_sweep(self.outcomes, self.directory / "sweep.png")
 
     def has_errors(self) -> bool:
-        """Return whether any job ended with an error. A stopped job did not."""
+        """Return whether any job ended with an error. A stopped job has no error."""
         return any(isinstance(outcome.result, str) and outcome.result != "stopped" for outcome in self.outcomes)
 
 

@@ -1,7 +1,7 @@
 """Record a run in Weights & Biases (W&B): its settings, metrics, tables, images and summary.
 
-A run has one W&B run, whose id is in the file wandb_id. Each launch without a connection writes a folder wandb/offline-run-*,
-which the command of `sync_command` uploads.
+A run has one W&B run, whose id is in the file wandb_id. Each launch without a connection writes a folder wandb/offline-run-*.
+`sync_command` returns the command that uploads it.
 """
 
 import logging
@@ -124,7 +124,7 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
 
-    By default, they are in the home directory. If they are missing, `wandb sync` leaves the tables out without an error.
+    By default, the contents are in the home directory. Without them, `wandb sync` leaves the tables out without an error.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
@@ -149,7 +149,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
         try:
             # W&B saves this value, also offline. `wandb sync` then numbers the rows of this launch after those of earlier ones.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
-            # W&B would drop steps that a resumed run records a second time, if it counted them itself.
+            # If W&B counted the steps itself, it would drop steps that a resumed run records again.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             log.info(f"{'W&B':<12}{mode}, " + str(run.url if mode == "online" else directory / "wandb"))

@@ -86,7 +86,8 @@ class ModelConfig(Frozen):
     # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. It requires
     # `rope_trained_len`. None: frequencies stay unchanged.
     rope_factor: float | None = None
-    # The sequence length of the training before an extension. It is required with `rope_factor`, and must be None without.
+    # The sequence length of the training before an extension. Set it together with `rope_factor`, and otherwise leave it at
+    # None.
     rope_trained_len: int | None = None
     # Which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn", which also sharpens the softmax of attention.
     rope_scaling: str = "llama3"
@@ -136,13 +137,13 @@ class DataConfig(Frozen):
     eval_fraction: float = 0.01
     # The column that contains the text, in "jsonl", "parquet" and "hub".
     column: str = "text"
-    # The largest document in MB (10**6 bytes). A larger one is an error, because a rank needs about 10 times this memory to
+    # The largest document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its size to
     # tokenise it.
     max_document_mb: int = 200
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
-    # The end-of-text token of a tokenizer.json, quoted twice on the command line: 'data.eos_token="<|im_end|>"'. None: that of
-    # tokenizer_config.json or config.json in the same folder, or a token with a common name such as "<|endoftext|>".
+    # The end-of-text token of a tokenizer.json, quoted twice on the command line: 'data.eos_token="<|im_end|>"'. None: the
+    # token in tokenizer_config.json or config.json in the same folder, or a token with a common name such as "<|endoftext|>".
     eos_token: str | None = None
     # How names of special tokens such as <|im_start|> in a text or a prompt are encoded: "text" (as ordinary text) or "parse"
     # (as these tokens, for text that a chat template has written; requires a tokenizer.json).
@@ -214,7 +215,7 @@ class OptimConfig(Frozen):
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
     # The peak learning rate. None: 6e-4 for 124 million parameters and lower for more, 1.75 times as high with `model.qk_norm`,
-    # and a tenth of it from trained weights. The run prints it (`ringattn.train.optim.default_lr`).
+    # and a tenth of this rate from trained weights. The run prints its rate (`ringattn.train.optim.default_lr`).
     lr: float | None = None
     # The decay rates of AdamW's averages of the gradient and of its square.
     betas: tuple[float, float] = (0.9, 0.95)
@@ -222,7 +223,7 @@ class OptimConfig(Frozen):
     eps: float = 1e-8
     # The weight decay of matrices. Biases and scales of norms do not decay.
     weight_decay: float = 0.1
-    # The largest global gradient norm, to which larger gradients are scaled. None: no clipping.
+    # The largest global norm of the gradients. Larger gradients are scaled to this norm. None: no clipping.
     clip: float | None = 1.0
     # The learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
     schedule: str = "cosine"
@@ -238,18 +239,18 @@ class OptimConfig(Frozen):
 class TrainerConfig(Frozen):
     """The length of a run, its device, its checkpoints and its results."""
 
-    # The number of optimizer steps of the whole run. `total_tokens` determines it if that is set.
+    # The number of optimizer steps of the whole run. `total_tokens`, if set, determines this number.
     steps: int = 1500
     # The tokens of the whole run on all ranks, to compare sequence lengths together with `tokens_per_step`. None: `steps`
-    # counts.
+    # determines them.
     total_tokens: int | None = None
     # Sequences per data-parallel rank and micro-step.
     batch_size: int = 1
-    # Micro-steps per optimizer step. `tokens_per_step` determines it if that is set.
+    # Micro-steps per optimizer step, unless `tokens_per_step` is set.
     accumulate: int = 1
-    # The tokens of one optimizer step on all ranks, a multiple of those of a micro-step: `data.seq_len` x `batch_size` x
-    # data-parallel ranks. None: `accumulate` counts, and a sweep over `data.seq_len` sets the smallest value that suits all its
-    # lengths.
+    # The tokens of one optimizer step on all ranks, a multiple of the tokens of a micro-step: `data.seq_len` x `batch_size` x
+    # data-parallel ranks. None: `accumulate` determines them, and a sweep over `data.seq_len` sets the smallest value that
+    # suits all its lengths.
     tokens_per_step: int | None = None
     # The seed of the initial parameters.
     seed: int = 0
@@ -267,27 +268,27 @@ class TrainerConfig(Frozen):
     # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
     compile: bool | None = None
     # Whether training steps are replayed from CUDA graphs, which saves time on the host. The ring is then a KV ring unless
-    # `parallel.schedule` is set. None: if it is possible and a block is so small that the host could limit the speed. Graphs
-    # require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in all blocks, and shards of
-    # equal length.
+    # `parallel.schedule` is set. None: if graphs are possible and a block is so small that the host could limit the speed.
+    # Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in all blocks, and
+    # shards of equal length.
     cuda_graphs: bool | None = None
     # Steps between two checkpoints. 0: only one at the end.
     checkpoint_every: int = 250
-    # Whether the run saves a checkpoint after its last step. A run that stops early always saves one. Without the last one, the
-    # trained model is lost, and another launch repeats the steps after the latest checkpoint.
+    # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
+    # checkpoint, the trained model is lost, and another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
     # The number of checkpoints that are kept.
     keep_checkpoints: int = 2
     # Steps between two evaluations on the held-out text. 0: only one at the end.
     eval_every: int = 500
-    # Target tokens of an evaluation, spread over the held-out text, the same for every `data.seq_len`. If the text has fewer,
-    # all are targets.
+    # Target tokens of an evaluation, spread over the held-out text, the same for every `data.seq_len`. If the text has fewer
+    # tokens, all are targets.
     eval_tokens: int = 8_192
-    # Seconds after the launch of torchrun at which the run stops with a checkpoint. It completes its current step, or leaves
-    # its evaluation or a step of several micro-steps. None: no limit.
+    # Seconds after the launch of torchrun at which the run stops with a checkpoint. The run completes its current step, but
+    # breaks off an evaluation or a step of several micro-steps. None: no limit.
     time_limit_s: float | None = None
-    # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. With one of another run, this run starts
-    # as a branch. With one of this run, every launch goes back to it.
+    # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. From a checkpoint of another run, this
+    # run branches. If the checkpoint is of this run, every launch goes back to it.
     resume: str = "auto"
     # A checkpoint or a folder of a Hugging Face model with the weights of a new run. Steps, optimizer and data start from the
     # beginning. None: random weights.
@@ -301,7 +302,7 @@ class TrainerConfig(Frozen):
     # held-out text.
     sample_prompt: str | None = None
     # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). None: from a table of known GPUs. MFU is left out
-    # for others.
+    # for unknown GPUs.
     peak_tflops: float | None = None
     # The steps to profile: true (three steps after the warm-up of each launch), or a range such as 10-12. Every rank writes a
     # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
@@ -329,7 +330,7 @@ class LoggerConfig(Frozen):
     """Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
 
     # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" is the variable WANDB_MODE, or
-    # else "online" after `wandb login` and "offline" without.
+    # else "online" after `wandb login`, and otherwise "offline".
     wandb: str = "auto"
     # The project in Weights & Biases. None: the variable WANDB_PROJECT, or "ringattn".
     project: str | None = None
@@ -339,8 +340,8 @@ class LoggerConfig(Frozen):
 class Config(Frozen):
     """All settings of a run."""
 
-    # The name of the run and of its directory under `outputs/`. Launching the same name again resumes the run. Without a name
-    # on the command line, it is the time of the launch.
+    # The name of the run and of its directory under `outputs/`. Launching the same name again resumes the run. By default, the
+    # name is the time of the launch.
     name: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -451,8 +452,8 @@ def check_values(config: Config) -> None:
         raise ConfigError(problem)
 
 
-# The following functions yield a message for every invalid setting. The first one is raised, so a later check may assume that
-# the earlier ones have succeeded.
+# The following functions yield a message for every invalid setting. Only the first message is raised, so a later check may
+# assume that the earlier checks have succeeded.
 
 
 def _find_invalid_values(config: Config) -> Iterator[str]:
@@ -471,7 +472,7 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
 
 
 def _check_unused(config: Config) -> Iterator[str]:
-    # The user expects an effect of every setting, for example that the run trains on other text.
+    # The user expects every setting to have an effect, for example that the run trains on other text.
     for name, value, reason in unused_settings(config):
         yield f"{name}={value} has no effect {reason}, or leave {name} out"
 

@@ -25,9 +25,9 @@ from ringattn.train.settings.token_budget import SOURCES
 
 
 def reset_unused(config: Config, given: set[str]) -> Config:
-    """Return the settings with the defaults of those that have no effect, unless the command line sets them.
+    """Return the settings. Those without effect have their defaults, unless the command line sets them.
 
-    A recipe or an experiment may set such a setting. From the command line, it is an error in `config.check`.
+    A recipe or an experiment may set such a setting. If the command line does, `config.check` raises an error.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -60,7 +60,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     """
     base = composed if given & {"experiment", "recipe"} else saved
     config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
-    # A checkpoint of somebody else may keep data on this machine, but it may not send data to W&B.
+    # A checkpoint may come from somebody else. Its settings may switch W&B off, but not make the run send data to W&B.
     if not is_own:
         config = replace(config, logger=composed.logger)
     elif config.logger.wandb == "online":
@@ -70,7 +70,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     if not given & {"data.seq_len", "experiment"}:
         # The length that a recipe sets depends on the number of ranks, which may have changed.
         kept.append("data.seq_len")
-    # The position in the data is valid only in the same order.
+    # The saved position is valid only if the data has the same order.
     kept += {"data.group_size", "data.eval_fraction"} - given
     if not sets_tokenizer(composed, given):
         kept += ["data.tokenizer", *({"data.eos_token", "data.special_tokens"} - given)]
@@ -98,14 +98,14 @@ def settings_of_published_model(composed: Config, given: set[str], folder: Path,
 
 
 def sets_tokenizer(composed: Config, given: set[str]) -> bool:
-    """Return whether the command line sets the tokenizer, itself or in a file that it selects."""
+    """Return whether the command line, or a file that it selects, sets the tokenizer."""
     return "data.tokenizer" in given or composed.data.tokenizer != DataConfig.tokenizer
 
 
 def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) -> ModelConfig:
-    """Return the settings of an existing model, with those of the command line in place of them.
+    """Return the settings of an existing model, overridden by those of the command line.
 
-    Settings that contradict the existing weights are rejected when the run compares them with the weights. Arguments as above.
+    Settings that contradict the weights are accepted here. The run rejects them later. Arguments as above.
     """
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):

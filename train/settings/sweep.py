@@ -24,8 +24,8 @@ def is_job_of_sweep(directory: Path) -> bool:
 def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> str:
     """Return the name of the directory of a job, for example "seq_len=1024,lr=0.001".
 
-    It consists of the settings that the sweep varies, and of a checksum if it would be too long or contain other characters.
-    `params` are the values of `hydra.sweeper.params`, which a configuration file may vary as well.
+    The name consists of the settings that the sweep varies. If it is too long or contains other characters, it is shortened and
+    ends in a checksum. `params` are the values of `hydra.sweeper.params`, which a configuration file may vary as well.
     """
     text = ",".join(f"{name}={value}" for name, value in varied_settings(overrides, params).items()) or "0"
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)[:MAX_LENGTH]
@@ -35,7 +35,7 @@ def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = N
 def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the settings of a job that the sweep varies, and their values. Arguments as in `job_directory`.
 
-    A setting has its short name, such as "seq_len", unless the sweep varies another one with the same short name.
+    A setting has its short name, such as "seq_len", unless the sweep varies another setting with the same short name.
     """
     varied = {key for key, override in _parse(params).items() if override.is_sweep_override()}
     values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides) if key in varied}
