@@ -50,20 +50,20 @@ def ring_attention(
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; N = layout.rows(rank), which may be 0.
-        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. q, k and v have one dtype (fp16, bf16, fp32 or fp64). Under
-            `torch.autocast`, they are cast to the autocast dtype.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. q, k and v have the same dtype (fp16, bf16, fp32 or fp64).
+            `torch.autocast` casts q, k and v to the autocast dtype.
         layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
-        scale, dropout_p, backend: as for `flash_attention`. The dropout does not depend on the ranks and the layout.
+        scale, dropout_p, backend: as for `flash_attention`. Neither the ranks nor the layout affect which entries are dropped.
         seed: seed of the dropout, the same on all ranks, but different for every layer and step.
-        first_head: the index of q's first head among all heads of the layer, for the dropout of rings that share the heads.
-        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto": the KV ring for each
-            pass, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
+        first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
+        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". Then each pass uses
+            the KV ring, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
         route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
-        precision: as for `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens, in blocks of
-            128 rows of its shard, and they circulate in FP8.
+        precision: as for `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens to FP8
+            before they circulate. Each block of 128 rows of a shard shares a scale.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -71,7 +71,7 @@ def ring_attention(
         attend to no key has out = 0 and lse = -inf.
 
     Raises:
-        ValueError: arguments contradict each other. All of them are checked before any work starts.
+        ValueError: arguments contradict each other. All arguments are checked before any work starts.
         RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU waits for another
             rank, the process prints the reason and exits instead.
     """
@@ -97,7 +97,7 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     ranks.
 
     Args:
-        mask, layout: those of the future calls; `layout.whole` for a layout that is split for Ulysses.
+        mask, layout: the mask and the layout of the future calls. If the layout is split for Ulysses, pass `layout.whole`.
         like: the mask and the layout of earlier calls with the same shapes, options, group and device.
 
     Raises:

@@ -2,8 +2,8 @@
 
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`. The selective policies of torch call a Python function per operation,
-which takes longer on the host than short kernels take on the GPU. Only a compiler gets such a policy, because it requires one.
+Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`. A selective policy of torch calls a Python function per operation. On
+the host, this takes longer than a short kernel takes on the GPU. `save_attention` returns a policy only to a compiler.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ def save_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
 
     Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, with `use_reentrant=False`. During the
     recomputation, the n-th call of `ring_attention`, `ulysses_attention` or `flash_attention` returns the results of the n-th
-    call of the forward pass. The backward pass of a call uses the recomputed q, k and v, or, in `ulysses_attention` without
-    `recompute_all_to_all`, the saved results of the all-to-all.
+    call of the forward pass. The backward pass uses the recomputed q, k and v. In `ulysses_attention` without
+    `recompute_all_to_all`, it uses the saved results of the all-to-all.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
@@ -42,7 +42,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
     Args:
         attend: computes attention and returns a tuple of tensors and lists of tensors.
-        like: any tensor of the call. Nothing is saved if it is fake, while a compiler is tracing.
+        like: any tensor of the call. Nothing is saved if `like` is fake, because a compiler is tracing.
     """
     context = _innermost.get()
     if context is None or isinstance(like, FakeTensor | FunctionalTensor):
@@ -51,7 +51,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
 
 class _Context:
-    """A context for the calls of attention in a checkpointed function, entered once per backward on the same graph."""
+    """A context for the calls of attention in a checkpointed function. Every backward on the same graph enters it once."""
 
     def __init__(self, results: list[tuple[Any, ...]]) -> None:
         self.results = results
@@ -71,8 +71,7 @@ class _Context:
 class _Save(_Context):
     def run(self, attend: Attend) -> tuple[Any, ...]:
         results = attend() if self.outer is None else self.outer.run(attend)
-        # The saved tensors are detached, because they would form a reference cycle with the graph, which refers to this
-        # context.
+        # The graph refers to this context, so saved tensors with a reference to the graph would form a cycle.
         saved = _detached(results)
         self.results.append((saved, _versions(saved)))
         return results
@@ -94,7 +93,7 @@ class _Reuse(_Context):
                 f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
                 "checkpointed function must do the same every time it is called"
             )
-        # The forward pass may have modified the result, which shares its memory, in place.
+        # The forward pass may have modified its results in place. The results share memory with the saved tensors.
         if _versions(results) != versions:
             raise RuntimeError(
                 "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "

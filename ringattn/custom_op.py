@@ -1,6 +1,6 @@
-"""Register attention calls as operators, with autograd and with a fake implementation, so that a compiler sees a single node.
+"""Register attention calls as operators with autograd and a fake implementation. A compiler then sees one node per call.
 
-A public call runs the following functions one inside the other:
+In a public call, each of the following functions calls the next one:
 
     public call -> the function that `register` returned -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
@@ -52,11 +52,11 @@ def register(
 ) -> Callable[..., Results]:
     """Register the operator `ringattn::name`, and return a function that calls it.
 
-    The operator (q, k, v, settings) -> (out, lse, extra) is differentiable in q, k and v, whose shapes are those of
+    The operator (q, k, v, settings) -> (out, lse, extra) is differentiable in q, k and v. All shapes are as in
     `flash_attention`. `extra` contains further tensors for the backward pass.
 
     Args:
-        spec_type: a NamedTuple with the settings, whose flattened fields become arguments of the operator.
+        spec_type: a NamedTuple with the settings. The operator receives its flattened fields as arguments.
         forward: forward(q, k, v, spec) -> (out, lse, extra).
         backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse may be None.
         pairs: pairs(batch, num_queries, num_keys, spec) returns the number of (query, key) pairs per head, to count FLOPs.
@@ -77,7 +77,7 @@ def register(
         return backward_operator(saved, dout, dlse, *to_flat(ctx.spec))
 
     def results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # autograd has already recorded this call, so the operator must not call its Autograd kernel again.
+        # autograd has already recorded this call, so the Autograd kernel of the operator must not record it again.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *to_flat(spec))
 
@@ -86,21 +86,21 @@ def register(
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
             saved = to_save(q, k, v, out, lse, extra, spec)
-            # lse rarely has a gradient, and a gradient of zeros would need an allocation, a kernel and a read.
+            # lse rarely has a gradient, and a gradient of zeros would cost an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*extra)
-            # autograd then raises an error if a caller modifies the tensors of the spec before the backward pass.
+            # Because the tensors of the spec are saved, autograd raises an error if a caller modifies them before the backward.
             ctx.save_for_backward(*saved, *[x for x in to_flat(spec) if isinstance(x, Tensor)])
             ctx.spec, ctx.count, ctx.shape = spec, len(saved), out.shape
             return out, lse, *extra
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
-            saved = ctx.saved_tensors  # only once, because activation checkpointing recomputes them for a single access
+            saved = ctx.saved_tensors  # activation checkpointing allows only one access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
-            # With create_graph=True, second derivatives must raise an error and not be zeros. If q, k and v are not saved, only
-            # the leaf connects the gradients to the graph.
+            # With create_graph=True, second derivatives must raise an error instead of being zeros. If q, k and v are not
+            # saved, the gradients are connected to the graph only by `leaf`.
             with torch.no_grad():
                 grads = gradients(ctx, saved, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
@@ -113,7 +113,7 @@ def register(
         return out, lse, extra
 
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # A compiler must see the operator. In eager mode, the dispatcher would only call `differentiable`.
+        # A compiler must see the operator. In eager mode, the dispatcher would only add time and call `differentiable`.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *to_flat(spec))
         # With a dispatch mode such as FakeTensorMode, the spec may contain real tensors, which the mode rejects.
@@ -151,7 +151,6 @@ def flatten(spec: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def unflatten(spec_type: type, values: list[Any] | tuple[Any, ...]) -> Any:
-    """Return the spec whose flattened fields are `values`."""
     remaining = iter(values)
 
     def build(kind: type) -> Any:
@@ -177,7 +176,7 @@ def _define(name: str, spec_type: type) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
-    """Register the formulas of `torch.utils.flop_counter`, which count as for torch's own attention.
+    """Register formulas for `torch.utils.flop_counter`. They count FLOPs as the formulas of torch's own attention do.
 
     The forward pass has two matrix products per pair, and the backward pass five, including the recomputation of the scores.
     """
@@ -219,11 +218,9 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd must record a call. `torch.autograd.Function` takes as long on the host as a kernel for few
-    queries.
+    """Return whether autograd must record a call. Recording takes as long on the host as a kernel for few queries.
 
-    It raises an error for calls under forward-mode differentiation or a transform of `torch.func`, which are therefore
-    recorded.
+    Calls under forward-mode differentiation or a transform of `torch.func` are recorded, so that they raise an error.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -231,7 +228,7 @@ def _is_recorded(*tensors: Tensor) -> bool:
 
 
 def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert real tensors, such as the documents of a mask, for an active fake-tensor mode, which rejects them."""
+    """Convert real tensors, such as the documents of a mask, because an active fake-tensor mode rejects real tensors."""
     mode = detect_fake_mode()
     if mode is None:
         return arguments

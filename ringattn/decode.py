@@ -1,7 +1,7 @@
-"""Decoding: attention of a few new queries, the same on all ranks, to a cache that is sharded over the ranks.
+"""Decoding: a few new queries attend to a cache that is sharded over the ranks. All ranks have the same queries.
 
-Every rank computes the partial state of the queries for its shard, and merges the states of all ranks (Flash-Decoding, Dao et
-al. 2023, extended to several GPUs). Keys and values are never sent.
+Every rank computes the partial state of the queries for its shard, receives the other states, and merges all states
+(Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ class KVCache:
     """One rank's shard of the keys and values of a growing sequence.
 
     `prefill` stores a shard in any layout, and `append` adds each new block to the rank that holds the fewest tokens. Every
-    rank knows which rank holds which tokens, so no messages are needed. The memory is allocated once, with the first keys.
+    rank knows which rank holds which tokens, so no messages are needed. The first keys allocate the whole memory.
 
     On one rank, a CUDA graph can append tokens to rows that are on the GPU:
 
@@ -53,7 +53,7 @@ class KVCache:
             out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
             rows += 1
 
-    `length` does not count these tokens, and a later `append` without `rows` may overwrite them.
+    `length` does not count tokens of a graph. A later `append` without `rows` may overwrite these tokens.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -79,12 +79,12 @@ class KVCache:
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # the arguments of the latest call, which skip the checks, and its prepared function
+        # The latest call's arguments and prepared function. Equal arguments skip the checks.
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy, without the prepared function, which refers to the original memory."""
+        """Return the attributes for a copy. The prepared function is left out, because it refers to the original memory."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -120,9 +120,9 @@ class KVCache:
         """Add the next tokens, without gradients. Each new block goes to the rank that holds the fewest tokens.
 
         Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, on all ranks.
-            rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, only on one rank.
-                The call then does not wait for the GPU and does not change `length`. Rows must be below the capacity.
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, the same on all ranks.
+            rows: the rows at which the tokens are stored, int64 (N,) or (B, N), on the device of the cache and below the
+                capacity. A call with `rows` requires a cache on one rank, does not wait for the GPU, and keeps `length`.
 
         Raises:
             ValueError: the tokens exceed the capacity or do not suit the earlier tokens, or `rows` is not supported.
@@ -160,8 +160,8 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Each block goes to the lowest of the ranks with the fewest tokens. Rank r holds rows[r] + j * block tokens when it
-        # receives its j-th block.
+        # Each block goes to the rank with the fewest tokens, and among several such ranks to the lowest. Rank r holds
+        # rows[r] + j * block tokens before its j-th block arrives.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -220,14 +220,14 @@ class KVCache:
         return *self.shard[:2], None
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Check that new tokens suit the cache, and allocate its memory on the first call, or if it is empty and has fewer than
-        `rows` rows.
+        """Check that new tokens suit the cache. Allocate memory if the cache has none, or is empty with fewer than `rows`
+        rows.
         """
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
             rows = max(rows, self.capacity if self.ranks == 1 else -(-self.capacity // self.ranks) + self.block)
-            # Some backends load unused rows before they mask them, and 0 * NaN is not 0.
+            # Unused rows must be zeros: some backends load them before masking, and 0 * NaN is NaN.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
@@ -251,23 +251,23 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute causal attention of the newest tokens, whose keys and values the cache already contains, without gradients.
+    """Compute causal attention of the newest tokens, without gradients. The cache must already contain their keys and values.
 
     Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks compare their settings in
     the first call for a group, but never the queries, so all ranks must sample tokens with the same seed.
 
     Args:
         q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq. The dtype is that of the
-            cache. Under `torch.autocast`, q is cast, as are keys and values when a cache receives them.
+            cache. `torch.autocast` casts q here, and keys and values when a cache receives them.
         cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
         window: the number of newest keys that a query attends to, including its own. None for all keys.
-        bounds: (lo, hi), which replaces the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
-            rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from one
-            query to the next. The GPU reads them, so a CUDA graph can capture the call. Values are not checked; rows outside
-            the cache are ignored.
-        sinks: the number of attention sinks, the first tokens, to which all later tokens attend even outside the window (Xiao
-            et al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
+        bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
+            rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from
+            one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. Values are not checked. Rows
+            outside the cache are ignored.
+        sinks: the number of first tokens (attention sinks) to which all later tokens attend even outside the window (Xiao et
+            al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
             the first `sinks` rows before row hi[i].
         scale, backend: as for `flash_attention`.
 
@@ -391,7 +391,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `_rows_of_window` for one rank, where the row of a token is its position."""
+    """Return `_rows_of_window` for one rank. Rows are positions."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
@@ -414,7 +414,7 @@ def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
-    # Kernels are launched faster with addresses at multiples of 16 bytes.
+    # Kernels are launched faster if addresses are multiples of 16 bytes.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")
     numbers[2] = sinks or 0

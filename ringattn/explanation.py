@@ -1,4 +1,4 @@
-"""Describe in a text what a call of `ring_attention` would do on each hop, and why the call would choose its schedule."""
+"""Describe in a text what `ring_attention` would do on each hop, and why it would choose the schedule."""
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ def explain(
     Args:
         q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
             matter, so the tensors may be on the "meta" device. Without a group, meta tensors count as tensors on a GPU.
-        group: the process group of the ring. None describes a hypothetical ring on one host, whose ranks are connected by
-            NVLink, or by NCCL with transport="p2p" or route="relay", or by gloo if the tensors are on CPUs.
+        group: the process group of the ring. None describes a hypothetical ring on one host. It uses gloo if the tensors are on
+            CPUs, NCCL with transport="p2p" or route="relay", and otherwise NVLink.
         rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
@@ -123,7 +123,7 @@ def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
-    # Communication adds time only if it takes longer than the computation.
+    # Communication adds time only if communication takes longer than computation.
     exposed = cost.communication - cost.compute
     hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
     return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

@@ -57,15 +57,15 @@ def flash_attention(
         is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. With None, every call draws a seed from torch's default generator on the CPU, which
-            `torch.compile` and CUDA graphs do not accept. All replays of a graph drop the same entries.
-        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. A replay of a
-            CUDA graph that writes `blocks.keep` does not change its version, so pass a copy after the replay.
+        seed: the seed of the dropout. With None, every call draws a seed from torch's default generator on the CPU.
+            `torch.compile` and CUDA graphs require a seed. All replays of a graph drop the same entries.
+        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. If a replay
+            of a CUDA graph writes `blocks.keep`, pass a copy afterwards, because a replay does not change a tensor's version.
         backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". Then the forward
             pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few percent. The backward pass
-            computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. Neither
-            dropout nor `blocks` is supported. Only Hopper GPUs save time, with head dims 64, 128 and 256.
+            computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. FP8
+            supports neither dropout nor `blocks`. It saves time only on Hopper GPUs with head dims 64, 128 and 256.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -90,7 +90,7 @@ def flash_attention(
     if seed is None:
         seed = _draw_seed(q.device) if dropout_p else 0
     seed = validation.as_integer("seed", seed)
-    # check_attention raises an error for a k with a wrong number of dimensions.
+    # If k has a wrong number of dimensions, check_attention raises an error below.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
@@ -112,7 +112,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's default generator on the CPU, whose state activation checkpointing restores."""
+    """Draw a seed from torch's default generator on the CPU. Activation checkpointing restores the state of this generator."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):
@@ -124,7 +124,7 @@ def _draw_seed(device: torch.device) -> int:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-# A larger cache would keep intervals in GPU memory. Tensors are hashed by identity.
+# The cache is small, because it keeps intervals in GPU memory. Tensors are hashed by identity.
 @lru_cache(maxsize=8)
 def _intervals(
     documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
@@ -139,8 +139,8 @@ def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The most recent block masks, by the id and the version of the tensor `keep`. A cached block mask keeps its tensor alive, so no
-# other tensor can have the same id.
+# The most recent block masks, by the id and the version of `keep`. A cached block mask keeps `keep` alive, so no other tensor
+# can have the same id.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 
@@ -166,7 +166,7 @@ def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, query_positions, key_positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
-    # The caches could release the tensors before a captured graph is replayed.
+    # Otherwise, the caches could release these tensors before a replay reads them.
     keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options
@@ -181,7 +181,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, ...]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
-    # Gradients of queries without keys may be NaN, for example if `torch.logaddexp` merged two such lse, and 0 * NaN is NaN.
+    # dout and dlse of queries without keys may be NaN, for example after `torch.logaddexp` of two lse. 0 * NaN would be NaN.
     if spec.keep is not None or q.shape[1] > k.shape[1]:
         has_no_keys = lse == float("-inf")
         dout = dout.masked_fill(has_no_keys[..., None], 0.0)

@@ -30,8 +30,8 @@ KINDS = ("contiguous", "zigzag", "striped")
 class Layout:
     """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
 
-    `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,..." with the rank of each chunk of <rows> rows. If the layout is
-    split for groups of U ranks, it ends with "/<U>". An operator can receive a layout as this string and two integers.
+    `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,..." with the rank of each chunk of <rows> rows. After a
+    split for groups of U ranks, `kind` ends with "/<U>". An operator can receive a layout as this string and two integers.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class Layout:
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # The caller gets an ordinary tensor with values, even in inference mode or under a compiler.
+    # The decorators make the result an ordinary tensor with values, even in inference mode or under a compiler.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
@@ -156,7 +156,6 @@ class Layout:
         return begin, count
 
     def rows(self, rank: int) -> int:
-        """Return the number of rows (positions) that a rank holds."""
         self._check_rank(rank)
         return _rows(self, rank)
 
@@ -199,9 +198,8 @@ class Layout:
         """Return the whole sequence on every rank, in the order of positions: the inverse of `shard`. It is not differentiable.
 
         Args:
-            x: this rank's rows, which are gathered over `group`, or a list with the rows of every rank, which needs no group.
-            group: the group of all ranks of the layout; None for the default group (in attention calls: for this process
-                alone).
+            x: this rank's rows, to be gathered over `group`; or a list with the rows of every rank, without a group.
+            group: the group of all ranks of the layout. None means the default group here, but one process in attention calls.
             dim: the dimension of the rows.
 
         Raises:
@@ -218,7 +216,7 @@ class Layout:
         if (given := [shard.shape[dim] for shard in x]) != rows:
             raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
-        # argsort returns the inverse permutation.
+        # argsort inverts the permutation.
         order = torch.cat([self._positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 

@@ -1,8 +1,8 @@
-"""Find the layout that gives every rank the same work under a mask, in tiles of 128 queries x 128 keys with an unmasked pair.
+"""Find the layout that gives every rank the same work under a mask.
 
-A rank computes the tiles of its queries in the KV ring, and those of its keys in the state ring. No fixed layout balances
-packed documents of many lengths with few nearly empty tiles. Therefore chunks of the sequence are assigned to ranks one by one,
-from the most expensive to the cheapest, in rounds of one chunk per rank.
+Work is the number of tiles of 128 queries x 128 keys with an unmasked pair. A rank computes the tiles of its queries in the KV
+ring, and the tiles of its keys in the state ring. No fixed layout balances packed documents of many lengths with few nearly
+empty tiles. Therefore chunks are assigned to ranks, from the most expensive to the cheapest, in rounds of one chunk per rank.
 """
 
 from functools import lru_cache
@@ -17,9 +17,9 @@ from ringattn.mask import Mask, check_mask, intervals_at
 from ringattn.runs import RowsBefore, positions_of_rows, reduce_by_rank
 
 TILE = 128
-MAX_CHUNKS = 64  # per rank: the work is well balanced, and the assignment takes milliseconds
+MAX_CHUNKS = 64  # per rank; this is enough to balance the work, and the assignment takes milliseconds
 MIN_CHUNKS = 8  # per rank: with fewer, the memory of the ranks could differ too much
-# A balanced layout may give its busiest rank 1.04 times an equal share of the work.
+# The busiest rank of a balanced layout may have 1.04 times an equal share of the work.
 SLACK = 1.04
 
 
@@ -42,12 +42,12 @@ def work(mask: Mask, layout: Layout) -> Tensor:
 
 
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
-    """Return the layout whose busiest rank has the least work under `mask`, computed in a few milliseconds, the same on all
-    ranks.
+    """Return a layout that balances the work under `mask`. All ranks compute the same layout, in a few milliseconds.
 
-    The first of the contiguous, the zigzag, an assigned and the striped layout whose busiest rank has at most 1.04 times an
-    equal share is preferred, because fewer pieces need fewer messages. Assigned shards differ in length by less than two chunks
-    of S / (64 P) rows, rounded up to a multiple of 128.
+    The candidates are the contiguous, the zigzag, an assigned and the striped layout. The result is the first candidate whose
+    busiest rank has at most 1.04 times an equal share, because earlier candidates need fewer messages. If there is none, the
+    result is the candidate whose busiest rank has the least work. Assigned shards differ in length by less than two chunks. A
+    chunk has S / (64 P) rows, rounded up to a multiple of 128.
 
     Raises:
         ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.
@@ -85,7 +85,6 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last row of every tile of `rows` rows."""
     first = np.arange(0, rows, TILE)
     return first, (first + TILE).clip(max=rows) - 1
 
@@ -98,7 +97,7 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     load, owners = np.zeros((2, ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # Only the deviations from the mean cost of a round count.
+        # Every rank gets one chunk per round, so only deviations from the round's mean cost matter.
         excess = costs[chunks] - costs[chunks].mean(0)
         taken = 0.0 * load[0]  # infinite for ranks that already have a chunk of this round
         for i in (-(excess**2).sum(1)).argsort(kind="stable"):
@@ -110,7 +109,7 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """Return the tiles of each chunk's queries and of its keys, fp64 (chunks, 2), as if the sequence were one shard."""
+    """Return the number of tiles of each chunk's queries and keys, fp64 (chunks, 2), as if the sequence were one shard."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)

@@ -1,7 +1,7 @@
-"""Masks in which every query may attend to one interval of key positions, whose ends never decrease from query to query.
+"""Masks in which every query may attend to one interval of key positions. Both ends never decrease from query to query.
 
-Causal masks, sliding windows, packed documents, full attention and their intersections have this form. A mask is therefore two
-integers per query. Only `intervals_at` applies causality, windows and documents.
+Causal masks, sliding windows, packed documents, full attention and their intersections have this form. Two
+integers per query therefore describe a mask. Only `intervals_at` applies causality, windows and documents.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -24,7 +24,7 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry, or a single tuple, which applies to all of them.
+    """Return one tuple of lengths per batch entry, or a single tuple for all batch entries.
 
     Empty documents are left out, because collators pad cu_seqlens by repeating its last entry.
     """
@@ -50,9 +50,9 @@ def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
 class Mask:
     """The keys that each query may attend to. `Mask.causal` and `Mask.full` create masks.
 
-    `lengths` contains the document lengths of all batch entries in one int64 tensor, and `totals` their sums per batch entry,
-    on which alone torch.compile guards. They are no fields, because code that copies a mask, such as FSDP, calls the
-    constructor with the fields.
+    `lengths` contains the document lengths of all batch entries in one int64 tensor. `totals` contains their sums, on which
+    torch.compile guards. Neither is a field, because code that copies a mask, such as FSDP, passes all fields to the
+    constructor.
     """
 
     is_causal: bool
@@ -81,8 +81,8 @@ class Mask:
 
         Args:
             window: the number of newest keys that a query attends to, including its own. None for all keys.
-            documents: lengths of packed documents, which sum to S, as one list or tensor for all batch entries, or one per
-                batch entry; for cu_seqlens, `cu_seqlens.diff()`. A query attends to keys of its own document only.
+            documents: the lengths of packed documents, which sum to S: one list or tensor for all batch entries, or one per
+                batch entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own document.
 
         Raises:
             ValueError: the window is not an integer of at least 1, or a length is not an integer of at least 0.
@@ -91,13 +91,14 @@ class Mask:
 
     @classmethod
     def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to keys on both sides, less than `window` positions away. Otherwise as
-        `causal`.
+        """Return a mask in which a query attends to keys on both sides, less than `window` positions away.
+
+        Arguments as for `causal`.
         """
         return cls(False, window, _per_entry(documents))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
-        """Check that the documents describe `batch` (None for any number of) sequences of `seq_len` tokens.
+        """Check that the documents describe `batch` sequences of `seq_len` tokens. None allows any number of sequences.
 
         Raises:
             ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
@@ -120,8 +121,8 @@ class Mask:
         """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
         hi[:, i] - 1.
 
-        The queries are at the last of `seq_len` positions, or with None at all of them. Surplus queries have negative
-        positions.
+        The queries are at the last `num_queries` of `seq_len` positions. None stands for `seq_len`. Surplus queries have
+        negative positions.
 
         Raises:
             ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
@@ -182,7 +183,7 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
     Args:
         seq_len: the number of positions of keys.
         positions: int64 (n,), the positions of the queries, negative before the sequence.
-        transposed: `positions` are those of keys, and the result is the interval of queries that attend to each key.
+        transposed: treat `positions` as positions of keys, and return the interval of queries that attend to each key.
 
     Raises:
         ValueError: the documents do not sum to `seq_len`.
@@ -193,15 +194,15 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
         document = edges[1:-1].searchsorted(positions, side="right")
         np.maximum(edges[document], positions - before, out=lo[i])
         np.minimum(edges[document + 1], positions + (after + 1), out=hi[i])
-    # hi would be negative for causal queries at negative positions.
+    # For causal queries at negative positions, hi would be negative.
     return lo, np.maximum(hi, 0, out=hi)
 
 
 def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
-    """Return the positions, unsorted and perhaps outside the sequence, between which lo and hi are constant or grow by 1 per
-    position.
+    """Return the positions between which lo and hi are constant or grow by 1 per position.
 
-    There is one int64 array per batch entry. The arguments are those of `intervals_at`.
+    The positions are unsorted, and may be outside the sequence. There is one int64 array per batch entry. Arguments as for
+    `intervals_at`.
     """
     before, after = _reach(mask, transposed)
     return [np.concatenate((edges, edges[:-1] + before, edges[1:] - (after + 1), [-after])) for edges in _edges(mask, seq_len)]

@@ -1,14 +1,14 @@
-"""Convert the inputs of a forward pass between the format in which they circulate and the format that the kernels read.
+"""Convert the inputs of a forward pass between the format of circulating blocks and the format that the kernels read.
 
-`PlainOperands` circulate as they are. `QuantizedOperands` are rounded to the FP8 format of `ringattn.kernels.fp8` once, and
-circulate as uint8 tensors, with rows in dimension 1:
+`PlainOperands` circulate without conversion. `QuantizedOperands` are rounded once to the FP8 format of `ringattn.kernels.fp8`,
+and circulate as uint8 tensors with rows in dimension 1:
 
     queries    e4m3 numbers of q   (B, N, Hq, D)      exponents (B, N, Hq)
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
-M is N, rounded up to a multiple of 128. 128 rows of v contain one transposed tile (Dv, 128) of every head, and share a scale,
-whose biased exponent (e8m0) is stored in each of them. All ranges of rows in the schedule start at multiples of 128.
+M is N, rounded up to a multiple of 128. 128 rows of v contain one transposed tile (Dv, 128) of every head. These rows share a
+scale, and each row stores its biased exponent (e8m0). All ranges of rows in the schedule start at multiples of 128.
 """
 
 from functools import cached_property
@@ -42,7 +42,7 @@ class Operands(Protocol):
         *arguments: Any,
         **options: Any,
     ) -> Tensors:
-        """Compute the attention of some queries to some keys, rows of circulating blocks; None for all queries or keys of this
+        """Compute the attention of some queries to some keys. Both are rows of circulating blocks, or None for all rows of this
         rank.
 
         `arguments` and `options` are those of `dispatch.forward`.

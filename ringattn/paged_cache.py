@@ -16,14 +16,14 @@ from torch import Tensor
 from ringattn.kernels.validation import as_integer, check_dense, check_fit, check_new_tokens, check_rows, shown
 from ringattn.spec import autocast
 
-PAGE_UNIT = 64  # page sizes are multiples of it, so that a tile of keys of the kernels lies within one page
+PAGE_UNIT = 64  # page sizes are multiples of this, so that each tile of keys in a kernel lies within one page
 
 
 class PagedKVCache:
-    """The keys and values of several growing sequences, one per batch entry, which `decode_attention` accepts like a `KVCache`.
+    """The keys and values of several growing sequences, one per batch entry, for `decode_attention`.
 
-    Sequences take pages when they grow, and `truncate` returns pages. As in `KVCache`, `append` accepts rows on the GPU, whose
-    pages must be reserved before a graph is replayed. `reserve` changes the page table in place:
+    Sequences take pages when they grow, and `truncate` returns pages. As in `KVCache`, `append` accepts rows on the GPU.
+    Before a replay of a graph, `reserve` takes pages for these rows, and changes the page table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -37,7 +37,7 @@ class PagedKVCache:
     A token whose page is not reserved is lost without an error.
 
     Attributes:
-        lengths: the number of tokens of each sequence, without those of graphs.
+        lengths: the number of tokens of each sequence, without tokens that graphs appended.
         free_pages: the number of pages that no sequence uses.
         page_table: int32 (batch, pages per sequence), on the device of the cache; None before the first `append`.
     """
@@ -109,7 +109,7 @@ class PagedKVCache:
         """Take the pages for these numbers of tokens, so that replays of a graph can append tokens.
 
         Raises:
-            ValueError: too few pages are free, or a length exceeds the capacity. Then no sequence takes a page.
+            ValueError: too few pages are free, or a length exceeds the capacity. After an error, no sequence has taken a page.
         """
         lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths  # accepts tensors and arrays as well
         if not isinstance(lengths, Sequence) or len(lengths) != len(self.lengths):

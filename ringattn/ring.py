@@ -1,7 +1,7 @@
 """The forward pass and the backward pass of two kinds of rings: the state ring and the KV ring.
 
 In the state ring, keys and values stay on their rank. The queries circulate, and their partial softmax states (m, l, o) follow
-one hop behind. Four ranks, full attention, blocks relayed by neighbours; "Q3 K0" is rank 3's queries against rank 0's keys:
+one hop behind. The diagram shows four ranks with full attention and relays. "Q3 K0": rank 3's queries attend to rank 0's keys.
 
     step        0          1          2          3          4
     rank 0    Q0 K0      Q3 K0      Q2 K0      Q1 K0      Q0 K0 (rest)
@@ -15,7 +15,7 @@ one hop behind. Four ranks, full attention, blocks relayed by neighbours; "Q3 K0
 While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. In the KV ring, keys and values
 circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the schedules, with and without relays.
 
-`run_schedule` contains all of the communication. The four passes below it only define what circulates, what one local step
+`run_schedule` contains all of the communication. The four passes only define which tensors circulate, what one local step
 computes, and how partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
 Where a backward pass needs delta = rowsum(dout * out) - dlse, the kernels also accept (out, dlse).
 """
@@ -65,13 +65,13 @@ def run_schedule(
 
     Args:
         circulating: this rank's block, contiguous: (q,) in the forward pass of the state ring, (k, v) in the KV ring.
-        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and exactly the rows of
-            the local step. With `into`, the same rows of `own_result`, it accumulates in place. Otherwise it returns a new
-            partial result, or None in a pass without results.
+        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and the rows of
+            the local step, and accumulates in `into`, the same rows of `own_result`. For the block of another rank, `into` is
+            None, and compute returns a new partial result, or None in a pass without results.
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
-        merge_arrivals: merge_arrivals(arrivals) merges the results that have returned to this rank at the end of the pass, if
-            the transport can keep them. Otherwise, and with None, every result is merged when it arrives.
+        merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass. If
+            the transport cannot keep the results, or with None, every result is merged when it arrives.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -89,7 +89,7 @@ def run_schedule(
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
-                # A partial result for another rank is sent in a later step, so it needs new tensors.
+                # A partial result for another rank is sent in a later step, so compute must return new tensors.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
@@ -97,7 +97,7 @@ def run_schedule(
                     # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
-        # Otherwise, the watchdog would end the process after the timeout. BaseException includes KeyboardInterrupt.
+        # Without `cancel`, the watchdog would end the process after the timeout. BaseException includes KeyboardInterrupt.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
@@ -111,7 +111,7 @@ def run_schedule(
             elif owner == rank:
                 merge(take_rows(own_result, message.rows), block)
             else:
-                # This rank may have computed another partial result for the owner.
+                # This rank may have computed its own partial result for the same owner.
                 results[owner] = merge(block, results[owner]) if owner in results else block
     if merge_arrivals is not None:
         merge_arrivals(arrivals)
@@ -127,7 +127,7 @@ def _merge_states(a: Tensors, b: Tensors) -> Tensors:
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
-    """Append the sums of this rank's own gradients and the arrived ones to `sums`, in the dtypes of `like`."""
+    """Add the arrived gradients to this rank's own gradients, and append the sums to `sums`, in the dtypes of `like`."""
     for i, (own_part, like_part) in enumerate(zip(own, like, strict=True)):
         parts = [(rows.start, block[i]) for rows, block in arrivals]
         sums.append(dispatch.sum_partials(own_part, parts, like_part.dtype))
@@ -164,7 +164,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
             for x, y in zip(results, chunk, strict=True):
                 head_chunk(x, count, i).copy_(y)
-            del chunk, x, y  # the next chunk can reuse their memory
+            del chunk, x, y  # so that the next chunk can reuse the memory
         return results
 
     return run_chunks
@@ -177,7 +177,7 @@ class Ring:
     plan: Plan
     transport: Transport
     spec: AttentionSpec
-    all_to_all_uses_sms: bool = False  # while attention runs
+    all_to_all_uses_sms: bool = False  # during attention
 
     @classmethod
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
@@ -205,8 +205,8 @@ class Ring:
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether a CUDA graph may replay a pass, because the shard is short and the pass is the same in every call."""
-        # The seed of the dropout changes, and so do the tables of a fixed plan.
+        """Return whether a CUDA graph may replay a pass: the shard must be short, and the pass the same in every call."""
+        # The seed of the dropout and the tables of a fixed plan change between calls.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
         flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks
@@ -263,7 +263,7 @@ class Ring:
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            # The epilogue of the kernel merges a contiguous state. With one batch entry, a slice of rows is contiguous.
+            # The epilogue of the kernel can merge only a contiguous state. A slice of rows is contiguous for one batch entry.
             incoming = into if q.shape[0] == 1 else None
             state = operands.attend(block, None, intervals, self.spec.scale, incoming, **options)
             if into is None:
@@ -271,7 +271,7 @@ class Ring:
             if incoming is None:
                 return _merge_states(into, state)
             for x, y in zip(into, state, strict=True):
-                if x.data_ptr() != y.data_ptr():  # this backend returns new tensors
+                if x.data_ptr() != y.data_ptr():  # if the backend returns new tensors
                     x.copy_(y)
             return into
 
@@ -286,7 +286,7 @@ class Ring:
         """The kernels update the state of the resident queries in place."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
-        # A separate kernel for the division by l would read and write the whole state once more.
+        # The last local step also divides by l. A separate kernel would read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
         result: Any = None  # the state (m, l, o); after the last local step, (out, lse)
 
@@ -361,7 +361,7 @@ class Ring:
         return kernel.finish(), *grads
 
 
-# At 4,096 tokens per rank, even 10 us on the host matter, so a lookup builds neither a mask nor a layout.
+# At 4,096 tokens per rank, even 10 us on the host matter. A lookup with plain values builds neither a mask nor a layout.
 @lru_cache(maxsize=4)
 def _cached_plan(
     is_causal: bool,
@@ -378,6 +378,5 @@ def _cached_plan(
 
 
 def free_plans() -> None:
-    """Free all plans."""
     _cached_plan.cache_clear()
     rank_plan.free_plans()

@@ -1,7 +1,7 @@
 """Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard in which each bound of the intervals is constant or grows with the position, so sums over
-a run follow from its first row and its last row. The number of runs depends on the documents and the pieces of the shards.
+A run is a range of rows of one shard in which each bound of the intervals is constant or grows with the position. The first and
+the last row therefore determine all sums over a run. The number of runs depends on the documents and the pieces of the shards.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from ringattn.mask import Mask, intervals_at, kinks
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The R runs of all ranks, in the order of the ranks and rows. All of the B masks have the same runs."""
+    """The R runs of all ranks, sorted by rank and row. The masks of all B batch entries have the same runs."""
 
     layout: Layout
     rank: np.ndarray  # (R,), the rank that holds the rows
@@ -26,7 +26,7 @@ class Runs:
 
     @cached_property
     def before(self) -> tuple["RowsBefore", "RowsBefore"]:
-        """The counts of the rows of any rank before lo and before hi."""
+        """Counters of the rows that any rank holds before lo and before hi."""
         return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
 
     def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +44,7 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """Return the number of (row, column) pairs of each run with the columns of `rank`, summed over the batch: int64 (R,).
+        """Return the number of pairs of a row of each run and a column of `rank`, summed over the batch: int64 (R,).
 
         `rank` may be an array (R,).
         """
@@ -79,7 +79,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # In a slice of a stripe, the numbers of rows before a position do not grow evenly, so each row is a run.
+        # In a slice of a stripe, the number of rows before a position does not grow evenly. Each row is therefore a run.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))
@@ -100,7 +100,7 @@ class RowsBefore:
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each position: its piece, its distance from the start of the piece, and the rank."""
+        """For each position: the piece, the distance from its start, and the rank that holds it."""
         begin, owner, _, size = _piece_tables(self.layout)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
@@ -123,7 +123,7 @@ class RowsBefore:
         rows = self.rows(rank)
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
             return rows.sum(0) * count // 2
-        # the sums of the numbers of rows over all earlier positions
+        # For each position, sum the number of rows over all earlier positions.
         _, offset, owner = self._pieces
         inside = (owner == rank) * (offset * (offset - 1) // 2)
         first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * offset + inside
@@ -179,7 +179,7 @@ def positions_of_rows(layout: Layout, rank: int, rows: np.ndarray) -> np.ndarray
 
 
 def reduce_by_rank(operation: np.ufunc, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Reduce the values of each rank, `sizes[rank]` consecutive ones: int64 (ranks,), 0 without values."""
+    """Reduce the `sizes[rank]` consecutive values of each rank: int64 (ranks,). A rank without values gets 0."""
     reduced, first = np.zeros(len(sizes), dtype=np.int64), sizes.cumsum() - sizes
     reduced[sizes > 0] = operation.reduceat(values, first[sizes > 0])
     return reduced

@@ -1,6 +1,6 @@
 """`AttentionSpec`, the record of the settings of an attention call, and the validation of public calls.
 
-A public call validates its arguments once. All functions below it read the settings of the spec and do not validate them again.
+A public call validates its arguments once. The functions that it calls trust the spec, and do not validate again.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from ringattn.planning.rank_plan import SCHEDULES
 
 
 class AttentionSpec(NamedTuple):
-    """The settings of one attention call, as tensors, numbers and strings, which a compiler can trace.
+    """The settings of one attention call. A compiler can trace the fields, which are tensors, numbers and strings.
 
     The order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
     """
@@ -62,7 +62,7 @@ class AttentionSpec(NamedTuple):
     def count_pairs(self, batch: int, num_queries: int | None = None) -> float:
         """Return the number of (query, key) pairs per head that the mask allows, summed over `batch` batch entries.
 
-        `num_queries` queries are the last tokens of the sequence. None stands for one query per position.
+        The queries are the last `num_queries` tokens of the sequence. None stands for all tokens.
         """
         lengths = self.documents.tolist() if self.documents.numel() else ()
         mask = Mask.from_lengths(self.is_causal, self.window or None, lengths, self.seq_len)
@@ -78,7 +78,7 @@ class AttentionSpec(NamedTuple):
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
-        """Return all settings that must be the same on all ranks, by their names in error messages, updated by `others`."""
+        """Return all settings that must be the same on all ranks, and `others`. The keys are the names in error messages."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -113,7 +113,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Cast the tensors to the dtype of an enabled `torch.autocast`, except fp64, as torch's own attention does."""
-    if not torch._C._is_any_autocast_enabled():  # a tenth of the time of `under_autocast`, which counts in decoding
+    if not torch._C._is_any_autocast_enabled():  # ten times as fast as `under_autocast`, which matters in decoding
         return tensors
     device = tensors[0].device
     if not under_autocast(device):
@@ -166,7 +166,7 @@ def check_attention(
     backend: str,
     precision: str,
 ) -> None:
-    """Validate the arguments that all attention calls have in common, which `ring_attention` explains. q, k and v are dense.
+    """Validate the arguments that all attention calls have in common. `ring_attention` explains them. q, k and v must be dense.
 
     Raises:
         ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.

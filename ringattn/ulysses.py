@@ -1,12 +1,11 @@
 """Ulysses attention: an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
 
-An all-to-all collects the tokens of all U ranks of a group, one shard of the ring, for Hq / U heads. A second all-to-all sends
-the outputs back:
+The first all-to-all collects the tokens of all U ranks, one shard of the ring, for Hq / U heads. The second sends the outputs
+back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-The heads are processed in chunks: attention computes one chunk while the next chunk arrives and the outputs of the previous
-chunk return.
+Attention computes one chunk of heads while the next chunk arrives and the outputs of the previous chunk return.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,8 +54,8 @@ def ulysses_attention(
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
     Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`. If query heads of several
-    ranks use the same key head, each of these ranks receives a copy, and the gradients of the copies are added in the dtype of
-    the inputs.
+    ranks use the same key head, each of these ranks receives a copy of the key head. The gradients of the copies are added in
+    the dtype of the inputs.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
@@ -66,8 +65,8 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`. The all-to-all sends the unrounded inputs, which the backward pass needs.
-        recompute_all_to_all: save q, k and v for the backward pass, and repeat the all-to-all there, instead of saving its
-            results. This takes more time, but saves memory if q, k and v are saved or recomputed anyway.
+        recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat it in the backward pass. This
+            takes more time, but saves memory if q, k and v are saved or recomputed anyway.
 
     Returns:
         As `ring_attention`.
@@ -108,7 +107,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse,
         recompute_all_to_all=recompute_all_to_all,
-        # All ranks of the ring must use the same number of chunks, so it depends on the mean number of tokens per rank.
+        # All ranks of the ring must use the same number of chunks, so the mean number of tokens per rank determines it.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -120,17 +119,17 @@ def ulysses_attention(
 class UlyssesSpec(NamedTuple):
     """The settings of the all-to-all and of attention on the ring."""
 
-    tokens: list[int]  # of each rank of the Ulysses group
+    tokens: list[int]  # number of tokens of each rank of the Ulysses group
     ulysses_group: str
     with_lse: bool  # whether the caller receives lse
     recompute_all_to_all: bool
-    chunks: int  # of the heads of a rank
+    chunks: int  # number of chunks of a rank's heads
     key_heads: int  # number of key heads before they were copied
     attention: AttentionSpec
 
     @property
     def settings(self) -> Call:
-        """The settings that the ranks of the Ulysses group compare in addition to those of attention, by name."""
+        """By name, the settings that ranks of the Ulysses group compare in addition to the settings of attention."""
         settings: Call = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
         return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
@@ -158,7 +157,7 @@ class _HeadChunks:
         self.all_to_all = connect.open_all_to_all(transport)
 
     def to_heads(self, *tensors: Tensor) -> list[Exchange]:
-        """Create one exchange per chunk, which collects all tokens of its heads. Only shapes and dtypes matter."""
+        """Create one exchange per chunk of heads to collect all tokens. Only the shapes and dtypes of the tensors matter."""
         total, shares = sum(self.tokens.counts), self.ranks * self.chunks
         blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
@@ -173,7 +172,7 @@ class _HeadChunks:
                 yield exchanges[chunk - 1].wait()
 
     def to_tokens(self, *tensors: Tensor) -> Exchange:
-        """Create the exchange that collects this rank's tokens of all heads. Only shapes and dtypes matter."""
+        """Create the exchange that collects all heads of this rank's tokens. Only shapes and dtypes matter."""
         counts = self.tokens.counts
         return self.all_to_all.start(tuple(_resized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.chunks)
 
@@ -186,7 +185,7 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse, and per chunk the gathered q, k and v (unless the all-to-all is recomputed), out and lse."""
+    """Return out, lse, and the tensors to save: per chunk q, k and v (unless the all-to-all is recomputed), out and lse."""
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
     call = partial(spec.attention.as_call, *arguments, **spec.settings)
@@ -204,7 +203,7 @@ def _forward_in_chunks(
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # The kernels share the SMs with a transport that uses them, because it sends other chunks meanwhile.
+        # If the transport uses SMs, it shares them with the kernels, because other chunks are sent at the same time.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
@@ -234,7 +233,7 @@ def _backward_in_chunks(
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
-        # All ranks must take part in the all-to-all of dlse.
+        # Without dlse, this rank sends zeros, because all ranks must exchange dlse.
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
         dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec, transport).chunk(spec.chunks, 2)]
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
@@ -258,14 +257,13 @@ def _like_output(q: Tensor, v: Tensor) -> Tensor:
 
 
 def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
-    """Return tensors with the shapes of q, k and v and almost no memory."""
     shares = dout.shape[2] // saved[0].shape[2]
     return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in saved[:3])
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Convert the lse of some heads, (B, sum of tokens, Hq / U), to that of some tokens, (B, N, Hq), with point-to-point
-    messages.
+    """Convert lse from all tokens of this rank's heads, (B, sum of tokens, Hq / U), to this rank's tokens of all heads,
+    (B, N, Hq).
     """
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))

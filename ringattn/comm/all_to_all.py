@@ -24,7 +24,7 @@ LABEL = "all-to-all"  # the name of the hops of an all-to-all in messages of the
 
 
 class HeadSlice(NamedTuple):
-    """One of `chunks` chunks of the heads of one of `ranks` ranks, of x (B, N, H, ...)."""
+    """One chunk of the heads of one rank in x (B, N, H, ...). Each of `ranks` ranks has `chunks` chunks."""
 
     ranks: int
     chunks: int
@@ -35,7 +35,7 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """The tokens of one rank, of x (B, sum of tokens, ...), which contains the tokens of all ranks in order."""
+    """The tokens of one rank in x (B, sum of tokens, ...). x contains the tokens of all ranks in order."""
 
     counts: tuple[int, ...]  # number of tokens of every rank
 
@@ -50,18 +50,18 @@ class Exchange(Protocol):
     """An exchange that fills a set of tensors with messages of all ranks."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send the slice `take(x, r)` of each tensor x of `block` to each rank r, which writes it into `put(y, sender)` of its
-        tensor y.
+        """Send the slice `take(x, r)` of each tensor x of `block` to each rank r. Rank r writes the slice into `put(y, sender)`
+        of its own tensor y.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """
 
     def wait(self) -> Tensors:
-        """After all sends of this rank: wait until all messages have arrived, and return the filled tensors."""
+        """Wait until all messages have arrived, and return the filled tensors. All sends of this rank must come first."""
 
 
 class AllToAll(Protocol):
-    """All exchanges of one call, which every rank creates in the same order."""
+    """All exchanges of one call. Every rank creates them in the same order."""
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> Exchange:
         """Create an exchange. A call must create all its exchanges before its first send.
@@ -119,7 +119,7 @@ class _PointToPointExchange:
         self.completions.append(complete)
 
     def _start(self, sent: Addressed, received: Addressed) -> Wait:
-        # The start of an exchange is a hop of its own, which ends when all messages are issued.
+        # The watchdog regards the start of an exchange as a separate hop. The hop ends when all messages are issued.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:

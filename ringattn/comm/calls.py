@@ -1,7 +1,7 @@
 """Record the calls that a rank makes, so that the ranks notice if their calls differ.
 
 Every rank publishes the newest part of its log in the job's store, and `ringattn.comm.watchdog` compares the logs. With gloo,
-the tags of messages depend on the calls, so ranks with different calls wait, instead of receiving a message of a wrong size.
+the tag of a message depends on all earlier calls. Ranks with different calls wait, and never receive a message of a wrong size.
 """
 
 import json
@@ -14,7 +14,7 @@ Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
 WINDOW = 128  # number of the newest calls that a rank publishes
-MILESTONES = 64  # number of older calls that it publishes, one of every 128, because ranks may be at very different calls
+MILESTONES = 64  # number of older calls that a rank also publishes, one of every 128, for ranks that are far ahead or behind
 MAX_SETTINGS = 64  # maximum number of descriptions of settings
 
 
@@ -28,7 +28,7 @@ class CallLog:
         self._settings: dict[tuple[Any, ...], tuple[str, int]] = {}  # the settings as JSON, and their checksum, by key
 
     def record(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
-        """Append a call, whose settings `key` identifies by value, to the log. `describe` is called only for a new key.
+        """Append a call to the log. Equal keys mean equal settings, so `describe` is called only for a new key.
 
         `cached` is the number of tokens in a KV cache.
         """
@@ -65,7 +65,6 @@ class CallLog:
 
 
 def decode_log(log: str | bytes) -> list[Entry]:
-    """Return the entries that `CallLog.encode` has encoded."""
     settings, entries = json.loads(log)
     return [(number, fingerprint, settings[i], cached) for number, fingerprint, i, cached in entries]
 
@@ -73,7 +72,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
-    If both logs have forgotten this call, the sentence only tells that an earlier call differs.
+    If this call is too old to be in both logs, the sentence only says that an earlier call differs.
     """
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:
@@ -95,6 +94,6 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
 
 def shorten(value: object) -> str:
-    """Return the value as text, with a checksum in place of what follows 80 characters."""
+    """Return the value as text. A checksum replaces all but the first 80 characters."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}... (checksum {zlib.crc32(text.encode()):08x})"

@@ -73,11 +73,11 @@ def connect(
     The first call for a group, device and transport performs a handshake of all ranks.
 
     Args:
-        group_name: `ProcessGroup.group_name`, because a compiler cannot trace a group.
+        group_name: `ProcessGroup.group_name`. A compiler can trace this name, but not a group.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
-            "auto": the environment variable RINGATTN_TRANSPORT, or else NVLink if all ranks are GPUs of one host that can
-            access each other's memory. Ranks may share a GPU only as `ringattn.comm.shared_gpus` explains.
+            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Otherwise, "auto" means NVLink if all ranks are
+            GPUs of one host that can access each other's memory. `ringattn.comm.shared_gpus` lets ranks share a GPU.
         call: a function that returns the settings of this call, which the handshake compares.
         relays: whether neighbours relay the blocks of the ring. Then "auto" means "p2p".
 
@@ -100,7 +100,7 @@ def connect(
     key = group_name, device, transport
     with _locks.setdefault(key, threading.Lock()):
         if key not in _connections or _connections[key][0] is not group:
-            if key in _connections:  # a group that has been destroyed had the same name
+            if key in _connections:  # an earlier group, which has been destroyed, had the same name
                 _connections[key][1].watchdog.stop()
             # If another rank makes a call with an earlier connection of the group, its watchdog finds the difference.
             for known, other in list(_connections.values()):
@@ -123,7 +123,6 @@ def free_messages() -> None:
 
 
 def open_all_to_all(transport: Transport) -> AllToAll:
-    """Return the all-to-all of one call over `transport`."""
     if isinstance(transport, MessageTransport):
         return PointToPointAllToAll(transport)
     from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory
@@ -195,13 +194,13 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
-    """Return a name that is the same on all ranks of this handshake and differs from those of all other handshakes.
+    """Return a name that is the same on all ranks of this handshake, and different in every other handshake.
 
-    The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, and the list of the
-    numbers of all ranks. Ranks with equal lists are in the same handshake.
+    The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, reads the
+    numbers of all ranks, and publishes the list. Ranks with equal lists are in the same handshake.
 
     Raises:
-        RingFault: a rank took no part within the timeout.
+        RingFault: a rank did not take part within the timeout.
     """
     numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
     own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()
@@ -245,7 +244,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU, about which rank 0 logs one warning.
+    """Return whether two ranks use the same GPU. If so, rank 0 logs one warning.
 
     Raises:
         ValueError: two ranks use the same GPU, and the group uses NCCL.
@@ -269,7 +268,7 @@ def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool
 
 
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list[Any]:
-    """Return the values of all ranks, which they exchange as JSON over the store.
+    """Exchange the values of all ranks as JSON over the store, and return them by rank.
 
     Raises:
         RingFault: a rank published no value within the timeout.

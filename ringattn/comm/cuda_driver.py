@@ -1,7 +1,7 @@
 """Functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags, without SMs.
 
-A stream can set a flag, a 32-bit word, or wait until it is set, in order with its other operations. Addresses refer to device
-memory, also of other GPUs. Streams are raw handles, `torch.cuda.Stream.cuda_stream`.
+A flag is a 32-bit word. A stream can set a flag or wait for it, in order with its other operations. Addresses refer to the
+memory of any GPU. Streams are raw handles, `torch.cuda.Stream.cuda_stream`.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 # CU_STREAM_WAIT_VALUE_EQ, and the default of writes: all devices see earlier work of the stream before the flag.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
-# The driver accepts fewer than 256. A wait and the write that clears its flag are always in the same call.
+# The driver accepts fewer than 256 operations per call. A wait and the write that clears the flag must be in the same call.
 _MAX_OPERATIONS = 254
 
 
@@ -71,11 +71,11 @@ def copy(target: int, source: int, count: int, stream: int) -> None:
 
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
-    """Copy `count` pieces of `width` bytes, whose starts are a pitch apart, with a copy engine."""
+    """Copy `count` pieces of `width` bytes with a copy engine. A pitch is the distance between two starts, in bytes."""
     # A plain copy takes less time on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # The cached description is shared.
+    # The cached description is shared, so it must not change.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
@@ -83,7 +83,7 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """Return the description of a copy without addresses. Setting its fields takes as long as the call of the driver."""
+    """Return the description of a copy, without addresses. The result is cached, because setting the fields takes time."""
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 

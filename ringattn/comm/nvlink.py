@@ -9,12 +9,12 @@ B:
       set B's "arrived" flag  ----------------------------->  kernels read the slot
                                                               set A's "credit" flag: the slot may be reused
 
-Communication uses no kernels and no SMs, and the host never waits. The messages of one kind use their slots in turn. A *credit*
-flag tells that a slot has been read. A *ready* flag, at the beginning of a pass, tells a rank that the receiver of its block
-has read the messages of the previous pass. A result needs none, because it goes to a rank that has begun the pass.
+Communication uses no kernels and no SMs, and the host never waits. Messages of one kind use the slots of this kind in turn. A
+*credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready* flag tells the
+sender that the receiver has read all messages of the previous pass. Results need no ready flag: their receiver is in the pass.
 
-Flags are 0 or 1, one per message, and the stream that waits for a flag clears it, also in replays of a CUDA graph. No deadlock
-is possible, even if a GPU runs its streams one after the other, because work of step t waits only for work that other ranks
+Every message has its own flag, 0 or 1. The stream that waits for a flag clears the flag, so a CUDA graph can be replayed. No
+deadlock is possible, even if a GPU runs its streams one after the other: work of step t waits only for work that other ranks
 issue in step t or earlier.
 """
 
@@ -44,12 +44,12 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# one flag of each purpose per kind and step; only the ready flags of the first blocks are used
+# Every kind and step has one flag of each purpose. Of the ready flags, only those of the first blocks are used.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Up to this size, one kernel sums all results of a pass at its end.
+# Up to this size, a pass keeps all results until one kernel sums them at the end.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Up to this size, messages use three slots in turn, so that one may arrive two steps early, and otherwise two.
+# Messages up to this size use three slots in turn, so that a message may arrive two steps early. Larger messages use two.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads of an all-to-all is sent and returned
 MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
@@ -64,8 +64,7 @@ def padded_bytes(x: Tensor, rows: int) -> int:
 
 
 class ReceiveBuffer:
-    """The memory of this rank into which other ranks write, and the addresses at which this rank has mapped the buffers of all
-    ranks.
+    """The memory of this rank into which other ranks write, and the addresses of all ranks' buffers in this process.
 
     `user` names the user of the buffer in messages. `before_release` is called before the memory is released.
     """
@@ -107,7 +106,7 @@ class Send(NamedTuple):
     """One outgoing message, and the addresses of its targets and flags."""
 
     message: Message
-    # The ready flag of the receiver for a block, and the credit flag of the slot if the pass has used it before.
+    # For a block, the ready flag of the receiver. If the pass has used the slot before, the slot's credit flag.
     wait_flags: list[int]
     targets: list[int]
     arrived: int
@@ -117,7 +116,7 @@ class Send(NamedTuple):
 class RouteStep:
     """This rank's part of one step of a pass."""
 
-    # set when all earlier local steps are done: ready flags in the first step, credit flags later
+    # This rank sets these flags after all earlier local steps: ready flags in the first step, credit flags later.
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     received: list[Tensors] = field(default_factory=list)  # in the receive buffer
@@ -132,7 +131,7 @@ Route = tuple[list[RouteStep], bool]  # the steps of one rank in a pass, and whe
 
 
 class Slots:
-    """The position of each message of a schedule in the receive buffers, in bytes, the same on all ranks."""
+    """The position, in bytes, of each message of a schedule in the receive buffer. Positions are the same on all ranks."""
 
     def __init__(self, schedule: Schedule, templates: Templates) -> None:
         self.templates = templates
@@ -182,7 +181,6 @@ class NvlinkTransport(Transport):
         self._allocate()
 
     def _allocate(self) -> None:
-        """Create what all calls use."""
         self._routes: dict[tuple[Any, ...], Route] = {}
         self.graphs = PassGraphs(self.watchdog, self._begin_replay)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
@@ -191,11 +189,11 @@ class NvlinkTransport(Transport):
         self.computed = torch.cuda.Event()
         # recorded at the beginning of the call with the number `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
-        # Tensors into which an unfinished all-to-all writes must not be freed after an exception.
+        # An unfinished all-to-all may still write into these tensors after an exception, so they must not be freed.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # A table with one column per writer: rows for ring passes, one row per send of an all-to-all, and the ready flags of
-        # the all-to-all.
+        # A table with one column per writer. It has rows for ring passes, then one row per send of an all-to-all, and then the
+        # row of the ready flags of the all-to-all.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -225,9 +223,9 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        # If the streams of one rank wait for flags that another rank has not set before its exception, this rank sets them
-        # itself. The streams then send garbage, which nobody uses. So that it does not overwrite messages of earlier calls, all
-        # ranks first wait until the main stream of every rank has come to the call, or has nothing to do.
+        # The streams of this rank may wait for flags that another rank did not set before its exception. This rank then sets
+        # the flags itself, and its streams send garbage, which nobody uses. The garbage must not overwrite messages of earlier
+        # calls. All ranks therefore first wait until every rank's main stream has begun the failed call or is idle.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)
@@ -245,13 +243,13 @@ class NvlinkTransport(Transport):
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
         """Write all flags of this rank from the host."""
-        # The other streams may wait for flags. A copy needs no kernel, whose code might have to be loaded.
+        # The other streams may wait for these flags. A copy cannot block, but a kernel could, if its code must be loaded.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
-        """Allocate a tensor of zeros, and return it and the addresses at which this rank has mapped those of all ranks."""
+        """Allocate a tensor of zeros on every rank. Return this rank's tensor, and the addresses of all ranks' tensors."""
         shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
         handle = symmetric.rendezvous(shared, self.group.group_name)
         addresses = [handle.get_buffer(rank, (count,), dtype).data_ptr() for rank in range(self.size)]
@@ -276,12 +274,11 @@ class NvlinkTransport(Transport):
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
         """Return the address of the flag in the memory of `rank` that `writer` sets for send `number` of an all-to-all.
 
-        The number MAX_SENDS stands for the ready flag.
+        For `number` = MAX_SENDS, this is the ready flag.
         """
         return self._flag_addresses[rank] + 4 * ((self._ring_rows + number) * self.size + writer)
 
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
-        """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""
         assert len(schedule.steps) <= self._max_steps, "a direct schedule has at most two steps more than there are ranks"
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in templates[kind])
         if (schedule, shapes) not in self._routes:
@@ -319,7 +316,6 @@ class NvlinkTransport(Transport):
         return Send(message, wait_flags, targets, self._flag(dst, ARRIVED, kind, t, self.rank))
 
     def _received(self, message: Message, slots: Slots) -> Tensors:
-        """Return the tensors of an incoming message in the receive buffer."""
         block: list[Tensor] = []
         memory = self.receive_buffer.memory
         assert memory is not None
@@ -381,7 +377,7 @@ class _NvlinkPass:
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
-    """Copy the given rows of x (B, N, ...), or all of x if it has no other rows, to address `target`."""
+    """Copy the given rows of x (B, N, ...) to address `target`."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if not x.numel():
         return  # A message of an empty batch consists of its flag.

@@ -1,12 +1,12 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one receive buffer for all-to-alls. Each exchange uses a region of it, with the memory layout of the tensors to
-fill. A sender copies tokens of some heads to their final position, without packing them, and sets a flag. When all flags of an
-exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
+Every rank has one receive buffer for all-to-alls. Each exchange uses a region with the memory layout of the tensors to fill. A
+sender copies tokens of some heads straight to their final position, and sets a flag. When all flags of an exchange are set, the
+region is copied into ordinary tensors, which kernels read and autograd can save.
 
-Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
-ranks write only after that. No deadlock is possible, because send i waits only for work that other ranks issue at their send i
-or earlier.
+Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call. Other ranks
+wait for these flags before they write. No deadlock is possible, because send i waits only for work that other ranks issue at
+their send i or earlier.
 """
 
 from functools import lru_cache
@@ -21,14 +21,14 @@ from ringattn.comm.nvlink import MAX_SENDS, NvlinkTransport, padded_bytes
 from ringattn.comm.transport import Tensors
 from ringattn.comm.watchdog import Hop
 
-READY = MAX_SENDS  # the number that stands for the ready flags, which follow the flags of the sends
+READY = MAX_SENDS  # the row of the ready flags, after the rows of the sends
 
 
 class StridedCopy(NamedTuple):
     """A copy of `count` pieces of `width` bytes.
 
-    `target` is an offset in a region, `source` an offset in a tensor, and a pitch the distance between the starts of
-    consecutive pieces, in bytes.
+    All values are in bytes. `target` is an offset in a region, and `source` an offset in a tensor. A pitch is the distance
+    between the starts of consecutive pieces.
     """
 
     target: int
@@ -50,7 +50,7 @@ def _strided_copies(
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: those of the tensor (B, N, H, D) to send, in which the heads of a token are contiguous.
+        shape, strides: of the tensor (B, N, H, D) to send. The heads of a token are contiguous.
         heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
         element_size: bytes per element.
         rank: the sender.
@@ -77,7 +77,7 @@ class NvlinkAllToAll:
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
-        # The local stream copies this rank's own slices, and finished exchanges into ordinary tensors.
+        # The local stream copies this rank's own slices into the region, and finished regions into ordinary tensors.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
         self.computed = torch.cuda.Event()  # recorded when the next send has been computed
         self.num_sends = self.total_bytes = 0
@@ -87,7 +87,7 @@ class NvlinkAllToAll:
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
-            # All ranks use the same offsets, so a region has the size that the rank with the most tokens needs.
+            # All ranks use the same offsets. Each region is therefore large enough for the rank with the most tokens.
             self.total_bytes += padded_bytes(x, max(lengths))
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
@@ -105,7 +105,7 @@ class NvlinkAllToAll:
         return number
 
     def finish(self) -> None:
-        """See `AllToAll.finish`. Other ranks may then write into the receive buffer of this rank for the next call."""
+        """Allow other ranks to write into the receive buffer of this rank for the next call. See `AllToAll.finish`."""
         self.main.wait_stream(self.send_stream)
         self.main.wait_stream(self.local_stream)
         self.sent.clear()
@@ -129,7 +129,7 @@ class _NvlinkExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
-        # A strided copy has one pitch between tokens.
+        # A strided copy requires tokens that are one pitch apart.
         block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
@@ -158,11 +158,10 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Issue copies of the region into the tensors, which wait until all messages have arrived."""
+        """Issue copies from the region into the tensors. The copies wait until all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
-        # Hops must finish in the order in which they start, and the main stream waits for exchanges in the order of their last
-        # sends.
+        # Hops must finish in the order of their starts, and exchanges finish in the order of their last sends.
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
         flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)

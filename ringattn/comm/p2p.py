@@ -1,6 +1,6 @@
 """Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank.
 
-With gloo, messages of GPUs pass through host memory, which is slow, and useful only for ranks that share a GPU.
+With gloo, messages between GPUs pass through host memory. This is slow, and useful only for ranks that share a GPU.
 """
 
 import time
@@ -19,7 +19,7 @@ from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 _UNUSED_TAG = 1  # a tag that no message has
-# The minimum timeout of gloo in seconds. The watchdog ends a wait earlier, unless RINGATTN_TIMEOUT has become longer.
+# The minimum timeout of gloo in seconds. The watchdog ends a wait earlier if RINGATTN_TIMEOUT is shorter.
 MIN_GLOO_TIMEOUT = 60
 
 
@@ -33,8 +33,8 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 class P2PTransport(MessageTransport):
     """A transport over the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
-    After an exception, gloo cannot use the connections of unfinished messages again. The transport therefore has gloo
-    connections of its own, which `reset` replaces.
+    After an exception, gloo cannot reuse a connection with unfinished messages. The transport therefore opens separate gloo
+    connections, and `reset` replaces these connections.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class P2PTransport(MessageTransport):
 
     def interrupt(self) -> None:
         if self._uses_gloo:
-            # If any message exceeds its timeout, gloo ends the waits for all messages.
+            # This message never arrives. When it exceeds its timeout, gloo ends all waits.
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
@@ -115,7 +115,7 @@ class P2PTransport(MessageTransport):
         sent, received = ([(_empty_on_host(x), peer) for x, peer in messages] for messages in (sends, receives))
         for (x, _), (copy, _) in zip(sends, sent, strict=True):
             copy.copy_(x, non_blocking=True)
-        # If several ranks share a GPU, waiting takes long, so the host waits only once.
+        # A wait takes long if several ranks share a GPU. The host therefore waits once for all copies.
         if any(x.is_cuda for x, _ in sends):
             torch.cuda.current_stream().synchronize()
         wait_for_messages = self._exchange(sent, received)
@@ -131,9 +131,9 @@ class P2PTransport(MessageTransport):
         sends, receives = ([(x, peer) for x, peer in messages if x.numel()] for messages in (sends, receives))
         if not sends and not receives:
             return lambda: None
-        # `dist.batch_isend_irecv` checks and wraps every message in Python first.
+        # `dist.batch_isend_irecv` is slower, because it checks and wraps every message in Python.
         group, device = self.group, (sends or receives)[0][0].device
-        # gloo ends a process that receives a message of a wrong size, but delivers no message with another tag.
+        # gloo ends a process that receives a message of a wrong size. A message with another tag is not delivered.
         tag = self.watchdog.tag
         backend = group if self._uses_gloo else group._get_backend(device)
         if not backend.supports_coalescing:  # NCCL does
@@ -147,7 +147,7 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent a part of the messages, so no other rank is at this place.
+            # NCCL has sent only some of the messages. No other rank has this number, so the ranks notice it.
             self.num_exchanges = -1 - self.rank
             raise
         finally:
@@ -155,7 +155,7 @@ class P2PTransport(MessageTransport):
         return work.wait
 
     def _wait(self, works: list[dist.Work]) -> None:
-        # for the watchdog, if another rank has left the call
+        # The watchdog reads this time if another rank has left the call.
         self.waiting_since = time.monotonic()
         for work in works:
             work.wait()

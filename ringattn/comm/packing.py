@@ -1,4 +1,4 @@
-"""Pack the tensors of a block, or of a result, into one message, a contiguous tensor, of which the receiver uses views:
+"""Pack the tensors of a block, or of a result, into one contiguous message. The receiver uses views of the message:
 
 k, v  --copy-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 128  # bytes, a cache line of a GPU, at which every tensor starts
+ALIGNMENT = 128  # bytes; every tensor starts at a cache line of the GPU
 
 Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
 Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the message, which are views of it

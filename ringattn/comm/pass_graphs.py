@@ -1,9 +1,9 @@
-"""Replay the passes of short shards from CUDA graphs, because the host needs longer to launch them than the GPU needs to run
-them.
+"""Replay the passes of short shards from CUDA graphs. Without a graph, launching such a pass on the host takes longer than
+running the pass on the GPU.
 
 After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
-messages and flags, so ranks may capture a pass at different times. Only the NVLink transport replays passes, because a captured
-message of NCCL prevents the end of its process group.
+messages and flags as the pass itself, so ranks may capture a pass at different times. Only the NVLink transport replays passes:
+with NCCL, a process group cannot end while a graph contains its messages.
 """
 
 import logging
@@ -19,11 +19,11 @@ from ringattn.comm.watchdog import NoWatchdog, Watchdog
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# of a forward pass of a short shard, about 1 ms on an H100; the host needs as long
+# The maximum for a forward pass: about 1 ms on an H100, as long as the host needs.
 MAX_FORWARD_FLOPS = 5e11
-# bytes of q, k and v together, which a replay copies and keeps
+# The maximum bytes of q, k and v, because a captured pass keeps copies.
 MAX_INPUT_BYTES = 64 << 20
-_NEVER = -(1 << 62)  # in place of the number of passes: the pass cannot be captured
+_NEVER = -(1 << 62)  # the number of passes of a pass that cannot be captured
 log = logging.getLogger(__name__)
 
 
@@ -32,17 +32,17 @@ class PassGraphs:
 
     def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
         self.watchdog, self.begin_replay = watchdog, begin_replay
-        # the number of passes so far or the captured pass, by settings and shapes
+        # By settings and shapes: the number of passes so far, or the captured pass.
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Free all graphs. The addresses or the flags that they use have changed on all ranks."""
+        """Free all graphs, because the addresses or the flags in these graphs have changed on all ranks."""
         self._by_plan.clear()
 
     def run(
         self, plan: Hashable, settings: tuple[Any, ...], function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]
     ) -> Tensors:
-        """Return function(*inputs), a ring pass, or the same results from a replay.
+        """Run the ring pass function(*inputs), or replay it, and return the results.
 
         `plan` and `settings` must determine the pass, together with the shapes and the dtypes of the inputs.
         """
@@ -74,7 +74,7 @@ class CapturedPass:
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # Later calls could not write into inference tensors.
+        # Later calls could not write into copies that are inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             copies = [x if x is None else torch.empty_like(x) for x in inputs]
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

@@ -1,15 +1,15 @@
 """Reset a ring after an exception inside a call, so that the next call is exact.
 
-Messages and flags of the call are then in flight, and no later call may receive them. Therefore:
+After the exception, messages and flags of the call are still in flight. No later call may receive them. Therefore:
 
 1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
 2. Before its next call, this rank waits until all ranks of the group have published a record.
 3. If every rank has left the same call with an exception of its own, every rank resets its transport.
 4. Otherwise, the next calls of the ranks would not belong together. Every rank raises a `RingFault`, now and in later calls.
 
-The watchdog of a rank without an exception, which may wait for a message that never comes, reads the records with every
-heartbeat. It interrupts a wait on the host (gloo), and ends the process if the rank waits on a GPU. A call without an exception
-publishes nothing and waits for nothing.
+A rank without an exception may wait for a message that never comes. The watchdog of this rank reads the records with every
+heartbeat. It interrupts a wait of the host (gloo), and ends the process if the rank waits on a GPU. Calls without an exception
+publish no record.
 """
 
 import json
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# seconds that a rank waits for a message after another rank has left the call; it may still arrive, or cause an exception
+# Seconds that a rank waits for a message after another rank has left the call. The message may still arrive or fail.
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store while a rank waits for the other ranks
 
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """The records of one rank, and the collective reset of its transport, whose watchdog calls `look` with every heartbeat."""
+    """The records of one rank, and the collective reset of its transport. The watchdog calls `look` with every heartbeat."""
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
@@ -58,7 +58,7 @@ class Recovery:
         self.watchdog.recovery = self
 
     def prepare(self) -> None:
-        """Before a call: reset the transport, because an exception has ended the latest call.
+        """Reset the transport before a call, because an exception has ended the previous call.
 
         Raises:
             RingFault: the ranks disagree.
@@ -73,7 +73,7 @@ class Recovery:
             self._reset()
 
     def enter(self) -> None:
-        self.depth += 1  # before the number of the call, because `look` must never see the new number outside of the call
+        self.depth += 1  # first, because `look` must never see the new call number outside of the call
         if self.depth == 1:
             self.call += 1
 
@@ -88,7 +88,7 @@ class Recovery:
         self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if this rank cannot leave a call with an exception of its own, like another rank."""
+        """Declare a fault if another rank has left a call with an exception, and this rank cannot."""
         other = self._first_record() if self.left is None else None
         if other is None or other.call > self.call:
             return  # this rank has not come to the call yet
@@ -154,8 +154,8 @@ class Recovery:
         self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """In a thread, because the user may wait for the GPU: let the streams of this rank run to their end, without missing
-        messages.
+        """Let the streams of this rank run to their end, although messages are missing. This runs in a thread, because the
+        user may wait for the GPU.
         """
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
@@ -194,7 +194,7 @@ class Recovery:
         return keys
 
     def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
-        """Wait until the condition holds, for which `keys` of all ranks in the store must exist."""
+        """Wait until the condition holds. `keys` are the keys that all ranks must store before that."""
         end = time.monotonic() + timeout_seconds()
         while True:
             for key in ("fault", "verdict"):

@@ -16,7 +16,7 @@ from ringattn.comm.simulated import SimulatedRank
 
 
 def check_same(batch: object, group: Group | None) -> None:
-    """Check that a batch is the same on all ranks of a group, which all call this function.
+    """Check that a batch is the same on all ranks of a group. All ranks must call this function.
 
     If the tokens or documents of ranks that share a sequence differ, the loss looks plausible and training is wrong. Call this
     function in the first steps of a training loop. It hashes the batch on the CPU and makes one small all-reduce, so the host
@@ -28,8 +28,8 @@ def check_same(batch: object, group: Group | None) -> None:
         group: the process group of the ranks that share a sequence, for example `mesh.get_group()`.
 
     Raises:
-        ValueError: on all ranks, if the batches differ; the message names the ranks. Or `batch` contains another type, or
-            `group` is None although there are several ranks.
+        ValueError: the batches differ (all ranks raise this error, and the message names the ranks that differ), `batch`
+            contains another type, or `group` is None although there are several ranks.
     """
     rank, size = rank_and_size(group)
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:

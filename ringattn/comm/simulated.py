@@ -21,7 +21,7 @@ class SimulatedRing:
 
     def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
         self.size, self.all_pairs = size, all_pairs
-        # Ranks hold it while they compute and release it while they wait.
+        # A rank holds a slot while it computes, and releases the slot while it waits.
         self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
         self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)
@@ -90,9 +90,9 @@ def simulate(
     Args:
         ranks: the number of ranks.
         function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
-        all_pairs: whether every rank can reach every other rank directly, or only its neighbours.
-        in_turns: whether only one rank computes at a time. Several threads are slower together, and some kernels do not support
-            them. Pass False only if ranks wait for each other by other means than messages of the ring.
+        all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
+        in_turns: whether only one rank computes at a time. This is faster, and some kernels do not support several threads.
+            Pass False only if ranks also wait for each other without messages of the ring.
 
     Raises:
         ValueError: an argument is invalid.

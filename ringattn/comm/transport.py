@@ -10,8 +10,8 @@ A transport is one rank's connection to the other ranks of a ring:
     ring_pass.end()
 
 `ringattn.comm.connect` chooses `nvlink`, which writes into the memory of other GPUs, or a `MessageTransport`: `p2p` (NCCL and
-gloo) or `simulated`. Each of its steps is one exchange of messages. A rank packs its own block once per pass, and sends on
-without a copy what neighbours relay.
+gloo) or `simulated`. Each step of a `MessageTransport` is one exchange of messages. A rank packs its own block once per
+pass, and relays received blocks without a copy.
 """
 
 from collections import deque
@@ -31,15 +31,15 @@ T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result, with rows in dimension 1
 Templates = dict[str, Tensors]  # examples of a block and of a result
 WaitForBlocks = Callable[[], list[Tensors]]
-Wait = Callable[[], object]  # until all messages have arrived and sent tensors may be modified
+Wait = Callable[[], object]  # waits until all messages have arrived and sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver or sender)
 
-# More results than this are merged when they arrive, because every kept result needs memory.
+# A pass with more results merges each when it arrives, because every kept result needs memory.
 MAX_KEPT_RESULTS = 3
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
-    """Return views of the given rows (dimension 1) of each tensor, or the tensor if it has only so many rows."""
+    """Return views of the given rows (dimension 1) of each tensor. A tensor without other rows is returned itself."""
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
 
@@ -51,8 +51,8 @@ class RingPass(Protocol):
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
-        The outgoing blocks are contiguous, with exactly the rows of their messages or all rows of their owners. They must not
-        be modified, and the received blocks remain valid, until exchange t + 2 starts.
+        An outgoing block is contiguous, and contains either exactly the rows of its message or all rows of its owner. Until
+        exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.
         """
 
     def end(self) -> None:
@@ -86,7 +86,7 @@ class Transport:
         raise NotImplementedError
 
     def mark(self) -> tuple[Any, ...]:
-        """After an exception, return events at the end of the streams of this rank that may wait for another rank."""
+        """After an exception, record and return an event on every stream of this rank that may wait for another rank."""
         return ()
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class Transport:
 
 
 class in_call:
-    """A context for one call over the given transports. After an exception, they are reset before their next call.
+    """A context for one call over the given transports. After an exception, each transport is reset before its next call.
 
     A nested context belongs to the call of the outer context.
     """
@@ -128,7 +128,7 @@ class in_call:
 
 
 def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Return communicate(). For an error of the network, raise a `RingFault` that names the missing rank."""
+    """Return communicate(). After a network error, raise a `RingFault` that names the missing rank."""
     try:
         return communicate()
     except torch.OutOfMemoryError:
@@ -167,7 +167,6 @@ class _MessagePlan(NamedTuple):
 
 @lru_cache(maxsize=64)  # all layers of a model use the same plan
 def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes) -> _MessagePlan:
-    """Return the messages of a rank."""
     own_rows = [[m.rows for m in step.outgoing if m.kind == "block" and m.owner == rank] for step in schedule.by_rank[rank]]
     packings: dict[tuple[str, int], Packing] = {}
 
@@ -196,8 +195,8 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A transport in which every message is one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of the latest exchange if the GPU runs all exchanges in order, and 0 otherwise. Ranks that left a call at
-    # different numbers would wait forever.
+    # The number of the latest exchange if the GPU runs all exchanges in order, and otherwise 0. If ranks leave a call at
+    # different numbers, their GPUs wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # since when the host has waited for a message, or None
 
@@ -206,8 +205,8 @@ class MessageTransport(Transport):
         return self
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Start all sends and receives at once, in the same order on both ranks, and return a function that waits until they
-        are complete.
+        """Start all sends and receives, and return a function that waits until all are complete. Sender and receiver must list
+        their messages in the same order.
         """
         raise NotImplementedError
 
@@ -240,10 +239,10 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return memory of earlier messages that a pass of `plan` can use, and that it returns when it ends.
+        """Return memory of earlier messages for a pass of `plan`. The pass returns the memory when it ends.
 
-        Messages follow all earlier work of the current stream, so this memory needs no wait on the same stream. torch's
-        allocator would wait for NCCL's stream. The messages of a CUDA graph have their own memory.
+        Messages follow all earlier work of the current stream, so a pass on the same stream can reuse the memory at once.
+        torch's allocator would wait for NCCL's stream. The messages of a CUDA graph have their own memory.
         """
         stream = 0
         if device.type == "cuda":
@@ -256,7 +255,7 @@ class MessageTransport(Transport):
 
 
 class _MessagePass:
-    """A ring pass in which every step is one exchange of messages, whose memory goes to `spare` in the end."""
+    """A ring pass in which every step is one exchange of messages. At the end, the memory of the messages goes to `spare`."""
 
     def __init__(
         self, transport: MessageTransport, plan: _MessagePlan, device: torch.device, spare: dict[Packing, list[Memory]]

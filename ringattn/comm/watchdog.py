@@ -1,8 +1,8 @@
 """A watchdog that ends the whole run if a rank dies or hangs. One message names the rank, the hop and the operation.
 
-It records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to host
-memory. A thread on each rank publishes heartbeats in the job's store, with the number of finished hops. If a hop does not
-finish in time, the thread finds out which rank is behind, prints this, and ends the process.
+The watchdog records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to
+host memory. A thread on each rank publishes heartbeats with the number of finished hops in the job's store. If a hop does not
+finish in time, the thread finds and prints the rank that is behind, and ends the process.
 """
 
 import atexit
@@ -31,7 +31,7 @@ TIMEOUT = "RINGATTN_TIMEOUT"  # name of the environment variable with the second
 DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
-GRACE = 5.0  # seconds after a verdict in which a process may end by itself, before the watchdog ends it
+GRACE = 5.0  # seconds that a process has to end by itself after a verdict, before the watchdog ends the process
 DIFFERENCE = "ringattn: the ranks make different calls: "  # begins the message if calls differ
 _COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
 
@@ -57,7 +57,7 @@ class RingFault(RuntimeError):
 
 
 class Hop:
-    """A hop in progress, which is described only when its text is printed or published."""
+    """A hop in progress. Its text is created only when the text is printed or published."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
@@ -135,8 +135,8 @@ class Watchdog:
         atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
-        """Record that a hop is issued, and return it, or None while a CUDA graph is being captured, whose replays are not
-        watched.
+        """Record that a hop is issued, and return it. While a CUDA graph is being captured, return None, because the hops of a
+        replay are not watched.
         """
         if self.is_capturing():
             return None
@@ -149,7 +149,7 @@ class Watchdog:
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def finished(self, hop: Hop | None) -> None:
-        """Record that the hop ends, on a GPU when all earlier work of the current stream has finished."""
+        """Record the end of the hop. On a GPU, the hop ends when all earlier work of the current stream has finished."""
         if hop is None:
             return
         if self.on_gpu:
@@ -182,19 +182,18 @@ class Watchdog:
         with self._lock:
             self.issued, self._last_finished.value, self._progress = 0, 0, (0, time.monotonic())
             self._calls = CallLog()
-            self._generation += 1  # after the log, so that the thread never publishes the old log for the new generation
+            self._generation += 1  # last, so that the thread never publishes the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
         """Return the exception that names the missing rank, if an error has ended `hop`."""
         if hop is None:
             return None
-        with suppress(Exception):  # the store is gone, which `_diagnose` reports
+        with suppress(Exception):  # if the store is gone, `_diagnose` reports this
             if self.recovery is not None and (explanation := self.recovery.explain()):
                 return RingFault(explanation)
         return RingFault(self._diagnose(hop))
 
     def is_stopped(self) -> bool:
-        """Return whether the thread has been stopped."""
         return self._stopped.is_set()
 
     def stop(self) -> None:
@@ -221,7 +220,7 @@ class Watchdog:
                     self.recovery.look()
                 if self.store.check(["verdict"]):
                     verdict = self.store.get("verdict").decode()
-                    # The main thread may raise its own exception, but not if calls differ.
+                    # The main thread gets time to raise its own exception, unless calls differ.
                     time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
                     if self.group_exists():
                         self._exit(verdict)
@@ -257,7 +256,7 @@ class Watchdog:
         return None
 
     def _diagnose(self, hop: Hop) -> str:
-        """Return one sentence that names the rank that is behind: the verdict of the first rank with a diagnosis."""
+        """Return one sentence that names the rank that is behind. The first diagnosis becomes the verdict of all ranks."""
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):

@@ -1,4 +1,4 @@
-"""Predict the cost of a ring pass from the work and the messages of the busiest rank in every step.
+"""Predict the cost of a ring pass. In every step, the rank with the most work and the rank with the most messages count.
 
 Speeds are read from a table and never measured at run time, so that all ranks, and all runs, make the same choice.
 """
@@ -17,23 +17,23 @@ FLOPS_PER_HBM_BYTE = 150
 # Fixed time to start and drain one step on a GPU, in seconds, fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# FLOPs per merged byte of a partial result: the speed of HBM, and a fit for the backward pass.
+# FLOPs that take as long as one merged byte of a partial result: from the speed of HBM (forward), or fitted (backward).
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# The time of an all-to-all inside a host, divided by the time of its bytes on the link, fitted to four H200s.
+# The time of an all-to-all inside a host, divided by bytes / bandwidth of the link. Fitted to four H200s.
 ALL_TO_ALL_FACTOR = 2.5
 
 
-# relayed by neighbours, directly to the rank that needs the message, or direct inside one host
+# "relay": neighbours relay. "direct": every message goes to the rank that needs it. "auto": direct inside one host.
 ROUTES = ("auto", "relay", "direct")
 
 
 class Interconnect(NamedTuple):
-    """The connection between the ranks of a ring, and the speed of the ranks, the same on every rank."""
+    """The connection between the ranks of a ring, and the speed of the ranks. Every rank has the same values."""
 
     name: str
     all_pairs: bool  # whether messages go directly to any rank, so that no rank relays blocks
-    bytes_per_second: float  # that a rank can send while it receives equally many
+    bytes_per_second: float  # bytes that a rank can send per second while it receives as many
     latency: float  # seconds per message, in addition to the time of its bytes
     flops: float = 5e14  # of attention on one rank, FLOP/s
     uses_sms: bool = False  # whether kernels move the messages and occupy SMs
@@ -88,9 +88,9 @@ def hop_costs(
     interconnect: Interconnect,
     rank: int | None = None,
 ) -> list[HopCost]:
-    """Return the cost of every step of a schedule, for one rank or, with None, as the maximum of each number over all ranks.
+    """Return the cost of every step of a schedule for one rank. With None, return the maximum of each number over all ranks.
 
-    `row_bytes` are those of a circulating block and of a result, and `flops` returns the FLOPs of local steps.
+    `row_bytes` are the bytes per row of a circulating block and of a result. `flops` returns the FLOPs of local steps.
     """
     shape = len(schedule.steps), schedule.ranks
     local_steps, messages = schedule.local_steps, schedule.messages

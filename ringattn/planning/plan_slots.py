@@ -12,8 +12,8 @@ class PlanSlots:
     """The memory of a plan that a CUDA graph reads.
 
     Args:
-        plan: a plan with `Plan.is_fixed`, with which the passes of the graph have run once. All later plans have layouts with
-            the same numbers of rows.
+        plan: a plan with `Plan.is_fixed`. The passes of the graph have run with this plan once. All later plans have layouts
+            with the same numbers of rows.
 
     Attributes:
         requests: what the passes have requested from `plan`, for later plans.
@@ -26,7 +26,7 @@ class PlanSlots:
         self.plan = plan.with_masks(self._slots.masks, device)
 
     def pack(self, plan: Plan) -> Tensor:
-        """Return the intervals and tables of another fixed plan, which is on the CPU, for `write`."""
+        """Return the intervals and tables of another fixed plan for `write`. That plan must be on the CPU."""
         plan.prepare(self.requests)
         masks: list[Intervals] = []
         for (name, *options), _ in self.requests.schedules:

@@ -23,12 +23,12 @@ from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
-# The share of the work on the own block in the first step, which hides the first hop. The rest hides the last hop.
+# In the first step, a rank does this share of the work on its block. This work hides the first hop. The rest hides the last.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The table of speeds predicts no smaller differences, and the KV ring launches fewer kernels.
+# Below this ratio, predictions are too inaccurate, and the KV ring is chosen because it launches fewer kernels.
 KV_RING_MARGIN = 1.03
-# The tensors that circulate, and those that return to their owner.
+# (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
     ("forward", "kv"): ("k, v", ""),
     ("forward", "state"): ("q", "m, l, o"),
@@ -83,9 +83,9 @@ class Plan:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
             all_pairs: whether every pair of ranks is connected directly.
-            row_multiple: every range of rows starts and ends at a multiple of it, because 128 rows of FP8 share a scale and a
-                tile of values. A range of keys may extend beyond the last key, so their blocks must be padded. Queries are not
-                padded.
+            row_multiple: every range of rows starts and ends at a multiple of this number, because 128 rows of FP8 share a
+                scale and a tile of values. A range may extend beyond the last key, so blocks of keys must be padded. Blocks of
+                queries are not padded.
         """
         key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
@@ -123,7 +123,7 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # A local step without a counterpart prepares its tables when it is used.
+            # Without a counterpart, a local step prepares its tables at its first use.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -132,7 +132,6 @@ class Plan:
         return self.with_masks(copy_to(self.masks(), device), device)
 
     def masks(self) -> list[Intervals]:
-        """Return the intervals of all requested block pairs."""
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
@@ -160,12 +159,12 @@ class Plan:
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     def flops(self, work: Work, name: str, local_steps: LocalSteps, relays: bool = False) -> np.ndarray:
-        """Return the costs of local steps of any ranks, in FLOPs, in the state ring with the memory traffic of the merges.
+        """Return the costs of local steps of any ranks, in FLOPs. In the state ring, they include the memory traffic of merges.
 
         `relays` says whether neighbours relay the results. Each part of a rank's own block has its planned share of the pairs.
         """
         _, rank, owner, start, stop = local_steps
-        # indexed with the owners of queries and keys
+        # (query rank, key rank)
         ranks = (owner, rank) if name == "state" else (rank, owner)
         table = overlaps(self.mask, self.layout)
         first, last = (x[ranks] for x in (table.queries if name == "state" else table.keys))
@@ -177,7 +176,7 @@ class Plan:
         return work.batch * (work.pair_flops * table.pairs[ranks] * share + FLOPS_PER_HBM_BYTE * traffic)
 
     def merge_bytes(self, work: Work) -> float:
-        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass, for both rings."""
+        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass of either ring."""
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         table = overlaps(self.mask, self.layout)
         size = query_bytes * (table.queries[1] - table.queries[0]) + key_bytes * (table.keys[1] - table.keys[0])
@@ -236,7 +235,7 @@ class Plan:
 
 
 class Requests(NamedTuple):
-    """The choices and tables that calls have requested from a plan, which depend only on shapes and options."""
+    """The choices and tables that calls have requested from a plan. Requests depend only on shapes and options."""
 
     choices: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.choose_schedule`
     schedules: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
@@ -255,14 +254,13 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
 
 @lru_cache(maxsize=4)
 def _rows_before_bounds(mask: Mask, layout: Layout, rank: int) -> tuple[RowsBefore, RowsBefore]:
-    """Return the counts of rows of every rank before the bounds (lo, hi) of a rank's queries."""
+    """Return counters of the rows that any rank holds before lo and before hi of a rank's queries."""
     lo, hi = all_runs(mask, layout).bounds(rank)
     return RowsBefore(layout, lo), RowsBefore(layout, hi)
 
 
 @cached_on_device(maxsize=128)
 def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return the positions of a rank's rows: int32, on `device`."""
     return layout.positions(rank).to(device, torch.int32)
 
 
@@ -272,14 +270,14 @@ class Overlaps(NamedTuple):
     An array of ranges (2, ranks, ranks) contains the first row and the end of each range, or two zeros.
     """
 
-    queries: np.ndarray  # from the first to the last query row that attends to one of the keys
-    keys: np.ndarray  # from the first to the last key row that one of the queries attends to
-    pairs: np.ndarray  # (ranks, ranks), number of (query, key) pairs that the mask allows, as the mean over batch entries
+    queries: np.ndarray  # ranges from the first to the last query row that attends to any of the keys
+    keys: np.ndarray  # ranges from the first to the last key row that any of the queries attends to
+    pairs: np.ndarray  # (ranks, ranks), number of (query, key) pairs that the mask allows, averaged over batch entries
 
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> Overlaps:
-    """Return the overlaps of all pairs of ranks, which must not be modified."""
+    """Return the overlaps of all pairs of ranks. Callers must not modify the cached arrays."""
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
@@ -288,14 +286,14 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """Return the first column and the end of the columns that the rows of each rank attend to, if any: int64 (2, ranks, column
-    ranks).
+    """Return the first column and the end of the columns of each column rank that the rows of each rank attend to: int64 (2,
+    ranks, column ranks).
     """
     by_column_rank = []
     lo, hi = runs.before
     for rank in range(runs.layout.ranks):
         (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
-        # In a piece without gaps, the intervals of neighbouring rows overlap. In a stripe, there may be columns between them.
+        # In a piece without gaps, intervals of neighbouring rows overlap. In a stripe, columns may lie between intervals.
         visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
         start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
         stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
@@ -312,14 +310,12 @@ def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
 
 
 def _all_rows(layout: Layout) -> tuple[Need, tuple[int, ...]]:
-    """Return the need and the split points of a fixed plan."""
     rows = [layout.rows(rank) for rank in range(layout.ranks)]
     need = tuple((range(count),) * layout.ranks for count in rows)
     return need, tuple(int(FIRST_SHARE * count) // SPLIT_MULTIPLE * SPLIT_MULTIPLE for count in rows)
 
 
 def _extend(need: Need, multiple: int) -> Need:
-    """Extend every non-empty range of rows to multiples of `multiple`."""
     return tuple(
         tuple(range(x.start // multiple * multiple, -(-x.stop // multiple) * multiple) if x else x for x in row) for row in need
     )
@@ -327,7 +323,7 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return, for each rank, the row of its own block before which FIRST_SHARE of the work lies."""
+    """Return one row for each rank. The rows before it have FIRST_SHARE of the work of the rank's own block."""
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs
@@ -365,7 +361,7 @@ def free_plans() -> None:
 
 
 def add_plan(plan: Plan) -> None:
-    """Let calls use a plan that was computed ahead, unless they already use one for the same mask and layout."""
+    """Let calls use a plan that was computed ahead, unless there already is a plan for the same mask and layout."""
     with _planning_lock:
         _plans(plan.mask, plan.layout).setdefault((plan.rank, plan.device), plan)
 

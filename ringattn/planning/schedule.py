@@ -1,6 +1,6 @@
 """Schedules of ring passes: plain data that lists the messages of each hop and the computations of each rank.
 
-Every rank owns one block, which circulates. The other ranks compute its *result*, which returns to the owner:
+Every rank owns one block, which circulates. The other ranks compute the *result* of the block, which returns to the owner:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -12,9 +12,9 @@ In a *relay* schedule, which suits several hosts, neighbours relay each block, a
 *direct* schedule, each rank receives a block from its owner and sends the result directly back, in rounds in which no link
 carries two blocks at a time.
 
-In step t, a rank sends the blocks that step t + 1 needs and the results of step t - 1, while it computes step t. A first part
-of its own block hides the first hop, and the rest hides the return of the last results. Without results, the whole own block is
-computed in the first step. Blocks, rows and computations that the mask does not need are left out.
+While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Work on a first part of its own
+block hides the first hop, and work on the rest hides the return of the last results. Without results, a rank computes its whole
+own block in the first step. Schedules leave out blocks, rows and computations that the mask does not need.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class LocalStep(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of all ranks. Its messages are in flight while the ranks compute its local steps."""
+    """One step of all ranks. The messages are in flight while the ranks compute the local steps."""
 
     local_steps: tuple[LocalStep, ...]
     messages: tuple[Message, ...] = ()
@@ -112,7 +112,7 @@ class Schedule:
 
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
-    """The steps of each rank, computed when they are needed."""
+    """The steps of each rank. They are computed at the first access."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         super().__init__()
@@ -137,20 +137,20 @@ def hull(ranges: Sequence[range]) -> range:
 
 @lru_cache(maxsize=64)
 def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule in which owners send their blocks, and the other ranks send results, directly.
+    """Return the schedule in which owners send blocks directly to the other ranks, and results return directly to the owners.
 
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: for each rank, the row at which its own block is split. With None, the last step computes the whole own
-            block.
+        split_points: for each rank, the row at which its own block is split. With None, a rank computes its whole own block in
+            the last step.
     """
     rounds = _rounds(need)
     returns = results and bool(rounds)
     first, rest = _own_local_steps(need, split_points, returns)
     computed = [first, *rounds, rest]
     steps: list[Step] = []
-    # sent in step t, computed in step t + 1, returned in step t + 2
+    # A block is sent in step t and used in step t + 1. The result returns in step t + 2.
     for t in range(len(rounds) + 1 + returns):
         messages = []
         if t < len(rounds):
@@ -162,14 +162,14 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 
 
 def _rounds(need: Need) -> list[list[LocalStep]]:
-    """Return the rounds of a direct schedule, which assign one other owner to every rank that has work under the mask.
+    """Return the rounds of a direct schedule. A round assigns one other owner to every rank with work under the mask.
 
-    In round s, rank r computes with the block of rank r - s modulo P, or, if this needs no more rounds, of rank r XOR s.
+    In round s, rank r computes with the block of rank r XOR s. If this needs more rounds, it is rank r - s modulo P instead.
     """
     ranks = range(len(need))
     pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
     if len(need) & (len(need) - 1) == 0:
-        # XOR comes first, so that min() prefers it: two ranks receive each other's blocks in the same round.
+        # XOR comes first, so that min() prefers it. With XOR, two ranks exchange their blocks in the same round.
         pairings.insert(0, [[rank ^ s for rank in ranks] for s in ranks[1:]])
     with_work = [[x for x in pairing if any(need[owner][rank] for rank, owner in enumerate(x))] for pairing in pairings]
     return [
@@ -179,7 +179,7 @@ def _rounds(need: Need) -> list[list[LocalStep]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return the local steps with own blocks of the first and of the last step. Without results, nothing is split."""
+    """Return the local steps with own blocks: (first step, last step). Without results, no block is split."""
     first: list[LocalStep] = []
     rest: list[LocalStep] = []
     for rank in range(len(need)):
@@ -195,10 +195,10 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
 
 @lru_cache(maxsize=64)
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule in which neighbours relay blocks in the direction with fewer messages, up to the last rank that needs
-    them.
+    """Return the schedule in which neighbours relay each block up to the last rank that needs it.
 
-    A block contains every row that at least one other rank needs. The arguments are those of `direct`.
+    All blocks move in the direction that needs fewer messages. A block contains every row that at least one other rank needs.
+    Arguments as for `direct`.
     """
     schedules = (_one_way(need, results, split_points, direction) for direction in (1, -1))
     return min(schedules, key=lambda schedule: sum(len(step.messages) for step in schedule.steps))
@@ -206,8 +206,8 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # After distances[r] hops, the block of rank r reaches the ranks that compute with it, first after first[r] and last after
-    # extent[r] hops.
+    # distances[r] lists the numbers of hops after which the block of rank r reaches a rank that needs it. first[r] is the
+    # smallest, and extent[r] the largest.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
@@ -236,5 +236,4 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
 
 
 def build_schedule(need: Need, results: bool, all_pairs: bool = False, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the direct or the relay schedule."""
     return (direct if all_pairs else relay)(need, results, split_points)

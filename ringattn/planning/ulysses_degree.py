@@ -1,4 +1,4 @@
-"""Choose the number U of ranks per all-to-all for which attention on U x R ranks is predicted to take the least time.
+"""Choose the number U of ranks per all-to-all with the least predicted time of attention on U x R ranks.
 
 The ring has R ranks. As in `ringattn.planning.cost_model`, all ranks and all runs make the same choice.
 """
@@ -25,7 +25,7 @@ MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return the number of copies of each key head that the all-to-all sends, so that a rank has all key heads of its query
+    """Return how many copies of each key head the all-to-all must send, so that each rank has the key heads of its query
     heads.
     """
     # The query heads of a rank must be divided evenly among its key heads.
@@ -34,7 +34,7 @@ def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return the number of chunks of a rank's `heads`, for `rows` tokens of all batch entries after the all-to-all.
+    """Return the number of chunks for a rank's `heads`. `rows` counts the tokens of all batch entries after the all-to-all.
 
     The all-to-all of one chunk overlaps with the attention of another.
     """
@@ -44,8 +44,8 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
-    """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if no mask excludes a
-    rank.
+    """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if every rank needs all
+    blocks.
     """
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
@@ -71,16 +71,16 @@ def best_ulysses_degree(
 ) -> int:
     """Return the smallest U whose predicted time of a forward and a backward pass is at most 1% above the lowest.
 
-    U must divide `ranks` and Hq. The time consists of the ring and of the all-to-alls that attention does not hide. It takes
-    about a second to predict for 64 ranks. For more ranks, U must divide the number of ranks per host, and is chosen by
-    `bytes_per_row`.
+    U must divide `ranks` and Hq. The time consists of the ring and of the all-to-alls that attention does not hide. For
+    64 ranks, the prediction takes about a second. For more ranks, `bytes_per_row` decides instead, and U must divide the number
+    of ranks per host.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"
             device.
         mask: which keys each query may attend to. Without documents, a long sequence is planned as a shorter one.
         ranks: U x R.
-        host: the number of ranks per host. The ranks of a host, and of an all-to-all, have consecutive numbers.
+        host: the number of ranks per host. The ranks of a host have consecutive numbers, as have the ranks of an all-to-all.
         near, far: the interconnect inside a host, and between hosts.
         layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
@@ -130,8 +130,8 @@ def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Inte
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Return the seconds that the all-to-alls add to attention. Attention never hides the arrival of the first chunk and the
-    return of the last chunk. Both times are per chunk.
+    """Return the seconds that the all-to-alls add to attention. `attention` and `all_to_all` are seconds per chunk. Attention
+    never hides the arrival of the first chunk and the return of the last chunk.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -139,7 +139,7 @@ def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
 def _ring_seconds(
     chunk: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Interconnect, schedule: str
 ) -> tuple[float, ...]:
-    """Return the times of both passes of a chunk (q, k, v). `ring` is (kind of layout, number of positions, number of ranks).
+    """Return the seconds of both passes of a chunk (q, k, v). `ring` is (kind of layout, number of positions, number of ranks).
 
     A long sequence without documents is planned as a shorter one, in which each position represents `scale` positions.
     """

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from ringattn.kernels import fp8
 
-# The minimum FLOPs of the forward pass of a chunk of heads (about 0.1 s on an H200). More chunks need less memory, and the time
-# to start one more ring pass is negligible.
+# The minimum FLOPs of the forward pass of a chunk of heads, about 0.1 s on an H200. More chunks need less memory, and the
+# time to start one more ring pass is negligible.
 HEAD_CHUNK_FLOPS = 5e13
 
 
 class RowBytes(NamedTuple):
-    """Bytes per row for each schedule: (a circulating block, its result)."""
+    """Bytes per row of (a circulating block, the result of this block), for each schedule."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
@@ -30,9 +30,9 @@ class Work(NamedTuple):
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
 
-        The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. The results for other
-        ranks need a separate kernel, which reads a direct result once. A merge of relayed results reads two states and writes
-        one. The backward kernels clear and read the sums of dq, and then read and write dq.
+        The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. Results for other ranks
+        need a separate kernel. With direct messages, this kernel reads each result once. With relays, each merge reads two
+        states and writes one. The backward kernels clear and read the sums of dq, and then read and write dq.
         """
         if self.direction == "backward":
             tensors = 4
@@ -53,7 +53,7 @@ def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
 def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Work:
     """Return the work of the forward pass, two matrix products per (query, key) pair and head.
 
-    With "fp8", q, k and v circulate as one byte per element, and one per row and head for the scale.
+    With "fp8", q, k and v circulate with one byte per element, and one byte per row and head for the scale.
     """
     heads, size = q.shape[2], q.element_size()
     queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
@@ -76,7 +76,7 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
 
 
 def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
-    """Return the number of chunks of the heads of a call, with `pairs` per batch entry, head and rank."""
+    """Return the number of chunks of heads in a call. `pairs` counts (query, key) pairs per batch entry, head and rank."""
     key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 
