@@ -105,7 +105,7 @@ class Problem:
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
     """Check and time all calls for a number of queries, and return the rows of the table.
 
-    The last column of a row is the time relative to the KV ring: that of one hop in HOPS, and that of a pass in PASSES.
+    The last column of a row is a time relative to the KV ring: the time of a hop in HOPS, and of a pass in PASSES.
     """
     problem = Problem(queries)
     problem.check()

@@ -5,7 +5,7 @@
 
 A case consists of a model, the tokens of a sequence, the number of GPUs, and optional settings of `train/run.py`. Each case is
 a job of a few steps with one document per sequence. By default, the script measures all cases for which this machine has
-enough GPUs. The peak is that of torch's allocator. If a job fails, the table contains its error message. The script writes
+enough GPUs. The peak is measured by torch's allocator. If a job fails, the table contains its error message. The script writes
 README.md to --output.
 """
 

@@ -66,7 +66,7 @@ def measure(job: str, ranks: int, steps: int) -> Row:
 
 
 def rates(records: list[dict[str, Any]], ranks: int) -> Row:
-    """Return the rates of the second half of the steps. The records are those of metrics.jsonl."""
+    """Return the rates of the second half of the steps. `records` is the content of metrics.jsonl."""
     half = records[len(records) // 2 :]
     seconds = [record["seconds"] for record in half]
     tokens = sum(record["tokens_per_s_per_rank"] * ranks * record["seconds"] for record in half)

@@ -108,7 +108,8 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision
 class Reference:
     """The float64 results of attention on `tensors`, which are q, k, v and dout of the whole sequence, for several masks.
 
-    With precision="fp8", the results are those of the inputs as the ranks round them, which depend on the layout of the ring.
+    With precision="fp8", they are computed from the inputs as the ranks round them. The rounding depends on the layout of the
+    ring.
     """
 
     def __init__(self, tensors: list[Tensor], masks: dict[str, Mask], precision: str) -> None:

@@ -58,8 +58,8 @@ def describe_machine(device: torch.device) -> str:
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the time of a call in milliseconds. The first call is not timed.
 
-    On a GPU, it is the median time of many calls. On a CPU, it is the shortest time of a few calls, because other programs on
-    the machine only add time.
+    On a GPU, the result is the median time of many calls. On a CPU, it is the shortest time of a few calls, because other
+    programs on the machine only add time.
     """
     if device.type == "cuda":
         import triton

@@ -132,8 +132,8 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # This kernel reads out, dout and lse, and writes lse and delta as pairs and the zeros to which the main kernel adds dq. The
-    # lse of the heads of a token are neighbours, so reading the lse of one head transfers a whole sector.
+    # This kernel reads out, dout and lse. It writes pairs of lse and delta, and zeros to which the main kernel adds dq. The lse
+    # of the heads of a token are neighbours, so reading the lse of one head transfers a whole sector.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),

@@ -236,7 +236,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
-    """Plot the losses of `evaluate` by sequence length. The error bars are those of the differences to the shortest one."""
+    """Plot the losses of `evaluate` by sequence length. Error bars belong to the differences to the shortest length."""
     losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
     draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
     axes.set_xlabel(f"sequence length in tokens (step {record['step']})")
