@@ -85,7 +85,7 @@ def choose_backend(
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Triton kernels cannot run, or None if they can run."""
+    """Return why the Triton kernels cannot run, or None if they can."""
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels have no {dtype}, only fp16, bf16 and fp32"
     if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
@@ -98,7 +98,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
 
 
 def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return the reason why the Hopper kernels cannot run, or None if they can run."""
+    """Return why the Hopper kernels cannot run, or None if they can."""
     if device.type != "cuda":
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
@@ -112,7 +112,7 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
 
 
 def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return the reason why the kernel that reads FP8 inputs cannot run, or None if it can run."""
+    """Return why the kernel that reads FP8 inputs cannot run, or None if it can."""
     if obstacle := _hopper_obstacle(device, dtype, dims, plain):
         return obstacle
     if dims[0] != dims[1] or dims[0] not in fp8.HEAD_DIMS:

@@ -67,7 +67,7 @@ class BlockMask:
 
     @property
     def query_lists(self) -> Tensor:
-        """The lists of kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2)."""
+        """For each query block, the list of its kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2)."""
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:

@@ -12,7 +12,7 @@ _SETTINGS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _lock = threading.Lock()
 _num_users = 0  # the number of contexts that are active in all threads
-_replaced: list[tuple[tuple[str, str], str]] = []  # the settings that the last of these contexts restores, with their values
+_replaced: list[tuple[tuple[str, str], str]] = []  # the settings and values that the last context to end restores
 
 
 def under_autocast(device: torch.device) -> bool:

@@ -119,7 +119,8 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_tokens: int | None = None) -> Tensor:
     """Return the values of e4m3 tensors as a contiguous tensor (B, N, H, D), exact in bf16, fp32 and fp64.
 
-    Queries and keys stay rotated, because attention needs only their products. `num_tokens` is the N of values.
+    Queries and keys stay rotated, because attention needs only their products. For values, whose tiles are padded, `num_tokens`
+    is N.
     """
     if isinstance(x, QuantizedRows):
         num_tokens = x.data.shape[1]

@@ -151,7 +151,7 @@ class Intervals:
     def num_nonempty_rows(self) -> int:
         """The rows of all masks whose interval is not empty."""
         if self.is_replaced:
-            return self.lo.numel() - 1  # Kernels must expect empty intervals, but should be configured for many others.
+            return self.lo.numel() - 1  # Kernels must expect empty intervals, but be configured for few.
         lo, hi = self.host
         return int((lo < hi).sum())
 
@@ -246,7 +246,7 @@ class Intervals:
 
 class TableRequests(NamedTuple):
     tables: tuple[tuple[Any, ...], ...]  # the names and the arguments of the methods that computed the tables
-    transposed: "TableRequests | None"  # the tables of the transposed mask; None if it was not used
+    transposed: "TableRequests | None"  # the tables of the transposed mask; None if no kernel used it
 
 
 def _restore(

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# Integers before the progress of all work tiles. The first counts the programs that have started, and the second is not used.
+# The number of integers before the progress of all work tiles. The first counts the started programs, the second is unused.
 HEADER = gl.constexpr(2)
 
 # The progress is one more than the last finished step of the current query head, plus this number for each finished query head.

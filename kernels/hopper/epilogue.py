@@ -94,7 +94,7 @@ def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def split_columns(tile):
-    """Split an accumulator into its halves of columns, without moving numbers between threads."""
+    """Split an accumulator into its left and right half, without moving numbers between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
 

@@ -250,7 +250,7 @@ def _overlapped_steps(
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
-    # P V and the row sums of the block before the last one, not yet in o and l.
+    # P V and the row sums of the block before the last one. o and l do not contain them yet.
     product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
     for step in range(1, num_masked + num_unmasked):
         previous_scales = block_scales
@@ -302,8 +302,8 @@ def _sequential_steps(
 ):  # fmt: skip
     """Compute all steps of a work tile, in the order without overlap. Return (ref_max, l, parts of o, next position).
 
-    `scores` and `block_scales` are those of the first step, and `heads` is (batch entry, key head). Every thread of a row has
-    the same numbers in ref_max, factors and l (64, 4).
+    `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head). Every thread of a row has the
+    same numbers in ref_max, factors and l (64, 4).
     """
     _queries, ring, _ones = buffers
     _q_full, q_empty, full, empty = barriers

@@ -17,8 +17,8 @@ from ringattn.kernels.triton.launcher import launch
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from `stats`, see `_interleave`."""
-    # With one load per number, the tile would have fewer numbers than the program has threads. Triton would let each thread
-    # load all 32 numbers that it needs, which takes too many instructions, and at head dim 128 too many registers.
+    # Load every number twice. Otherwise, the tile has fewer numbers than the program has threads, and Triton lets each thread
+    # load all 32 numbers that it needs. This takes too many instructions, and at head dim 128 too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -44,7 +44,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     if MASKED:
         p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
     grad = load_rows(dout, start, dout_strides[1], num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
-    # dv needs the probabilities after dropout, and ds those before.
+    # dv needs the probabilities after dropout, ds the probabilities before it.
     dropped = p
     if dropout is not None:
         keep = common.draw_keep_mask(dropout, head, start, num_queries, CONFIG.queries, True, MASKED)

@@ -21,7 +21,7 @@ def launch(
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
     Triton inspects all arguments of a launch, which takes as long as a short kernel. This function finds the compiled kernel
-    under a short key. It calls no launch hooks, and does not detect a tensor on another device.
+    under a short key. This function calls no launch hooks and does not detect tensors on another device.
 
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of

@@ -164,7 +164,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the Hadamard matrices of ones for the parts of a row, with the signs of the rotation."""
+    """Return the Hadamard matrices of 1 and -1 for the parts of a row, times the signs of the rotation."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])
