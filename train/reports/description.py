@@ -103,8 +103,8 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         entries["memory"] += f", the backward pass recomputes {count} of {config.model.layers} blocks except for attention"
     if facts["cuda_graphs"]:
         entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
-    is_predicted = dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS
-    if is_predicted and (machine := machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)):
+    machine = machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)
+    if machine and dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
         entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
     if isinstance(run.held_out, PackedDataset) and isinstance(run.data, PackedDataset) and config.data.resolved_eval_fraction:
         share = run.held_out.tokens_per_epoch / (run.data.tokens_per_epoch + run.held_out.tokens_per_epoch)
