@@ -292,7 +292,7 @@ def main(argv: list[str]) -> int:
             return 1
     seconds, expected = time.monotonic() - start, results(reference)
     rng, number = random.Random(args.seed), 0
-    counts: dict[str, float] = defaultdict(float)
+    counts: dict[str, float] = defaultdict(int)
     while sum(counts[way] for way in WAYS) < args.kills:
         number += 1
         run = Run(folder, f"run{number}", args.ways[number % len(args.ways)])
