@@ -245,8 +245,9 @@ def test_folder_without_a_tokenizer_is_an_error(corpus, run_script, only_error, 
 def test_script_explains_every_option(name, tmp_path):
     """The script runs in any directory and imports this package, not the folders of train/ or other packages."""
     command = [sys.executable, str(ROOT / "train" / f"{name}.py"), "--help"]
-    (tmp_path / "ringattn").mkdir()
-    (tmp_path / "ringattn" / "__init__.py").write_text("raise ImportError('another package')")
+    for other in ("kernels", "train"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "__init__.py").write_text("raise ImportError('another package')")
     result = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
     )
