@@ -52,7 +52,7 @@ def choose_backend(
         backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
         plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
-        precision: as for `forward`. With "fp8", the function selects the backend of the forward, and "hopper" stands for the
+        precision: as for `forward`. With "fp8", the function selects the backend of the forward, and "hopper" means the
             kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects a backend for the rounded inputs.
 
     Raises:

@@ -143,7 +143,7 @@ def forward(
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype.
         intervals: for every query, the range [lo, hi) of keys that it may attend to.
         scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
-        state: (m, l, o) of the queries over earlier keys. A kernel may overwrite these tensors with the result. None stands for
+        state: (m, l, o) of the queries over earlier keys. A kernel may overwrite these tensors with the result. None means
             the empty state.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         dropout, blocks, precision: see the docstring of this module.

@@ -121,7 +121,7 @@ class Mask:
         """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
         hi[:, i] - 1.
 
-        The queries are at the last `num_queries` of `seq_len` positions. None stands for `seq_len`. Surplus queries have
+        The queries are at the last `num_queries` of `seq_len` positions. None means `seq_len`. Surplus queries have
         negative positions.
 
         Raises:

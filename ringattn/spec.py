@@ -62,7 +62,7 @@ class AttentionSpec(NamedTuple):
     def count_pairs(self, batch: int, num_queries: int | None = None) -> float:
         """Return the number of (query, key) pairs per head that the mask allows, summed over `batch` batch entries.
 
-        The queries are the last `num_queries` tokens of the sequence. None stands for all tokens.
+        The queries are the last `num_queries` tokens of the sequence. None means all tokens.
         """
         lengths = self.documents.tolist() if self.documents.numel() else ()
         mask = Mask.from_lengths(self.is_causal, self.window or None, lengths, self.seq_len)

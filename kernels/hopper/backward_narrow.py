@@ -225,7 +225,7 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until TMA has read the last dQ of this consumer. `stage` is that of the current step."""
+    """Wait until TMA has read the last dQ of this consumer. `stage` belongs to the current step."""
     if CONFIG.deterministic:
         # A consumer sends one dQ per step, so the phase changes with the stage.
         mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)

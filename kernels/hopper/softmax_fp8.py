@@ -42,7 +42,7 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The level of 2^0, and the largest level, which is that of 448, the largest e4m3 number.
+# The level of 2^0, and the level of 448, the largest e4m3 number.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 

@@ -23,7 +23,7 @@ CALLS_BEFORE_CAPTURE = 128
 MAX_FORWARD_FLOPS = 5e11
 # The maximum bytes of q, k and v, because a captured pass keeps copies.
 MAX_INPUT_BYTES = 64 << 20
-_NEVER = -(1 << 62)  # the number of passes of a pass that cannot be captured
+_NEVER = -(1 << 62)  # marks a pass that cannot be captured
 log = logging.getLogger(__name__)
 
 

@@ -244,7 +244,7 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     """Describe the settings in which the run differs from the model in a folder, as text; "" if none differs.
 
-    `vocab_size` is that of the run's tokenizer.
+    `vocab_size` counts the tokens of the run's tokenizer.
 
     Raises:
         ConfigError: a setting that determines the shapes of weights differs, or there are too few rows of embeddings.

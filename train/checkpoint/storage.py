@@ -141,7 +141,7 @@ def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> Abs
 def estimate_size(tensors: Iterable[Tensor]) -> int:
     """Return the approximate number of bytes that these tensors take up in a checkpoint of all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    # `numel` of a DTensor is that of the whole tensor.
+    # `numel` of a DTensor counts the whole tensor.
     return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
 
 
