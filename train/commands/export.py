@@ -306,6 +306,11 @@ def config_json(
 
 def model_type_of(model: ModelConfig) -> str:
     """Return the `model_type` in transformers. Errors as in `config_json`."""
+    for name in ("layer_types", "rotary_fraction"):
+        if (value := getattr(model, name)) != getattr(ModelConfig, name):
+            raise ConfigError(f"a model with model.{name}={value} cannot be exported yet")
+    if model.rope_factor is not None and model.rope_scaling not in huggingface.ROPE_FIXED:
+        raise ConfigError(f"a model with model.rope_scaling={model.rope_scaling} cannot be exported yet")
     if model.qkv_bias and model.qk_norm:
         raise ConfigError(
             "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"

@@ -136,7 +136,8 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
     """
     settings = literal_settings(asdict(config))
     for name, value in overrides.items():
-        OmegaConf.update(settings, name, None if value == "null" else value)
+        is_list = name == "model.layer_types"
+        OmegaConf.update(settings, name, None if value == "null" else value.strip("[]").split(",") if is_list else value)
     return to_config(settings)
 
 

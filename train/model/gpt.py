@@ -90,6 +90,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.config = config
+        self.layers = [config.layer(index) for index in range(config.layers)]
         padded = padded_vocabulary(config, vocab_size)
         self.embedding = nn.Parameter(torch.empty(padded, config.dim))
         # The type of a ModuleList does not contain the type of its modules.
@@ -115,9 +116,9 @@ class GPT(nn.Module):
                 vocabulary, dim).
         """
         x = F.embedding(tokens, self.embedding)
-        cos, sin = rope(positions, self.config)
+        angles = {settings: rope(positions, settings) for settings in dict.fromkeys(layer.rope for layer in self.layers)}
         attends: Sequence[Attend] = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
-        for block, each in zip(self.blocks, attends, strict=True):
-            x = block(x, cos, sin, each)
+        for block, layer, each in zip(self.blocks, self.layers, attends, strict=True):
+            x = block(x, *angles[layer.rope], each)
         x = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
         return finish(x, self.embedding if self.head is None else self.head)

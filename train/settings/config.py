@@ -11,7 +11,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringattn import layout
 from ringattn.kernels import backends
@@ -62,6 +62,23 @@ class Frozen:
         super().__setattr__(name, value)
 
 
+class Rope(NamedTuple):
+    """The rotary position embedding of a layer, see `ringattn.train.model.rope`."""
+
+    dim: int  # the first dimensions of each head, which are rotated; 0: the layer has no rotary embedding
+    theta: float
+    factor: float | None = None
+    trained_len: int | None = None
+    scaling: str = "llama3"
+
+
+class LayerAttention(NamedTuple):
+    """How a layer attends."""
+
+    window: int | None
+    rope: Rope
+
+
 @dataclass
 class ModelConfig(Frozen):
     """The shape of the GPT."""
@@ -83,13 +100,18 @@ class ModelConfig(Frozen):
     ffn_dim: int | None = None
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. It requires
-    # `rope_trained_len`. None: frequencies stay unchanged.
+    # The base in sliding layers, which then ignore `rope_factor`. None: all layers have the same rotary embedding.
+    local_rope_theta: float | None = None
+    # The fraction of each head's dimensions that are rotated, the first ones.
+    rotary_fraction: float = 1.0
+    # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. Except for "linear", it
+    # requires `rope_trained_len`. None: frequencies stay unchanged.
     rope_factor: float | None = None
     # The sequence length of the training before an extension. Set it together with `rope_factor`, and otherwise leave it at
     # None.
     rope_trained_len: int | None = None
-    # Which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn", which also sharpens the softmax of attention.
+    # Which rotary frequencies are divided by `rope_factor`: "linear" (all), "llama3" or "yarn", which also sharpens the softmax
+    # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss.
     rope_scaling: str = "llama3"
     # Whether queries, keys and values have a bias, as in Qwen 2.
     qkv_bias: bool = False
@@ -101,6 +123,9 @@ class ModelConfig(Frozen):
     tie_embeddings: bool = True
     # The number of most recent tokens that a token attends to, including itself. None: all earlier tokens.
     window: int | None = None
+    # The attention of each layer, as a list such as [sliding,sliding,full], which repeats for further layers: "sliding" (with
+    # `window`), "full", or "sliding-nope" and "full-nope" (without rotary embedding). None: all layers have `window`.
+    layer_types: list[str] | None = None
 
     @property
     def resolved_head_dim(self) -> int:
@@ -111,6 +136,31 @@ class ModelConfig(Frozen):
     def resolved_ffn_dim(self) -> int:
         """`ffn_dim` or its default."""
         return self.ffn_dim or round_up(8 * self.dim // 3, 64)
+
+    @property
+    def rotary_dim(self) -> int:
+        """The rotated dimensions of each head."""
+        return int(self.rotary_fraction * self.resolved_head_dim)
+
+    def layer(self, index: int) -> LayerAttention:
+        """Return how layer `index`, from 0, attends."""
+        types = self.layer_types or ["full" if self.window is None else "sliding"]
+        kind, _, nope = types[index % len(types)].partition("-")
+        is_local, dim = kind == "sliding", 0 if nope else self.rotary_dim
+        rope = Rope(dim, self.rope_theta, self.rope_factor, self.rope_trained_len, self.rope_scaling)
+        if is_local and self.local_rope_theta is not None:
+            rope = Rope(dim, self.local_rope_theta)
+        return LayerAttention(self.window if is_local else None, rope)
+
+    @property
+    def has_sliding_layer(self) -> bool:
+        """Whether `layer_types` contains a sliding layer."""
+        return any(kind.startswith("sliding") for kind in self.layer_types or [])
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer."""
+        return [self.layer(index).window for index in range(self.layers)]
 
 
 @dataclass
@@ -368,11 +418,23 @@ GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
 # The settings in which a run may differ from its initial weights.
-MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}
+MAY_DIFFER = {
+    "rope_theta",
+    "rope_factor",
+    "rope_trained_len",
+    "rope_scaling",
+    "norm_eps",
+    "window",
+    "layer_types",
+    "local_rope_theta",
+}
+
+# The values of `model.layer_types`.
+LAYER_TYPES = ("sliding", "full", "sliding-nope", "full-nope")
 
 # The valid values of each setting that accepts only a few values.
 CHOICES = {
-    "model.rope_scaling": ("llama3", "yarn"),
+    "model.rope_scaling": ("llama3", "yarn", "yarn-exact", "linear"),
     "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
@@ -398,6 +460,8 @@ RANGES = {
     "model.head_dim": (1, 2**14),
     "model.ffn_dim": (1, 2**24),
     "model.rope_theta": (1, 1e12),
+    "model.local_rope_theta": (1, 1e12),
+    "model.rotary_fraction": (0, 1),
     "model.rope_factor": (1, 1e6),
     "model.rope_trained_len": (1, 2**31 - 1),
     "model.norm_eps": (1e-12, 0.1),
@@ -469,6 +533,13 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
         # Every comparison of NaN with a number is false, so NaN is invalid for every setting.
         if value is not None and not low <= value <= high:
             yield f"{name}={value}: must be from {low} to {high}"
+    model = config.model
+    if model.layer_types is not None:
+        listed = f"model.layer_types=[{','.join(map(str, model.layer_types))}]"
+        if not 1 <= len(model.layer_types) <= model.layers:
+            yield f"{listed}: must have from 1 to model.layers={model.layers} elements"
+        if any(kind not in LAYER_TYPES for kind in model.layer_types):
+            yield f"{listed}: every element must be one of {', '.join(LAYER_TYPES)}"
 
 
 def _check_unused(config: Config) -> Iterator[str]:
@@ -479,7 +550,7 @@ def _check_unused(config: Config) -> Iterator[str]:
 
 def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield the name and the value of each setting that other settings make useless, and the reason."""
-    data, optim = config.data, config.optim
+    model, data, optim = config.model, config.data, config.optim
     for names, is_unused, reason in (
         (
             "data.path data.eval_path data.max_document_mb",
@@ -497,7 +568,18 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             data.source in ("stdlib", "packages", "text", "recall"),
             f"if data.source={data.source}: choose data=jsonl, parquet or hub",
         ),
-        ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),
+        ("model.rope_trained_len model.rope_scaling", model.rope_factor is None, "without model.rope_factor: set it"),
+        (
+            "model.rope_trained_len",
+            model.rope_scaling == "linear",
+            "with model.rope_scaling=linear: choose another value of it",
+        ),
+        (
+            "model.window",
+            model.layer_types is not None and not model.has_sliding_layer,
+            "without a sliding layer: add one to model.layer_types",
+        ),
+        ("model.local_rope_theta", not model.has_sliding_layer, "without a sliding layer: add one to model.layer_types"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
         (
             "data.eval_fraction",
@@ -530,15 +612,24 @@ def _check_model(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads={kv_heads} must divide model.heads={heads}: choose one of {_divisors(heads)}"
     if model.head_dim is None and model.dim % heads:
         yield f"model.heads={heads} must divide model.dim={model.dim}: change one of them, or set model.head_dim"
-    if model.rope_factor is not None and model.rope_trained_len is None:
+    if model.rope_factor is not None and model.rope_trained_len is None and model.rope_scaling != "linear":
         yield f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the length of training"
-    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+    if model.rope_scaling.startswith("yarn") and model.rope_theta <= 1:
         # YaRN divides by the logarithm of rope_theta, which must be positive.
-        yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling=yarn: raise it"
+        yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling={model.rope_scaling}: raise it"
+    if len(set(model.windows)) > 1 and (model.window is not None or not model.has_sliding_layer):
+        yield "sliding and full layers in one model are not supported yet: choose one of them in model.layer_types"
+    if model.has_sliding_layer and model.window is None:
+        yield "sliding layers in model.layer_types require model.window: set it to their number of keys"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         yield (
             f"the head dim is {head_dim}: it must be even for rotary embeddings, and at most {MAX_HEAD_DIM} for the kernels; "
             "set model.head_dim, or change model.dim or model.heads"
+        )
+    if model.rotary_dim % 2 or not model.rotary_dim:
+        yield (
+            f"model.rotary_fraction={model.rotary_fraction} rotates {model.rotary_dim} of {head_dim} dimensions of a head: the "
+            "number must be even and at least 2; for layers without rotary embedding, set model.layer_types=[full-nope]"
         )
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ringattn.train.commands import evaluate, generate
-from ringattn.train.commands.options import help_text, run_command
+from ringattn.train.commands.options import apply_overrides, help_text, run_command
 from ringattn.train.data.tokenizer import BytesTokenizer
+from ringattn.train.settings.config import Config
 from tests.train.hub_models import write_folder
 from tests.train.launch import ROOT, SMALL, launch_ranks, write_corpus
 
@@ -53,6 +54,12 @@ def finished(directory: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> P
 def contents(directory: Path) -> dict[Path, tuple[bytes, int]]:
     """The content and the time of the last change of every file."""
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
+
+
+def test_overrides_of_lists_are_read_from_the_command_line():
+    config = apply_overrides(Config(), {"model.layer_types": "[sliding,full]", "model.window": "8"})
+    assert (config.model.layer_types, config.model.window) == (["sliding", "full"], 8)
+    assert apply_overrides(config, {"model.layer_types": "null"}).model.layer_types is None
 
 
 @pytest.mark.slow

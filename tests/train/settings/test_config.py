@@ -1,6 +1,6 @@
 """Tests of the default settings, of the YAML files, and of the checks of settings."""
 
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,7 +13,16 @@ from omegaconf import OmegaConf
 from ringattn.train import optim
 from ringattn.train.commands.run import CONFIGS, to_config
 from ringattn.train.model.gpt import GPT
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig, ParallelConfig, check, check_values, with_settings
+from ringattn.train.settings.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    Rope,
+    check,
+    check_values,
+    with_settings,
+)
 from ringattn.train.settings.token_budget import by_ranks, resolve_token_budget
 
 
@@ -201,6 +210,18 @@ INVALID = {
     "prompt that is not UTF-8": (dict(trainer__sample_prompt="a\udcffb"), 1, ["trainer.sample_prompt=a?b: must be UTF-8"]),
     "project without W&B": (dict(logger__project="p", logger__wandb="off"), 1, ["logger.project=p", "logger.wandb"]),
     "window below 1": (dict(model__window=0), 1, ["model.window=0", "from 1 to"]),
+    "unknown layer type": (dict(model__layer_types=["full", "local"]), 1, ["model.layer_types=[full,local]", "full-nope"]),
+    "more layer types than layers": (dict(model__layer_types=["full"] * 3), 1, ["[full,full,full]", "model.layers=2"]),
+    "no layer types": (dict(model__layer_types=[]), 1, ["model.layer_types=[]", "from 1"]),
+    "sliding layers without a window": (dict(model__layer_types=["sliding"]), 1, ["model.layer_types", "model.window"]),
+    "window without sliding layers": (dict(model__layer_types=["full"], model__window=5), 1, ["model.window=5", "layer_types"]),
+    "local theta without sliding layers": (dict(model__local_rope_theta=5.0), 1, ["local_rope_theta=5", "model.layer_types"]),
+    "fraction of an odd number": (dict(model__rotary_fraction=0.1), 1, ["rotary_fraction=0.1", "3 of 32", "even"]),
+    "linear scaling with a length": (
+        dict(model__rope_factor=2.0, model__rope_trained_len=64, model__rope_scaling="linear"),
+        1,
+        ["rope_trained_len=64", "rope_scaling=linear"],
+    ),
     "ring that does not divide the ranks": (dict(parallel__ring=3), 4, ["parallel.ring=3", "4", "1, 2, 4"]),
     "ring of more ranks than there are": (dict(parallel__ring=4), 2, ["parallel.ring=4", "1, 2"]),
     "Ulysses that does not divide the ring": (dict(parallel__ulysses=4), 6, ["parallel.ulysses=4", "6", "1, 2"]),
@@ -262,6 +283,32 @@ def test_settings_that_depend_on_another_one_are_valid_with_it():
     check(changed(trainer__fp8_attention="always", data__eval_fraction=0.0, trainer__sample_tokens=0), 1)
     check(changed(trainer__fp8_attention="inference", data__eval_fraction=0.0), 1)
     check(changed(parallel__ring=3, parallel__ulysses=1, data__seq_len=3), 6)
+
+
+def test_each_layer_has_its_window_and_its_rotary_embedding():
+    """The list of types repeats. Only full layers have the scaling, and local_rope_theta applies to sliding layers."""
+    model = ModelConfig(
+        layers=5,
+        dim=64,
+        rotary_fraction=0.5,
+        rope_theta=1e6,
+        rope_factor=8.0,
+        rope_scaling="linear",
+        window=7,
+        local_rope_theta=1e4,
+        layer_types=["sliding", "sliding-nope", "full"],
+    )
+    local, nope, full = (7, Rope(8, 1e4)), (7, Rope(0, 1e4)), (None, Rope(8, 1e6, 8.0, None, "linear"))
+    assert [model.layer(i) for i in range(5)] == [local, nope, full, local, nope]
+    assert model.windows == [7, 7, None, 7, 7]
+    assert replace(model, local_rope_theta=None).layer(0) == (7, full[1])
+    assert replace(model, layer_types=["full-nope"]).layer(4) == (None, Rope(0, *full[1][1:]))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_layers_are_equal_by_default(window):
+    model = ModelConfig(window=window)
+    assert {model.layer(i) for i in range(2)} == {(window, Rope(32, 10_000.0))}
 
 
 def test_configs_are_next_to_the_package():
