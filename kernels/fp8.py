@@ -6,8 +6,8 @@ FP8 attention rounds q, k and v to e4m3, with 4 bits of exponent, 3 bits of mant
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
-**Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, with which no element exceeds 448 in
-magnitude, or 1 for a block of zeros.
+**Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, with which no finite element exceeds 448 in
+magnitude, or 1 if they are zero. Other elements become NaN.
 
 **Rotation.** Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. It distributes
 large features over all features of a head, which removes most of their rounding error. Values are not rotated, because the
@@ -97,7 +97,7 @@ def key_order(device: torch.device) -> Tensor:
 
 
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
-    """Convert queries or keys (B, N, H, D) to e4m3. Infinity and NaN become NaN.
+    """Convert queries or keys (B, N, H, D) to e4m3. The rotation distributes infinity and NaN over their whole row.
 
     Only studies of the errors leave out the rotation, or use one scale per head instead of one `per_block`.
     """
@@ -151,7 +151,8 @@ def _pad_to_blocks(x: Tensor) -> Tensor:
 def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     """Round x (B, N, H, D) in fp32 to e4m3. Return the bytes (B, C, 128, H, D) and the scales (B, C, H)."""
     blocks = _pad_to_blocks(x)
-    largest = blocks.abs().amax((2, 4))
+    finite = blocks.isfinite()
+    largest = blocks.abs().masked_fill(~finite, 0).amax((2, 4))  # frexp(inf) is arbitrary
     if not per_block and largest.shape[1]:
         largest = largest.amax(1, keepdim=True).expand_as(largest)
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, with 0.5 <= mantissa < 1
@@ -160,5 +161,5 @@ def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     # A power may be inexact on a GPU, so build the scale from the bits of an fp32 number.
     scales = ((exponent + 127) << 23).view(torch.float32)
     # Some releases of PyTorch convert infinity to 448.
-    blocks = (blocks / scales[:, :, None, :, None]).masked_fill(~blocks.isfinite(), float("nan"))
+    blocks = (blocks / scales[:, :, None, :, None]).masked_fill(~finite, float("nan"))
     return blocks.to(DTYPE).view(torch.uint8), scales

@@ -2,7 +2,7 @@
 head.
 
 The rotation adds numbers in another order than PyTorch. A result may therefore be a neighbouring e4m3 number. A scale may
-differ if the largest element of a block is close to a power of two times 448, infinite or NaN.
+differ if the largest element of a block is close to a power of two times 448.
 """
 
 import torch
@@ -31,13 +31,20 @@ MAX_EXPONENT = tl.constexpr(126)
 
 @triton.jit
 def _scales(largest):
-    """Return the scale of a block and its inverse. `largest` is the largest magnitude of an element of the block."""
+    """Return the scale of a block and its inverse. `largest` is the largest magnitude of a finite element of the block."""
     bits = largest.to(tl.int32, bitcast=True)
     # 448 is 2**8 * 1.75. The scale of the largest element 2**e * 1.f is 2**(e - 8), or twice this if 1.f exceeds 1.75, whose 23
     # bits of mantissa are 0x600000.
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(largest == 0.0, 0, tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT))
     return ((127 + exponent) << 23).to(tl.float32, bitcast=True), ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest(x):
+    """Return the largest magnitude of a finite element of x."""
+    x = tl.abs(x)
+    return tl.max(tl.where(x < float("inf"), x, 0.0))
 
 
 @triton.jit
@@ -99,9 +106,9 @@ def _quantize_rows(
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     mask = (tokens < num_tokens)[:, None]
     parts = _rotated_parts((_pointers(x, strides, batch, tokens, head), mask), matrices, DIM, PART)
-    largest = tl.max(tl.abs(parts[0]))
+    largest = _largest(parts[0])
     for i in tl.static_range(1, DIM // PART):
-        largest = tl.maximum(largest, tl.max(tl.abs(parts[i])))
+        largest = tl.maximum(largest, _largest(parts[i]))
     scale, inverse = _scales(largest * FACTOR)
     tl.store(scales + (batch.to(tl.int64) * tl.cdiv(num_tokens, BLOCK) + block) * heads + head, scale)
     row = (batch.to(tl.int64) * num_tokens + tokens) * heads + head
@@ -125,7 +132,7 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
     columns = tl.arange(0, DIM)
     source = _pointers(x, strides, batch, tokens, head)
     tile = tl.load(source + columns[None, :], mask=(tokens < num_tokens)[:, None], other=0.0)
-    scale, inverse = _scales(tl.max(tl.abs(tile)).to(tl.float32))
+    scale, inverse = _scales(_largest(tile).to(tl.float32))
     number = (batch.to(tl.int64) * tl.cdiv(num_tokens, BLOCK) + block) * heads + head
     target = out + number * (DIM * BLOCK) + columns[:, None] * BLOCK + position_in_tile[None, :]
     tl.store(target, tl.trans(_round(tile.to(tl.float32) * inverse)))

@@ -64,6 +64,22 @@ def test_strided_inputs(dim, device):
         assert torch.equal(x.scales, y.scales)
 
 
+# The interpreter cannot multiply matrices of bf16, into which the kernel also splits numbers in fp32.
+@pytest.mark.parametrize("dim", triton_quantize.HEAD_DIMS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, *(pytest.param(x, marks=pytest.mark.gpu) for x in (torch.bfloat16, torch.float32))]
+)
+def test_elements_that_are_not_finite_do_not_change_the_scale(dtype, dim, device):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 130, 1, dim, generator=generator).to(device, dtype) for _ in range(3))
+    before = fp8.quantize(q, k, v)
+    for x, value in zip((q, k, v), (float("nan"), float("inf"), float("-inf")), strict=True):
+        x[0, 3, 0, dim - 1] = x[0, 129, 0, 2] = value
+    for got, expected, finite in zip(triton_quantize.quantize(q, k, v), fp8.quantize(q, k, v), before, strict=True):
+        assert torch.equal(got.scales, expected.scales)
+        assert got.scales[0, 0] == finite.scales[0, 0]
+
+
 @pytest.mark.gpu
 def test_elements_that_are_not_finite_become_nan(device):
     q, k, v = inputs("uneven", 64, torch.bfloat16, device)
