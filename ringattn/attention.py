@@ -13,6 +13,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.rank_plan import get_plan
 from ringattn.ring import Ring
+from ringattn.sinks import add_sinks, check_sink_logits
 from ringattn.spec import (
     AttentionSpec,
     autocast,
@@ -42,6 +43,7 @@ def ring_attention(
     backend: str = "auto",
     precision: str = "ieee",
     return_lse: bool = False,
+    sink_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over a sequence whose tokens are sharded over the ranks of `group`.
 
@@ -65,10 +67,12 @@ def ring_attention(
         precision: as for `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens to FP8
             before they circulate. Each block of 128 rows of a shard shares a scale.
         return_lse: also return the log-sum-exp of the scores.
+        sink_logits: (Hq,), learned logits that take part in the softmax of every query but have no value. They may require
+            gradients, and each rank returns the gradient of its own queries. None for no sinks.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype, or (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query that may
-        attend to no key has out = 0 and lse = -inf.
+        attend to no key has out = 0 and lse = -inf. With `sink_logits`, lse includes the sinks.
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
@@ -86,9 +90,11 @@ def ring_attention(
     check_shard(q, k, layout, rank)
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
+    check_sink_logits(sink_logits, q)
     options |= dict(first_head=first_head, schedule=schedule, route=route, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse, _ = _attention(q, k, v, spec)
+    out, lse = add_sinks(out, lse, sink_logits)
     return (out, lse) if return_lse else out
 
 

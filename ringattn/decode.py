@@ -29,8 +29,9 @@ from ringattn.kernels.validation import (
     shown,
 )
 from ringattn.layout import Layout
-from ringattn.mask import as_window
+from ringattn.mask import Window, causal_window
 from ringattn.paged_cache import PagedKVCache
+from ringattn.sinks import check_sink_logits, sink_state
 from ringattn.spec import autocast, check_layout, resolve_scale
 
 Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N)
@@ -245,11 +246,12 @@ def decode_attention(
     cache: Cache,
     *,
     group: Group | None = None,
-    window: int | None = None,
+    window: Window = None,
     bounds: Bounds | None = None,
     sinks: int | Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of the newest tokens, without gradients. The cache must already contain their keys and values.
 
@@ -261,7 +263,8 @@ def decode_attention(
             cache. `torch.autocast` casts q here, and keys and values when a cache receives them.
         cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of newest keys that a query attends to, including its own. None for all keys.
+        window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`. None for all
+            keys. Decoding is causal, so windows have no keys after the query.
         bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
             rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from
             one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. Values are not checked. Rows
@@ -270,6 +273,7 @@ def decode_attention(
             al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
             the first `sinks` rows before row hi[i].
         scale, backend: as for `flash_attention`.
+        sink_logits: (Hq,), learned logits that take part in the softmax but have no value, as for `ring_attention`.
 
     Returns:
         out (B, N, Hq, Dv) in the dtype of the cache, on every rank.
@@ -282,46 +286,52 @@ def decode_attention(
     if not isinstance(cache, Cache):
         raise ValueError(f"cache is a {type(cache).__name__}: it must be a ringattn.KVCache or PagedKVCache")
     (q,) = autocast(q)
-    window = as_window(window)
+    newest = causal_window(window)
     row_sinks: Tensor | None = None
     if bounds is not None:
-        row_sinks = _check_kinds(bounds, window, sinks)
+        row_sinks = _check_kinds(bounds, newest, sinks)
     elif isinstance(sinks, Tensor):
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
     num_sinks = None if sinks is None or bounds is not None else as_integer("sinks", sinks, high=None)
     factor: Any = None if scale is None else resolve_scale(q, scale)
-    call = type(q), q.shape, q.dtype, q.device, group, window, factor, backend
+    call = type(q), q.shape, q.dtype, q.device, group, newest, factor, backend
+    call += (sink_logits is None,)
     call += (num_sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
     if is_new or cache.ranks > 1:
         factor = resolve_scale(q, scale)
     if is_new:
         _check(q, cache, group, factor, backend)
+    check_sink_logits(sink_logits, q)
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
-        lo, hi, row_sinks = _rows_of_window(cache, q.shape[1], window, num_sinks, q.device)
+        lo, hi, row_sinks = _rows_of_window(cache, q.shape[1], newest, num_sinks, q.device)
     else:
         lo, hi = bounds
         check_bounds(q, lo, hi, row_sinks)
     if is_new:
         k, v, page_table = cache.operands
-        options = cache.ranks == 1, backend, row_sinks, page_table
+        options = cache.ranks == 1 and sink_logits is None, backend, row_sinks, page_table
         cache._decode, cache._checked = dispatch.prepare_decode(q, k, v, lo, factor, *options), call
     if cache.ranks == 1:
-        return cache._decode(q, lo, hi, row_sinks)
+        result = cache._decode(q, lo, hi, row_sinks)
+        if sink_logits is None:
+            return result
+        return dispatch.merge_states(result, [(0, sink_state(sink_logits, result[2].shape, q.dtype))], q.dtype)[0]
     assert isinstance(cache, KVCache)  # a PagedKVCache is never sharded
     assert group is not None
     k, v, _ = cache.operands
-    described_sinks = num_sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
-    describe = partial(_as_call, q, cache, window, described_sinks, factor)
+    described_sinks: Any = num_sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
+    described_sinks = described_sinks if sink_logits is None else [described_sinks, "sink_logits"]
+    describe = partial(_as_call, q, cache, newest, described_sinks, factor)
     transport = connect.connect(group.group_name, q.device, call=describe)
-    key = q.shape, k.shape[2:], v.shape, q.dtype, window, described_sinks, factor, cache.block, cache.layout
+    key = q.shape, k.shape[2:], v.shape, q.dtype, newest, f"{described_sinks}", factor, cache.block, cache.layout
     with in_call(transport):
         transport.watchdog.record_call(key, describe, cached=cache.length)
         if not len(q):
             return q.new_zeros(*q.shape[:3], v.shape[3])
-        return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, transport)
+        return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, transport, sink_logits)
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: Any, scale: float) -> Call:
@@ -423,12 +433,17 @@ def _upload(
     return rows[0], rows[1], None if sinks is None else numbers[2, :1]
 
 
-def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport) -> Tensor:
-    """Merge the states of all ranks, and return the output (B, N, Hq, Dv) in `dtype` on every rank."""
-    m, l, o = state
-    own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
+def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport, sink_logits: Tensor | None) -> Tensor:
+    """Merge the states of all ranks and of the sinks, and return the output (B, N, Hq, Dv) in `dtype` on every rank."""
+    own, shape = _packed(*state), state[2].shape
     hop = transport.watchdog.start("decoding", 0, 1, ())
     gather = partial(transport.messages.all_gather, own)
     gathered, wait = report_faults(gather, transport, hop)
     complete_hop(wait, transport, hop)
-    return dispatch.merge_packed(gathered, o.shape, dtype)
+    if sink_logits is not None:
+        gathered = torch.cat((gathered, _packed(*sink_state(sink_logits, shape, dtype))[None]))
+    return dispatch.merge_packed(gathered, shape, dtype)
+
+
+def _packed(m: Tensor, l: Tensor, o: Tensor) -> Tensor:
+    return torch.cat((o.flatten(), m.flatten(), l.flatten()))

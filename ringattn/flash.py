@@ -15,6 +15,7 @@ from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.validation import check_dense, check_flag
 from ringattn.mask import Mask, shared_intervals
+from ringattn.sinks import add_sinks, check_sink_logits
 from ringattn.spec import AttentionSpec, autocast, check_attention, resolve_scale
 
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
@@ -34,6 +35,7 @@ def flash_attention(
     backend: str = "auto",
     precision: str = "ieee",
     return_lse: bool = False,
+    sink_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v tile by tile, with memory that is linear in the number of tokens.
 
@@ -67,6 +69,7 @@ def flash_attention(
             computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. FP8
             supports neither dropout nor `blocks`. It saves time only on Hopper GPUs with head dims 64, 128 and 256.
         return_lse: also return the log-sum-exp of the scores.
+        sink_logits: as for `ring_attention`.
 
     Returns:
         As `ring_attention`, with Nq rows.
@@ -94,12 +97,13 @@ def flash_attention(
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
+    check_sink_logits(sink_logits, q)
     if precision == "fp8":
         validation.check_fp8(has_dropout=False, has_blocks=blocks is not None)
     spec = AttentionSpec(
-        documents=mask.lengths,
-        is_causal=mask.is_causal,
-        window=mask.window or 0,
+        numbers=mask.numbers,
+        before=mask.reach[0],
+        after=mask.reach[1],
         layout="contiguous",
         seq_len=seq_len,
         ranks=1,
@@ -108,6 +112,7 @@ def flash_attention(
         **options,
     )
     out, lse, _ = _attention(q, k, v, spec)
+    out, lse = add_sinks(out, lse, sink_logits)
     return (out, lse) if return_lse else out
 
 
@@ -127,9 +132,9 @@ def _draw_seed(device: torch.device) -> int:
 # The cache is small, because it keeps intervals in GPU memory. Tensors are hashed by identity.
 @lru_cache(maxsize=8)
 def _intervals(
-    documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
+    numbers: tuple[int, ...], reach: tuple[int, int], num_queries: int, num_keys: int, device: torch.device
 ) -> Intervals:
-    mask = Mask.from_lengths(is_causal, window or None, documents, num_keys)
+    mask = Mask.from_numbers(reach, numbers, num_keys)
     return Intervals.of(*shared_intervals(mask, num_keys, num_queries), num_keys, device)
 
 
@@ -159,8 +164,8 @@ def _block_mask(keep: Tensor, size: int) -> BlockMask:
 
 def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[Intervals, float], dict[str, Any]]:
     num_queries, num_keys = q.shape[1], k.shape[1]
-    documents = tuple(spec.documents.tolist())
-    intervals = _intervals(documents, spec.is_causal, spec.window, num_queries, num_keys, q.device)
+    numbers = tuple(spec.numbers.tolist())
+    intervals = _intervals(numbers, (spec.before, spec.after), num_queries, num_keys, q.device)
     dropout = None
     if spec.dropout_p:
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))

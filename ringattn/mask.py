@@ -1,16 +1,16 @@
 """Masks in which every query may attend to one interval of key positions. Both ends never decrease from query to query.
 
 Causal masks, sliding windows, packed documents, full attention and their intersections have this form. Two
-integers per query therefore describe a mask. Only `intervals_at` applies causality, windows and documents.
+integers per query therefore describe a mask. Only `intervals_at` applies windows, documents and `Pieces`.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ringattn.kernels.validation import as_integer, check_flag, shown
 
 UNLIMITED = 2**62  # a window that is longer than every sequence
+OF_PIECES = -1  # in `Mask.reach` of a mask with pieces
+Window = int | tuple[int | None, int | None] | None
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
@@ -46,37 +48,93 @@ def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
     return tuple(tuple(length for length in entry if length) for entry in lengths)
 
 
-@dataclass(frozen=True)
-class Mask:
-    """The keys that each query may attend to. `Mask.causal` and `Mask.full` create masks.
+class Pieces(NamedTuple):
+    """The intervals [lo, hi) of S queries, as pieces in which lo and hi are constant or grow by 1 per position.
 
-    `lengths` contains the document lengths of all batch entries in one int64 tensor. `totals` contains their sums, on which
-    torch.compile guards. Neither is a field, because code that copies a mask, such as FSDP, passes all fields to the
-    constructor.
+    Piece i has the positions start[i] to start[i + 1] - 1. Its first interval is [lo[i], hi[i]). The slopes are 0 or 1.
     """
 
-    is_causal: bool
-    window: int | None = None
+    start: tuple[int, ...]  # ends with S
+    lo: tuple[int, ...]
+    lo_slope: tuple[int, ...]
+    hi: tuple[int, ...]
+    hi_slope: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lo: np.ndarray, hi: np.ndarray) -> "Pieces":
+        """Return the pieces of lo and hi, int64 (S,), which must not decrease."""
+        steps = np.diff(np.stack((lo, hi)))
+        jumps = steps.max(0) > 1
+        bends = np.any(steps[:, 1:] != steps[:, :-1], 0) & ~jumps[1:] & ~jumps[:-1]
+        start = np.unique(np.concatenate(([0], np.flatnonzero(jumps) + 1, np.flatnonzero(bends) + 1)))
+        slopes = np.pad(np.where(jumps, 0, steps), ((0, 0), (0, 1)))[:, start]
+        columns = np.append(start, len(lo)), lo[start], slopes[0], hi[start], slopes[1]
+        return cls(*(tuple(x.tolist()) for x in columns))
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int]) -> Iterator["Pieces"]:
+        """Yield the pieces of each batch entry. `numbers` is the list of a tensor `Mask.numbers`."""
+        remaining = iter(numbers)
+        for count in remaining:
+            yield cls(*(tuple(islice(remaining, count + extra)) for extra in (1, 0, 0, 0, 0)))
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return lo and hi at some positions, int64."""
+        start, lo, lo_slope, hi, hi_slope = (np.array(x, dtype=np.int64) for x in self)
+        i = start[1:-1].searchsorted(positions, side="right")
+        offset = positions - start[i]
+        return lo[i] + lo_slope[i] * offset, hi[i] + hi_slope[i] * offset
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The keys that each query may attend to. `Mask.causal`, `Mask.full` and `Mask.from_intervals` create masks.
+
+    With `Mask(window=(left, right))`, a query attends to the key at its own position, to the `left` keys before it and to the
+    `right` keys after it. None means all keys on that side.
+
+    Three attributes follow from the fields. `reach` is (left, right), with 2**62 for None. `totals` contains the number of
+    tokens of each batch entry. `numbers` is an int64 tensor with all document lengths or all pieces.
+    """
+
+    is_causal: bool = False
+    window: Window = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    pieces: tuple[Pieces, ...] | None = None
+
+    # The attributes are not fields, because code that copies a mask, such as FSDP, passes all fields to the constructor.
+    reach = (UNLIMITED, UNLIMITED)
+    totals: tuple[int, ...] = ()  # torch.compile guards on them
 
     def __post_init__(self) -> None:
         check_flag("is_causal", self.is_causal)
+        is_causal, window, reach = _resolve_window(self.is_causal, self.window)
+        documents, pieces = _per_entry(self.documents), self.pieces
+        if pieces is None:
+            entries, totals = documents or (), tuple(sum(entry) for entry in documents or ())
+        elif documents is None and window is None:
+            entries, totals = tuple((len(x.lo), *chain(*x)) for x in pieces), tuple(x.start[-1] for x in pieces)
+            is_causal, reach = False, (OF_PIECES, OF_PIECES)
+        else:
+            raise ValueError("a mask from intervals has no window and no documents: apply them to the intervals")
+        if any(total > UNLIMITED for total in totals):
+            raise ValueError(f"documents sum to {max(totals)} tokens: the sum must be at most 2**62")
+        numbers = [number for entry in entries for number in entry]
         # A frozen dataclass forbids normal assignment.
-        object.__setattr__(self, "window", as_window(self.window))
-        object.__setattr__(self, "documents", _per_entry(self.documents))
-        object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
-        if any(total > UNLIMITED for total in self.totals):
-            raise ValueError(f"documents sum to {max(self.totals)} tokens: the sum must be at most 2**62")
-        lengths = [length for entry in self.documents or () for length in entry]
+        object.__setattr__(self, "is_causal", is_causal)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "documents", documents)
+        object.__setattr__(self, "reach", reach)
+        object.__setattr__(self, "totals", totals)
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
         with torch.inference_mode(False), real:  # for later use in training
-            object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
+            object.__setattr__(self, "numbers", torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def __reduce__(self):
-        return Mask, (self.is_causal, self.window, self.documents)
+        return Mask, (self.is_causal, self.window, self.documents, self.pieces)
 
     @classmethod
-    def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
+    def causal(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
         """Return a mask in which a query attends to the key at its own position and to all keys before it.
 
         Args:
@@ -90,12 +148,26 @@ class Mask:
         return cls(True, window, _per_entry(documents))
 
     @classmethod
-    def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
+    def full(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
         """Return a mask in which a query attends to keys on both sides, less than `window` positions away.
 
-        Arguments as for `causal`.
+        Arguments as for `causal`. `window` may also be a pair (left, right), as in `Mask`.
         """
         return cls(False, window, _per_entry(documents))
+
+    @classmethod
+    def from_intervals(cls, lo: Any, hi: Any) -> "Mask":
+        """Return the mask in which query i attends to the keys lo[i] to hi[i] - 1, for example a prefix and then causal.
+
+        Args:
+            lo, hi: integers (S,) for all batch entries or (B, S) on the CPU, with 0 <= lo <= hi <= S. Both must never decrease
+                from one query to the next.
+
+        Raises:
+            ValueError: lo or hi has another form.
+        """
+        intervals = _as_intervals(lo, hi)
+        return cls(pieces=tuple(Pieces.of(*entry) for entry in intervals))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
         """Check that the documents describe `batch` sequences of `seq_len` tokens. None allows any number of sequences.
@@ -103,18 +175,23 @@ class Mask:
         Raises:
             ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
         """
-        if self.documents is None:
+        if not self.totals:
             return
         seq_len, batch = as_integer("seq_len", seq_len), None if batch is None else as_integer("batch", batch)
         for total in self.totals:
+            if total != seq_len and self.pieces is not None:
+                raise ValueError(
+                    f"the mask has intervals of {total} queries, but the sequence has {seq_len} tokens: they must be equal"
+                )
             if total != seq_len:
                 raise ValueError(
                     f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal; for cu_seqlens, "
                     "pass cu_seqlens.diff()"
                 )
         if batch is not None and len(self.totals) not in (1, batch):
+            name = "documents" if self.pieces is None else "intervals"
             raise ValueError(
-                f"documents for {len(self.totals)} batch entries, but the batch has {batch}: pass one list, or {batch}"
+                f"{name} for {len(self.totals)} batch entries, but the batch has {batch}: pass one list, or {batch}"
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
@@ -138,11 +215,14 @@ class Mask:
         return ((hi - lo) * np.diff(starts) // 2).sum(1).tolist()
 
     @classmethod
-    def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
-        """Return the mask with these `Mask.lengths`."""
-        ends = [i + 1 for i, total in enumerate(accumulate(lengths)) if total % seq_len == 0]
-        entries = tuple(tuple(lengths[begin:end]) for begin, end in pairwise([0, *ends]))
-        return cls(is_causal, window, entries or None)
+    def from_numbers(cls, reach: tuple[int, int], numbers: Sequence[int], seq_len: int) -> "Mask":
+        """Return the mask with these attributes, where `numbers` is a list."""
+        if OF_PIECES in reach:
+            return cls(pieces=tuple(Pieces.unpack(numbers)))
+        ends = [i + 1 for i, total in enumerate(accumulate(numbers)) if total % seq_len == 0]
+        entries = tuple(tuple(numbers[begin:end]) for begin, end in pairwise([0, *ends]))
+        left, right = (None if x == UNLIMITED else x for x in reach)
+        return cls(window=(left, right), documents=entries or None)
 
 
 def as_window(window: object) -> int | None:
@@ -150,6 +230,49 @@ def as_window(window: object) -> int | None:
     if window is None:
         return None
     return min(as_integer("window", window, 1, None, "; window=None means no window"), UNLIMITED)
+
+
+def causal_window(window: Window) -> int | None:
+    """Return the number of newest keys in a window of a causal mask. Errors as for `Mask.causal`."""
+    _, _, (left, _) = _resolve_window(True, window)
+    return None if left == UNLIMITED else left + 1
+
+
+def _resolve_window(is_causal: bool, window: Window) -> tuple[bool, Window, tuple[int, int]]:
+    """Return `is_causal` and `window` in a form that is the same for equal masks, and `Mask.reach`."""
+    if not isinstance(window, (tuple, list)):
+        size = as_window(window)
+        left = UNLIMITED if size is None else size - 1
+        return is_causal, size, (left, 0 if is_causal else left)
+    if len(window) != 2:
+        raise ValueError(
+            f"window={shown(window)}: a pair must be (left, right), the numbers of keys before and after the query"
+        )
+    remedy = "; None means all keys on this side"
+    left, right = (UNLIMITED if x is None else min(as_integer("window", x, 0, None, remedy), UNLIMITED) for x in window)
+    if is_causal and right:
+        raise ValueError(f"window={shown(window)} of a causal mask: the second number must be 0; use Mask(window=...)")
+    if right == 0 or left == right:
+        return right == 0, None if left == UNLIMITED else left + 1, (left, right)
+    return False, (None if left == UNLIMITED else left, None if right == UNLIMITED else right), (left, right)
+
+
+def _as_intervals(lo: Any, hi: Any) -> np.ndarray:
+    """Return `lo` and `hi` as int64 (B, 2, S). Errors as for `Mask.from_intervals`."""
+    values = f"lo={shown(lo)}, hi={shown(hi)}"
+    try:
+        first, last = (np.atleast_2d(np.asarray(x)) for x in (lo, hi))
+        intervals = np.stack(np.broadcast_arrays(first, last), 1)
+        if intervals.ndim != 3 or not intervals.size or intervals.dtype.kind not in "iu":
+            raise TypeError
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{values}: both must be integers of shape (S,) or (B, S), S > 0, on the CPU") from None
+    intervals, seq_len = intervals.astype(np.int64), first.shape[1]
+    if intervals.min() < 0 or intervals.max() > seq_len or (intervals[:, 0] > intervals[:, 1]).any():
+        raise ValueError(f"{values}: 0 <= lo <= hi <= {seq_len} must hold for every query")
+    if (np.diff(intervals) < 0).any():
+        raise ValueError(f"{values}: neither may decrease from one query to the next; for other masks use BlockMask")
+    return intervals
 
 
 def check_mask(mask: Mask) -> None:
@@ -172,7 +295,7 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
 def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
     seq_len = as_integer("seq_len", seq_len)
     num_queries = None if num_queries is None else as_integer("num_queries", num_queries)
-    if mask.documents is not None and (num_queries or 0) > seq_len:
+    if mask.totals and (num_queries or 0) > seq_len:
         raise ValueError(f"{num_queries} queries, but {seq_len} keys in documents: every query must belong to a document")
     return 0 if num_queries is None else seq_len - num_queries
 
@@ -188,6 +311,10 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
     Raises:
         ValueError: the documents do not sum to `seq_len`.
     """
+    if mask.pieces is not None:
+        mask.check(seq_len)
+        intervals = [(_transpose(x) if transposed else x).at(positions) for x in mask.pieces]
+        return np.stack([lo for lo, _ in intervals]), np.stack([hi for _, hi in intervals])
     before, after = _reach(mask, transposed)
     lo, hi = np.empty((2, len(_edges(mask, seq_len)), len(positions)), dtype=np.int64)
     for i, edges in enumerate(_edges(mask, seq_len)):
@@ -204,15 +331,23 @@ def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray
     The positions are unsorted, and may be outside the sequence. There is one int64 array per batch entry. Arguments as for
     `intervals_at`.
     """
+    if mask.pieces is not None:
+        return [np.array((_transpose(x) if transposed else x).start) for x in mask.pieces]
     before, after = _reach(mask, transposed)
     return [np.concatenate((edges, edges[:-1] + before, edges[1:] - (after + 1), [-after])) for edges in _edges(mask, seq_len)]
 
 
 def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
-    # The limit prevents an overflow.
-    reach = min(mask.window or UNLIMITED, UNLIMITED) - 1
-    before, after = reach, 0 if mask.is_causal else reach
+    before, after = (min(x, UNLIMITED - 1) for x in mask.reach)  # the limit prevents an overflow
     return (after, before) if transposed else (before, after)
+
+
+@lru_cache(maxsize=8)
+def _transpose(pieces: Pieces) -> Pieces:
+    """Return the interval of queries that attend to each key, which also has both ends in ascending order."""
+    positions = np.arange(pieces.start[-1])
+    lo, hi = pieces.at(positions)
+    return Pieces.of(hi.searchsorted(positions, side="right"), lo.searchsorted(positions, side="right"))
 
 
 @lru_cache(maxsize=8)

@@ -183,7 +183,7 @@ class Ring:
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
         """Return the ring that `spec` describes. The first call for a group performs a handshake."""
         transport = connect.connect(spec.group, device, spec.transport, call, relays=spec.route == "relay")
-        mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
+        mask = (spec.before, spec.after), tuple(spec.numbers.tolist())
         if (plan := forced_plan()) is None:
             plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
             keep_for_graph(plan, device)
@@ -364,16 +364,15 @@ class Ring:
 # At 4,096 tokens per rank, even 10 us on the host matter. A lookup with plain values builds neither a mask nor a layout.
 @lru_cache(maxsize=4)
 def _cached_plan(
-    is_causal: bool,
-    window: int,
-    documents: tuple[int, ...],
+    reach: tuple[int, int],
+    numbers: tuple[int, ...],
     layout: str,
     seq_len: int,
     ranks: int,
     rank: int,
     device: torch.device,
 ) -> Plan:
-    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
+    mask = Mask.from_numbers(reach, numbers, seq_len)
     return get_plan(mask, Layout(layout, seq_len, ranks), rank, device)
 
 

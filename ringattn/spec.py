@@ -27,9 +27,9 @@ class AttentionSpec(NamedTuple):
     The order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
     """
 
-    documents: Tensor  # `Mask.lengths`
-    is_causal: bool
-    window: int  # in tokens; 0 for no window
+    numbers: Tensor  # `Mask.numbers`
+    before: int  # `Mask.reach`
+    after: int
     layout: str  # `Layout.kind`
     seq_len: int
     ranks: int
@@ -50,31 +50,35 @@ class AttentionSpec(NamedTuple):
     def create(cls, mask: Mask, layout: Layout, **options: Any) -> "AttentionSpec":
         """Return the spec of a mask over a layout, with `options` for the remaining fields."""
         return cls(
-            documents=mask.lengths,
-            is_causal=mask.is_causal,
-            window=mask.window or 0,
+            numbers=mask.numbers,
+            before=mask.reach[0],
+            after=mask.reach[1],
             layout=layout.kind,
             seq_len=layout.seq_len,
             ranks=layout.ranks,
             **options,
         )
 
+    @property
+    def mask(self) -> Mask:
+        """The mask of the call."""
+        numbers = self.numbers.tolist() if self.numbers.numel() else ()
+        return Mask.from_numbers((self.before, self.after), numbers, self.seq_len)
+
     def count_pairs(self, batch: int, num_queries: int | None = None) -> float:
         """Return the number of (query, key) pairs per head that the mask allows, summed over `batch` batch entries.
 
         The queries are the last `num_queries` tokens of the sequence. None means all tokens.
         """
-        lengths = self.documents.tolist() if self.documents.numel() else ()
-        mask = Mask.from_lengths(self.is_causal, self.window or None, lengths, self.seq_len)
-        counts = mask.pairs(self.seq_len, num_queries)
+        counts = self.mask.pairs(self.seq_len, num_queries)
         return batch / len(counts) * sum(counts)
 
     def record_call(self, transport: Transport, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> None:
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
         if transport.size == 1:
             return
-        documents = tuple(self.documents.tolist())
-        key = name, q.shape, k.shape, v.shape, q.dtype, documents, self[1:], *others.values()
+        numbers = tuple(self.numbers.tolist())
+        key = name, q.shape, k.shape, v.shape, q.dtype, numbers, self[1:], *others.values()
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
@@ -86,12 +90,10 @@ class AttentionSpec(NamedTuple):
             "key heads": k.shape[2],
             "dtype": str(q.dtype),
         }
-        shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.documents.tolist())}
-        settings = {
-            name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "route", "scale", "dropout_p")
-        }
+        shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.numbers.tolist())}
+        settings = {name: getattr(self, name) for name in ("layout", "seq_len", "schedule", "route", "scale", "dropout_p")}
+        settings |= {"is_causal": self.after == 0, "window": None if self.mask.pieces else self.mask.window}
         # Without dropout, the seed and the first head may differ.
-        settings |= {"window": self.window or None}
         settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
         return shapes | settings | {"FP8 forward": self.precision == "fp8"} | others

@@ -28,6 +28,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.planning.ulysses_degree import head_chunks_for_overlap, key_copies
 from ringattn.ring import Ring
+from ringattn.sinks import add_sinks, check_sink_logits
 from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, check_shard, resolve_scale
 
 
@@ -50,6 +51,7 @@ def ulysses_attention(
     precision: str = "ieee",
     return_lse: bool = False,
     recompute_all_to_all: bool = False,
+    sink_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
@@ -61,7 +63,7 @@ def ulysses_attention(
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
         k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. dtypes as for `ring_attention`.
         layout: the layout over the R x U ranks, such as `Layout.zigzag(S, R).split(U)`.
-        mask, scale, dropout_p, seed, schedule, route, transport, backend, return_lse: as for `ring_attention`.
+        mask, scale, dropout_p, seed, schedule, route, transport, backend, return_lse, sink_logits: as for `ring_attention`.
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`. The all-to-all sends the unrounded inputs, which the backward pass needs.
@@ -80,7 +82,8 @@ def ulysses_attention(
     options: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     choices = dict(schedule=schedule, route=route, transport=transport)
     if size == 1 and getattr(layout, "parts", 1) == 1:
-        return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options, **choices)
+        options |= dict(return_lse=return_lse, sink_logits=sink_logits)
+        return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, **options, **choices)
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
     check_layout(layout)
@@ -88,6 +91,7 @@ def ulysses_attention(
     check_flag("return_lse", return_lse)
     check_choices(**choices)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
+    check_sink_logits(sink_logits, q)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
     options |= choices
     assert ulysses_group is not None
@@ -105,7 +109,7 @@ def ulysses_attention(
     spec = UlyssesSpec(
         tokens=[layout.rows(ring_rank * size + peer) for peer in range(size)],
         ulysses_group=ulysses_group.group_name,
-        with_lse=return_lse,
+        with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
         # All ranks of the ring must use the same number of chunks, so the mean number of tokens per rank determines it.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
@@ -113,6 +117,7 @@ def ulysses_attention(
         attention=attention,
     )
     out, lse, _ = _attention(q, k, v, spec)
+    out, lse = add_sinks(out, lse, sink_logits)
     return (out, lse) if return_lse else out
 
 
@@ -121,7 +126,7 @@ class UlyssesSpec(NamedTuple):
 
     tokens: list[int]  # number of tokens of each rank of the Ulysses group
     ulysses_group: str
-    with_lse: bool  # whether the caller receives lse
+    with_lse: bool  # whether this rank receives lse
     recompute_all_to_all: bool
     chunks: int  # number of chunks of a rank's heads
     key_heads: int  # number of key heads before they were copied

@@ -5,14 +5,13 @@ The ring has R ranks. As in `ringattn.planning.cost_model`, all ranks and all ru
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ringattn.layout import Layout
 from ringattn.load_balance import balanced_layout
-from ringattn.mask import Mask
+from ringattn.mask import UNLIMITED, Mask
 from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
@@ -144,10 +143,12 @@ def _ring_seconds(
     A long sequence without documents is planned as a shorter one, in which each position represents `scale` positions.
     """
     kind, seq_len, ranks = ring
-    length = seq_len if mask.documents else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
+    length = seq_len if mask.totals else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
     scale = seq_len / length
     # The share of pairs within the window does not change.
-    mask = replace(mask, window=mask.window and max(1, round(mask.window / scale)))
+    if not mask.totals:
+        left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)
+        mask = Mask(window=(left, right))
     layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
     plan = Plan(mask, layout, 0, torch.device("cpu"))
     names = ("kv", "state") if schedule == "auto" else (schedule,)

@@ -106,7 +106,17 @@ def masks(seq_len: int) -> dict[str, Mask]:
         "window": Mask.causal(window=7),
         "documents": Mask.causal(documents=documents(seq_len)),
         "window+documents": Mask.causal(window=5, documents=documents(seq_len)),
+        "two-sided": Mask(window=(9, 4), documents=documents(seq_len)),
+        "intervals": Mask.from_intervals(*prefix_intervals(seq_len)),
     }
 
 
-MASK_NAMES = tuple(masks(8))
+def prefix_intervals(seq_len: int) -> tuple[Tensor, Tensor]:
+    """A causal mask, but the first third attends to itself whole, and the last third only to the second half."""
+    positions = torch.arange(seq_len)
+    third = seq_len // 3
+    return torch.where(positions < seq_len - third, 0, seq_len // 2), (positions + 1).clamp(min=third)
+
+
+MASK_NAMES = ("causal", "full", "window", "documents", "window+documents")
+ALL_MASK_NAMES = tuple(masks(8))

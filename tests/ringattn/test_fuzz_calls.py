@@ -63,10 +63,18 @@ def allowed_pairs(mask: Mask | None, num_queries: int, num_keys: int, entry: int
         return torch.ones(num_queries, num_keys, dtype=torch.bool)
     query, key = torch.arange(num_keys - num_queries, num_keys)[:, None], torch.arange(num_keys)[None]
     allowed = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if isinstance(mask.window, tuple):
+        left, right = (num_queries + num_keys if x is None else x for x in mask.window)
+        return allowed & (query - left <= key) & (key <= query + right) & _same_document(mask, query, key, entry)
     if mask.is_causal:
         allowed &= key <= query
     if mask.window is not None:
         allowed &= (query - key).abs() < mask.window
+    return allowed & _same_document(mask, query, key, entry)
+
+
+def _same_document(mask: Mask, query: Tensor, key: Tensor, entry: int) -> Tensor:
+    allowed = torch.ones(len(query), key.shape[1], dtype=torch.bool)
     if mask.documents is not None:
         lengths = mask.documents[entry % len(mask.documents)]
         document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -170,7 +178,10 @@ def masks_of(draw: st.DrawFn, total: int, batch: int) -> Mask:
     if total and draw(st.booleans()):
         entries = [draw(documents_of(total)) for _ in range(draw(st.sampled_from([1, max(batch, 1)])))]
         documents = entries[0] if len(entries) == 1 else entries
-    return draw(st.sampled_from([Mask.causal, Mask.full]))(window=window, documents=documents)
+    side = st.none() | integers(0, total + 3) | st.just(2**70)
+    kind = draw(st.sampled_from(["causal", "full", "both"]))
+    window = (draw(side), draw(side)) if kind == "both" else window
+    return (Mask.causal if kind == "causal" else Mask.full)(window=window, documents=documents)
 
 
 def random_tensors(seed: int, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Tests of masks: their intervals equal dense masks that are computed from the definition."""
 
-import re
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,35 +13,106 @@ from torch.distributed.utils import _apply_to_tensors
 
 from ringattn import Mask
 from ringattn.kernels import interval_mask
+from ringattn.mask import intervals_at, kinks
 
 
-def dense_mask(seq_len: int, is_causal: bool, window: int | None, documents: list[int]) -> Tensor:
+def dense_mask(seq_len: int, left: int, right: int, documents: list[int]) -> Tensor:
     """Return allowed[query, key], computed pair by pair."""
     document = [d for d, length in enumerate(documents) for _ in range(length)]
     allowed = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     for i in range(seq_len):
         for j in range(seq_len):
-            near = window is None or abs(i - j) < window
-            allowed[i, j] = document[i] == document[j] and near and (j <= i or not is_causal)
+            allowed[i, j] = document[i] == document[j] and i - left <= j <= i + right
     return allowed
 
 
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=6),
-    st.booleans(),
-    st.none() | st.integers(1, 8),
+    st.none() | st.integers(0, 8),
+    st.none() | st.integers(0, 8),
 )
-def test_intervals_equal_the_definition(documents: list[int], is_causal: bool, window: int | None) -> None:
+def test_intervals_equal_the_definition(documents: list[int], left: int | None, right: int | None) -> None:
     """Intervals never decrease from one query to the next, and `pairs` counts the allowed pairs."""
     seq_len = sum(documents)
-    mask = Mask.causal(window, documents) if is_causal else Mask.full(window, documents)
+    mask = Mask(window=(left, right), documents=documents)
     lo, hi = mask.intervals(seq_len)
-    expected = dense_mask(seq_len, is_causal, window, documents)
+    expected = dense_mask(seq_len, 99 if left is None else left, 99 if right is None else right, documents)
     clipped = lo.clamp(0, seq_len), hi.clamp(0, seq_len)
     assert torch.equal(interval_mask.dense(*clipped, seq_len)[0], expected)
     assert (lo.diff() >= 0).all()
     assert (hi.diff() >= 0).all()
     assert mask.pairs(seq_len) == [int(expected.sum())]
+
+
+@st.composite
+def any_intervals(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Draw ascending lo and hi, which are often constant or grow by 1."""
+    seq_len = draw(st.integers(1, 24))
+    steps = st.lists(st.sampled_from([0, 0, 0, 1, 1, 1, 2, 5]), min_size=seq_len, max_size=seq_len)
+    lo, hi = (np.cumsum(draw(steps)).clip(0, seq_len) for _ in range(2))
+    return lo, np.maximum(lo, hi)
+
+
+@given(any_intervals())
+def test_any_intervals_make_a_mask(intervals: tuple[np.ndarray, np.ndarray]) -> None:
+    """The pieces contain the intervals of all queries, of all keys, and the number of pairs."""
+    lo, hi = intervals
+    seq_len = len(lo)
+    mask = Mask.from_intervals(lo, hi)
+    assert [x[0].tolist() for x in mask.intervals(seq_len)] == [lo.tolist(), hi.tolist()]
+    assert mask.pairs(seq_len) == [(hi - lo).sum()]
+    assert Mask.from_numbers(mask.reach, mask.numbers.tolist(), seq_len) == mask
+    allowed = (lo[:, None] <= np.arange(seq_len)) & (np.arange(seq_len) < hi[:, None])
+    first, end = intervals_at(mask, seq_len, np.arange(seq_len), transposed=True)
+    queries = np.arange(seq_len)
+    assert np.array_equal((first[0][:, None] <= queries) & (queries < end[0][:, None]), allowed.T)
+    for transposed in (False, True):
+        (starts,) = kinks(mask, seq_len, transposed)
+        for begin, stop in pairwise(starts):
+            ends = np.stack(intervals_at(mask, seq_len, np.arange(begin, stop), transposed))[:, 0]
+            assert np.isin(np.diff(ends), (0, 1)).all()
+            assert (np.diff(ends, 2) == 0).all()
+
+
+def test_equal_windows_are_equal_masks() -> None:
+    """A window of W keys of a causal mask has W - 1 keys before the query, and a full one also W - 1 keys after it."""
+    assert Mask(window=(4, 0)) == Mask.causal(5) == Mask.causal((4, 0))
+    assert Mask(window=(4, 4)) == Mask.full(5) == Mask.full((4, 4))
+    assert Mask(window=(None, None)) == Mask.full()
+    assert Mask(window=(None, 0)) == Mask.causal()
+    assert Mask(window=(2, 1)).window == (2, 1)
+    assert Mask(window=(0, 3)) != Mask(window=(3, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0, 1], [1, 3]), r"0 <= lo <= hi <= 2"),
+        (([0, 1], [1, 0]), r"0 <= lo <= hi"),
+        (([1, 0], [1, 2]), "neither may decrease"),
+        (([0.5, 1], [1, 2]), "integers"),
+        (([], []), "S > 0"),
+        (([0, 1], [1, 1, 1]), "integers of shape"),
+        ((None, [1]), "integers of shape"),
+    ],
+    ids=str,
+)
+def test_invalid_intervals_raise_an_error(arguments: tuple, message: str) -> None:
+    """Queries may attend to a part of the keys only if both ends never decrease."""
+    with pytest.raises(ValueError, match=message):
+        Mask.from_intervals(*arguments)
+
+
+def test_intervals_must_fill_the_sequence() -> None:
+    """Intervals describe the queries of one length, and replace windows and documents."""
+    mask = Mask.from_intervals([[0, 0], [0, 1]], [[1, 2], [2, 2]])
+    mask.check(2, 2)
+    with pytest.raises(ValueError, match="intervals of 2 queries, but the sequence has 3 tokens"):
+        mask.check(3)
+    with pytest.raises(ValueError, match="intervals for 2 batch entries, but the batch has 3"):
+        mask.check(2, 3)
+    with pytest.raises(ValueError, match="no window and no documents"):
+        Mask(window=3, pieces=mask.pieces)
 
 
 @pytest.mark.parametrize("num_queries", [1, 2, 5, 6])
@@ -80,7 +151,7 @@ def test_each_batch_entry_has_its_own_documents() -> None:
 def test_a_mask_can_be_rebuilt_from_its_lengths(documents: list | None) -> None:
     """Operators carry the documents of a mask as one tensor of lengths."""
     mask = Mask.causal(window=4, documents=documents)
-    assert Mask.from_lengths(True, 4, mask.lengths, 6) == mask
+    assert Mask.from_numbers(mask.reach, mask.numbers.tolist(), 6) == mask
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -116,7 +187,7 @@ def test_empty_documents_have_no_effect(documents: object, expected: list) -> No
     """Collators pad cu_seqlens by repeating its last entry."""
     mask = Mask.causal(documents=documents)
     assert mask == Mask.causal(documents=expected)
-    assert mask.lengths.equal(Mask.causal(documents=expected).lengths)
+    assert mask.numbers.equal(Mask.causal(documents=expected).numbers)
 
 
 def test_offsets_instead_of_lengths_raise_an_error() -> None:
@@ -134,10 +205,10 @@ def test_a_mask_holds_integers_of_python() -> None:
         Mask(1)
 
 
-@pytest.mark.parametrize("window", [0, True, 2.5, (4, 0)], ids=str)
+@pytest.mark.parametrize("window", [0, True, 2.5, (4, 1), (4,), (-1, 0), (1.5, 0), "12"], ids=str)
 def test_an_invalid_window_raises_an_error(window: object) -> None:
     """The message names the value, and how to request no window."""
-    with pytest.raises(ValueError, match=f"window={re.escape(str(window))}.*window=None"):
+    with pytest.raises(ValueError, match=r"window=.*(window=None|None means|\(left, right\)|Mask\(window)"):
         Mask.causal(window=window)
 
 
@@ -185,5 +256,5 @@ def test_fsdp_may_copy_a_mask() -> None:
     mask = Mask.causal(window=3, documents=[[2, 3], [5]])
     copy = _apply_to_tensors(lambda x: x, {"mask": mask})["mask"]
     assert copy == mask
-    assert copy.lengths.tolist() == [2, 3, 5]
+    assert copy.numbers.tolist() == [2, 3, 5]
     assert copy.totals == (5, 5)

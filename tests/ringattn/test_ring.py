@@ -13,7 +13,7 @@ from ringattn.planning.rank_plan import get_plan
 from ringattn.planning.workload import forward_work
 from ringattn.ring import Ring
 from tests.covering import every_pair, pairs
-from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors, unshard_results
+from tests.ringattn.rings import ALL_MASK_NAMES, MASK_NAMES, Case, assert_close, masks, relative_errors, unshard_results
 
 SCHEDULES = ("state", "kv")
 ROUTES = ("relayed", "direct")
@@ -34,7 +34,7 @@ def check_ring(
 
 @every_pair(
     ranks=(1, 2, 3, 4, 8),
-    mask=MASK_NAMES,
+    mask=ALL_MASK_NAMES,
     layout=KINDS,
     schedule=SCHEDULES,
     route=ROUTES,
@@ -48,7 +48,7 @@ def test_ring_equals_one_rank(
     check_ring(ranks, mask, layout, schedule, route, dtype, heads, seq_len=101)
 
 
-@every_pair(mask=MASK_NAMES, layout=KINDS, schedule=SCHEDULES, route=ROUTES)
+@every_pair(mask=ALL_MASK_NAMES, layout=KINDS, schedule=SCHEDULES, route=ROUTES)
 def test_ranks_without_tokens(mask: str, layout: str, schedule: str, route: str) -> None:
     """9 tokens on 16 ranks: some ranks hold no token, but relay the blocks of others."""
     check_ring(16, mask, layout, schedule, route, torch.float64, "4/2", seq_len=9, backend="reference")
@@ -286,7 +286,7 @@ def test_no_ring_uses_a_plan_that_was_freed() -> None:
     used = []
     for _ in range(2):
         case.on_ring(layout, mask)
-        used.append(ring._cached_plan(True, 0, (), "contiguous", 24, 1, 0, torch.device("cpu")))
+        used.append(ring._cached_plan(Mask.causal().reach, (), "contiguous", 24, 1, 0, torch.device("cpu")))
         assert used[-1] is get_plan(mask, layout, 0, torch.device("cpu"))
         ring.free_plans()
     assert used[0] is not used[1]

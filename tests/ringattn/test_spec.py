@@ -35,11 +35,11 @@ def create(mask: Mask, layout: Layout, **changes: object) -> AttentionSpec:
 def test_a_spec_carries_mask_and_layout_as_values() -> None:
     """A compiler can trace tensors, numbers and strings."""
     spec = create(Mask.causal(window=3, documents=[[2, 4], [6]]), Layout.zigzag(6, 1))
-    assert spec.documents.tolist() == [2, 4, 6]
-    assert spec.is_causal
-    assert spec.window == 3
+    assert spec.numbers.tolist() == [2, 4, 6]
+    assert spec.mask == Mask.causal(window=3, documents=[[2, 4], [6]])
+    assert (spec.before, spec.after) == (2, 0)
     assert (spec.layout, spec.seq_len, spec.ranks) == ("zigzag", 6, 1)
-    assert create(Mask.full(), Layout.contiguous(6, 1)).window == 0
+    assert create(Mask.full(), Layout.contiguous(6, 1)).mask == Mask.full()
 
 
 def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:

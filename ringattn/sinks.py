@@ -1,0 +1,42 @@
+"""Learned attention sinks: one logit per query head takes part in the softmax without a value (OpenAI 2025, gpt-oss).
+
+With the log-sum-exp of the scores from attention, a sink needs no kernel of its own:
+
+    out' = out * exp(lse - lse')    lse' = log(exp(lse) + exp(sink))
+"""
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.reference import state_dtype
+
+
+def check_sink_logits(sink_logits: Tensor | None, q: Tensor) -> None:
+    """Raise ValueError unless `sink_logits` is None or has one floating-point number per head of q (B, N, Hq, D)."""
+    if sink_logits is None or q.ndim != 4:
+        return
+    if not isinstance(sink_logits, Tensor):
+        raise ValueError(
+            f"sink_logits is a {type(sink_logits).__name__}: it must be a tensor ({q.shape[2]},), one logit per head"
+        )
+    if sink_logits.shape != q.shape[2:3] or not sink_logits.is_floating_point():
+        raise ValueError(
+            f"sink_logits has the shape {tuple(sink_logits.shape)} and {sink_logits.dtype}: it must be a floating-point tensor "
+            f"({q.shape[2]},), one logit per query head"
+        )
+    if sink_logits.device != q.device:
+        raise ValueError(f"sink_logits is on {sink_logits.device} but q is on {q.device}: move it to the device of q")
+
+
+def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `out` (B, N, Hq, Dv) and `lse` (B, N, Hq) of attention with `sink_logits` (Hq,), with gradients for all three."""
+    if sink_logits is None:
+        return out, lse
+    sinks = sink_logits.to(lse.dtype)
+    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def sink_state(sink_logits: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the partial softmax state (m, l, o) of the sinks alone, for an output of `shape` (B, N, Hq, Dv) and `dtype`."""
+    m = sink_logits.detach().to(state_dtype(dtype)).expand(shape[:3]).contiguous()
+    return m, torch.ones_like(m), m.new_zeros(shape)
