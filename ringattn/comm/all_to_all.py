@@ -6,8 +6,7 @@ Every rank sends a slice of its tensors to each other rank, and writes the recei
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` contains all exchanges of one call. An `Exchange` fills one set of tensors, with one or several messages per rank.
-`PointToPointAllToAll` uses sends and receives, and `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
+An `AllToAll` object serves one attention call. It starts an `Exchange` for each set of tensors that the call fills.
 """
 
 from collections.abc import Callable
@@ -20,11 +19,11 @@ from torch import Tensor
 from ringattn.comm.transport import Addressed, MessageTransport, Tensors, Wait, complete_hop, report_faults
 from ringattn.planning.schedule import Message
 
-LABEL = "all-to-all"  # the name of the hops of an all-to-all in messages of the watchdog
+LABEL = "all-to-all"  # how the watchdog's messages name a hop of an all-to-all
 
 
 class HeadSlice(NamedTuple):
-    """One chunk of the heads of one rank in x (B, N, H, ...). Each of `ranks` ranks has `chunks` chunks."""
+    """Selects one chunk of one rank's heads from x (B, N, H, ...). The heads of each rank are divided into `chunks` chunks."""
 
     ranks: int
     chunks: int
@@ -35,9 +34,9 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """The tokens of one rank in x (B, sum of tokens, ...). x contains the tokens of all ranks in order."""
+    """Selects the tokens of one rank from x (B, sum of tokens, ...), which contains the tokens of all ranks in rank order."""
 
-    counts: tuple[int, ...]  # number of tokens of every rank
+    counts: tuple[int, ...]  # number of tokens on each rank
 
     def __call__(self, x: Tensor, rank: int) -> Tensor:
         return x.narrow(1, sum(self.counts[:rank]), self.counts[rank])
@@ -47,24 +46,24 @@ Slice = HeadSlice | TokenSlice
 
 
 class Exchange(Protocol):
-    """An exchange that fills a set of tensors with messages of all ranks."""
+    """Fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send the slice `take(x, r)` of each tensor x of `block` to each rank r. Rank r writes the slice into `put(y, sender)`
-        of its own tensor y.
+        """Send the slice `take(x, r)` of each tensor x in `block` to each rank r. Rank r copies the slice to `put(y, sender)`,
+        where y is the tensor that rank r fills.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """
 
     def wait(self) -> Tensors:
-        """Wait until all messages have arrived, and return the filled tensors. All sends of this rank must come first."""
+        """Wait until all messages have arrived, and return the filled tensors. Call this method after all sends."""
 
 
 class AllToAll(Protocol):
-    """All exchanges of one call. Every rank creates them in the same order."""
+    """The exchanges of one attention call. All ranks must create the exchanges in the same order."""
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> Exchange:
-        """Create an exchange. A call must create all its exchanges before its first send.
+        """Create an exchange. All exchanges of a call must be created before the first send.
 
         Args:
             into: the contiguous tensors to fill, each of shape (B, n, ...) with n = lengths[rank].
@@ -82,8 +81,6 @@ def expected_messages(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...
 
 
 class PointToPointAllToAll:
-    """An all-to-all in which each send is one exchange of messages."""
-
     def __init__(self, transport: MessageTransport) -> None:
         self.transport = transport
 
@@ -119,7 +116,7 @@ class _PointToPointExchange:
         self.completions.append(complete)
 
     def _start(self, sent: Addressed, received: Addressed) -> Wait:
-        # The watchdog regards the start of an exchange as a separate hop. The hop ends when all messages are issued.
+        # For the watchdog, the start of an exchange is a separate hop, which ends when all messages are issued.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:

@@ -1,7 +1,8 @@
-"""Record the calls that a rank makes, so that the ranks notice if their calls differ.
+"""Record the attention calls of each rank, to detect ranks that make different calls.
 
 Every rank publishes the newest part of its log in the job's store, and `ringattn.comm.watchdog` compares the logs. With gloo,
-the tag of a message depends on all earlier calls. Ranks with different calls wait, and never receive a message of a wrong size.
+the tag of a message depends on all earlier calls of its sender. If calls differ, the tags differ, so the receiver waits and
+never receives a message of a wrong size.
 """
 
 import json
@@ -14,12 +15,13 @@ Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
 WINDOW = 128  # number of the newest calls that a rank publishes
-MILESTONES = 64  # number of older calls that a rank also publishes, one of every 128, for ranks that are far ahead or behind
-MAX_SETTINGS = 64  # maximum number of descriptions of settings
+# A rank also publishes up to 64 older calls, one of every 128, so that the logs overlap if one rank is far ahead.
+MILESTONES = 64
+MAX_SETTINGS = 64  # maximum number of cached settings
 
 
 class CallLog:
-    """The calls of one rank. `record` takes about 2 us unless the settings are new."""
+    """The log of one rank's calls. `record` takes about 2 us unless the settings are new."""
 
     def __init__(self) -> None:
         self._recent: deque[Entry] = deque(maxlen=WINDOW)
@@ -48,17 +50,17 @@ class CallLog:
 
     @property
     def tag(self) -> int:
-        """A number of 31 bits that is the same on ranks that have made the same calls."""
+        """Return a 31-bit number that is equal on ranks that have made the same calls."""
         return self._fingerprint & 0x7FFFFFFF
 
     @property
     def entries(self) -> list[Entry]:
-        """The milestones, and then the newest calls."""
+        """Return the milestones (every 128th older call), and then the newest calls."""
         recent = list(self._recent)
         return [entry for entry in list(self._milestones) if entry[0] < recent[0][0]] + recent
 
     def encode(self) -> str:
-        """Return `entries` as JSON, in which the same settings appear only once."""
+        """Return `entries` as JSON. Equal settings are stored only once."""
         entries = self.entries
         settings = list(dict.fromkeys(text for _, _, text, _ in entries))
         return json.dumps([settings, [(*call, settings.index(text), cached) for *call, text, cached in entries]])
@@ -72,7 +74,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
-    If this call is too old to be in both logs, the sentence only says that an earlier call differs.
+    If both logs no longer contain this call, the sentence only says that an earlier call differs.
     """
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:
@@ -85,7 +87,7 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # The fingerprints include all earlier calls.
+        # Each fingerprint covers all earlier calls, so one of these must differ.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"
@@ -94,6 +96,6 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
 
 def shorten(value: object) -> str:
-    """Return the value as text. A checksum replaces all but the first 80 characters."""
+    """Return the value as text. If the text has more than 80 characters, a checksum replaces the rest."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}... (checksum {zlib.crc32(text.encode()):08x})"

@@ -37,18 +37,14 @@ Group = dist.ProcessGroup | SimulatedRank
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
-# replaces the name of this host, so that ranks of a test behave as if they were on different hosts
+# name of the environment variable that replaces this host's name, so that tests can simulate several hosts on one
 HOST_VARIABLE = "RINGATTN_HOST"
 _POLL = 0.005  # seconds between two reads of the store
 log = logging.getLogger(__name__)
 
 
 def rank_and_size(group: Group | None) -> tuple[int, int]:
-    """Return the index of this rank in `group` and the number of its ranks, (0, 1) for None.
-
-    Raises:
-        ValueError: `group` is neither a process group nor a simulated rank.
-    """
+    """Return the index of this rank in `group` and the number of ranks, or (0, 1) for None."""
     if group is None:
         return 0, 1
     if isinstance(group, SimulatedRank):
@@ -76,10 +72,10 @@ def connect(
         group_name: `ProcessGroup.group_name`. A compiler can trace this name, but not a group.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
-            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Otherwise, "auto" means NVLink if all ranks are
-            GPUs of one host that can access each other's memory. `ringattn.comm.shared_gpus` lets ranks share a GPU.
-        call: a function that returns the settings of this call, which the handshake compares.
-        relays: whether neighbours relay the blocks of the ring. Then "auto" means "p2p".
+            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Without this variable, "auto" chooses "nvlink"
+            if all ranks use GPUs of one host that can access each other's memory, and otherwise "p2p".
+        call: a function that returns the settings of this call. The handshake compares the settings of all ranks.
+        relays: whether ranks relay received blocks to their neighbours. In this case, "auto" chooses "p2p".
 
     Raises:
         ValueError: the group has been destroyed, the transport is unavailable, two ranks share a GPU, or the settings differ.
@@ -102,7 +98,7 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # an earlier group, which has been destroyed, had the same name
                 _connections[key][1].watchdog.stop()
-            # If another rank makes a call with an earlier connection of the group, its watchdog finds the difference.
+            # Another rank may use an earlier connection of the group for this call. The logs of that connection then differ.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -133,7 +129,7 @@ def open_all_to_all(transport: Transport) -> AllToAll:
 
 
 class _Identity(NamedTuple):
-    """What the other ranks need to know about a rank."""
+    """The information about a rank that the handshake shares with all other ranks."""
 
     host: str
     gpu: str  # the UUID of the rank's GPU, or "none"
@@ -198,9 +194,6 @@ def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
 
     The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, reads the
     numbers of all ranks, and publishes the list. Ranks with equal lists are in the same handshake.
-
-    Raises:
-        RingFault: a rank did not take part within the timeout.
     """
     numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
     own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()
@@ -232,7 +225,7 @@ def _identity(device: torch.device, transport: str) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. `explain` passes no call."""
+    """Raise ValueError if the calls of the ranks differ. A rank that runs `explain` has no call to compare."""
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -244,11 +237,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU. If so, rank 0 logs one warning.
-
-    Raises:
-        ValueError: two ranks use the same GPU, and the group uses NCCL.
-    """
+    """Return whether two ranks use the same GPU. Raise ValueError if they do and the group uses NCCL."""
     users: dict[tuple[str, str], list[int]] = {}  # the ranks that use each GPU
     for number, rank in enumerate(ranks):
         if rank.gpu != "none":
@@ -268,11 +257,7 @@ def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool
 
 
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list[Any]:
-    """Exchange the values of all ranks as JSON over the store, and return them by rank.
-
-    Raises:
-        RingFault: a rank published no value within the timeout.
-    """
+    """Exchange the values of all ranks as JSON over the store, and return the values by rank."""
     keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
     store.set(keys[group.rank()], json.dumps(value))
     try:

@@ -1,7 +1,7 @@
-"""Functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags, without SMs.
+"""Call functions of the CUDA driver that torch does not offer. They copy with copy engines and operate on flags, without SMs.
 
-A flag is a 32-bit word. A stream can set a flag or wait for it, in order with its other operations. Addresses refer to the
-memory of any GPU. Streams are raw handles, `torch.cuda.Stream.cuda_stream`.
+A flag is a 32-bit word. A stream sets a flag or waits for it, in order with the other operations of the stream. An address may
+be in the memory of any GPU. A stream argument is the raw handle `torch.cuda.Stream.cuda_stream`.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-# CU_STREAM_WAIT_VALUE_EQ, and the default of writes: all devices see earlier work of the stream before the flag.
+# Waits use CU_STREAM_WAIT_VALUE_EQ. By default, a write makes the stream's earlier work visible to all devices before the flag.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
 # The driver accepts fewer than 256 operations per call. A wait and the write that clears the flag must be in the same call.
 _MAX_OPERATIONS = 254
@@ -49,10 +49,10 @@ class _Copy2D(ctypes.Structure):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    # Machines without a GPU have no driver.
+    # The driver is loaded only when it is needed, because machines without a GPU have none.
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, stream, uint = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
-    # Otherwise, ctypes would pass addresses as 32-bit integers.
+    # Without `argtypes`, ctypes would pass addresses as 32-bit integers.
     driver.cuMemcpyAsync.argtypes = pointer, pointer, ctypes.c_size_t, stream
     driver.cuMemcpy2DAsync_v2.argtypes = ctypes.POINTER(_Copy2D), stream
     driver.cuStreamWriteValue32_v2.argtypes = stream, pointer, ctypes.c_uint32, uint
@@ -71,11 +71,11 @@ def copy(target: int, source: int, count: int, stream: int) -> None:
 
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
-    """Copy `count` pieces of `width` bytes with a copy engine. A pitch is the distance between two starts, in bytes."""
+    """Copy `count` rows of `width` bytes with a copy engine. A pitch is the distance in bytes from one row to the next."""
     # A plain copy takes less time on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # The cached description is shared, so it must not change.
+    # All calls share the cached description, so only a copy of the description may be modified.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
@@ -83,14 +83,14 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """Return the description of a copy, without addresses. The result is cached, because setting the fields takes time."""
+    """Describe a copy without its addresses. The result is cached, because setting the fields takes time."""
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
     """Write a flag after all earlier work of the stream has finished and is visible to every device."""
-    # The number of a hop may exceed 32 bits.
+    # The value may be the number of a hop, which can exceed 32 bits.
     _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 
 
@@ -104,7 +104,7 @@ def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
     _run_in_order(_waits(tuple(addresses)), stream)
 
 
-# Creating the operations takes as long as the call of the driver, and a ring uses the same flags in every pass.
+# Cached, because a ring uses the same flags in every pass, and creating operations takes as long as a driver call.
 @lru_cache(maxsize=4096)
 def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])
@@ -116,7 +116,7 @@ def _waits(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
 
 
 def _batches(steps: Sequence[tuple[int, int, int]]) -> list["ctypes.Array[_Operation]"]:
-    """Divide operations (_WAIT or _WRITE, address, value) into as few driver calls, and graph nodes, as possible."""
+    """Combine operations (_WAIT or _WRITE, address, value) into as few driver calls as possible."""
     operations = [_Operation(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in steps]
     parts = (operations[first : first + _MAX_OPERATIONS] for first in range(0, len(operations), _MAX_OPERATIONS))
     return [(_Operation * len(part))(*part) for part in parts]

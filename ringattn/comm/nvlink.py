@@ -9,13 +9,14 @@ B:
       set B's "arrived" flag  ----------------------------->  kernels read the slot
                                                               set A's "credit" flag: the slot may be reused
 
-Communication uses no kernels and no SMs, and the host never waits. Messages of one kind use the slots of this kind in turn. A
-*credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready* flag tells the
-sender that the receiver has read all messages of the previous pass. Results need no ready flag: their receiver is in the pass.
+Communication uses no kernels and no SMs, and the host never waits. Blocks and results have separate slots. Each kind uses its
+slots in turn. A *credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready*
+flag tells the sender that the receiver has read all messages of the previous pass. Results need no ready flag, because a rank
+receives results only after it has started the pass.
 
-Every message has its own flag, 0 or 1. The stream that waits for a flag clears the flag, so a CUDA graph can be replayed. No
-deadlock is possible, even if a GPU runs its streams one after the other: work of step t waits only for work that other ranks
-issue in step t or earlier.
+Every message has its own flag, 0 or 1. The stream that waits for a flag clears the flag, so a CUDA graph can be replayed. The
+work of step t waits only for work that other ranks issue in step t or earlier. Therefore, no deadlock is possible, even if a
+GPU runs its streams one after the other.
 """
 
 import logging
@@ -44,43 +45,39 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# Every kind and step has one flag of each purpose. Of the ready flags, only those of the first blocks are used.
+# Every kind and step has one flag per purpose. The only ready flags in use are those for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Up to this size, a pass keeps all results until one kernel sums them at the end.
+# If the results of a pass need at most this memory, they stay in the receive buffer, and one kernel sums them at the end.
 MAX_KEPT_RESULT_BYTES = 1 << 30
 # Messages up to this size use three slots in turn, so that a message may arrive two steps early. Larger messages use two.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
-MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads of an all-to-all is sent and returned
+MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads is sent and returned
 MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
-_POLL = 0.001  # seconds between two looks at events after an exception
-ALIGNMENT = 256  # bytes, at which every tensor in a receive buffer starts
+_POLL = 0.001  # seconds between two queries of CUDA events after an exception
+ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
-    """Return the bytes of `rows` rows of a tensor like `x` (B, N, ...) in a receive buffer."""
+    """Return how many bytes of a receive buffer `rows` rows of a tensor like `x` (B, N, ...) need."""
     size = x.shape[0] * rows * x.shape[2:].numel() * x.element_size()
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class ReceiveBuffer:
-    """The memory of this rank into which other ranks write, and the addresses of all ranks' buffers in this process.
+    """The memory of this rank into which other ranks write.
 
-    `user` names the user of the buffer in messages. `before_release` is called before the memory is released.
+    `user` names the buffer's user in errors and in the log. `before_release` is called before the memory is released.
     """
 
     def __init__(self, transport: "NvlinkTransport", user: str, before_release: Callable[[], None] = lambda: None) -> None:
         self.transport, self.user, self.before_release = transport, user, before_release
         self.memory: Tensor | None = None
-        self.addresses: list[int] = []  # the address of the buffer of each rank
-        self._kept: set[Tensor] = set()  # never released, because a CUDA graph contains its address
+        self.addresses: list[int] = []  # the addresses in this process of the buffers of all ranks
+        self._kept: set[Tensor] = set()  # memory that is never released, because a CUDA graph contains its address
 
     def reserve(self, count: int) -> None:
-        """Make the buffer at least `count` bytes long. All ranks make the same calls in the same order.
-
-        Raises:
-            RuntimeError: the buffer is too small, and a CUDA graph is being captured.
-        """
+        """Make the buffer at least `count` bytes long. All ranks must make the same calls in the same order."""
         if self.memory is not None and self.memory.numel() >= count:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -103,10 +100,10 @@ class ReceiveBuffer:
 
 
 class Send(NamedTuple):
-    """One outgoing message, and the addresses of its targets and flags."""
+    """An outgoing message with the addresses of its targets and flags."""
 
     message: Message
-    # For a block, the ready flag of the receiver. If the pass has used the slot before, the slot's credit flag.
+    # A block waits for the receiver's ready flag. If the pass has used the slot before, a message waits for the credit flag.
     wait_flags: list[int]
     targets: list[int]
     arrived: int
@@ -114,12 +111,12 @@ class Send(NamedTuple):
 
 @dataclass
 class RouteStep:
-    """This rank's part of one step of a pass."""
+    """The messages and flags of this rank in one step of a pass."""
 
-    # This rank sets these flags after all earlier local steps: ready flags in the first step, credit flags later.
+    # This rank sets these flags when its earlier local steps have finished: ready flags in step 0, credit flags in later steps.
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
-    received: list[Tensors] = field(default_factory=list)  # in the receive buffer
+    received: list[Tensors] = field(default_factory=list)  # views of the receive buffer
     arrived: list[int] = field(default_factory=list)  # flags of the incoming messages
 
     @property
@@ -131,7 +128,7 @@ Route = tuple[list[RouteStep], bool]  # the steps of one rank in a pass, and whe
 
 
 class Slots:
-    """The position, in bytes, of each message of a schedule in the receive buffer. Positions are the same on all ranks."""
+    """Assigns each message of a schedule an offset in the receive buffer, in bytes. All ranks use the same offsets."""
 
     def __init__(self, schedule: Schedule, templates: Templates) -> None:
         self.templates = templates
@@ -163,10 +160,7 @@ class Slots:
 
 
 class NvlinkTransport(Transport):
-    """The transport of a ring of GPUs in one host that can write into each other's memory. It runs direct schedules.
-
-    The constructor waits for all ranks. The arguments are as for `ringattn.comm.p2p.P2PTransport`.
-    """
+    """A transport between GPUs of one host, for direct schedules. The constructor waits for all ranks."""
 
     waits_on_gpu = True
 
@@ -185,15 +179,15 @@ class NvlinkTransport(Transport):
         self.graphs = PassGraphs(self.watchdog, self._begin_replay)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
-        # recorded when all tensors of the next sends of a pass have been computed
+        # recorded when a pass has computed all tensors that it sends next
         self.computed = torch.cuda.Event()
         # recorded at the beginning of the call with the number `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
         # An unfinished all-to-all may still write into these tensors after an exception, so they must not be freed.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # A table with one column per writer. It has rows for ring passes, then one row per send of an all-to-all, and then the
-        # row of the ready flags of the all-to-all.
+        # The flags form a table with one column per writer. The first rows belong to ring passes. Then follow one row per send
+        # of an all-to-all, and one row with the ready flags of all-to-alls.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -205,7 +199,7 @@ class NvlinkTransport(Transport):
         self.graphs.clear()
 
     def _begin_replay(self) -> None:
-        """Record the event of `start_event`, as the captured pass does."""
+        """Record the start of the call, because a replay does not call `start_event`."""
         self._started_call = self.recovery.call
         self.started.record(torch.cuda.current_stream(self.device))
 
@@ -328,8 +322,6 @@ class NvlinkTransport(Transport):
 
 
 class _NvlinkPass:
-    """One ring pass in progress, see `ringattn.comm.transport.RingPass`."""
-
     def __init__(self, transport: NvlinkTransport, steps: list[RouteStep], keeps_results: bool) -> None:
         self.transport, self.steps, self.keeps_results = transport, steps, keeps_results
         self.main = torch.cuda.current_stream(transport.device)
@@ -380,7 +372,7 @@ def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
     """Copy the given rows of x (B, N, ...) to address `target`."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if not x.numel():
-        return  # A message of an empty batch consists of its flag.
+        return  # for an empty batch, only the flag is sent
     if x.shape[1] == len(rows):
         return cuda_driver.copy(target, x.data_ptr(), x.nbytes, stream)
     entry_bytes = x.nbytes // x.shape[0]

@@ -1,12 +1,12 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one receive buffer for all-to-alls. Each exchange uses a region with the memory layout of the tensors to fill. A
-sender copies tokens of some heads straight to their final position, and sets a flag. When all flags of an exchange are set, the
-region is copied into ordinary tensors, which kernels read and autograd can save.
+Every rank has one receive buffer for all-to-alls. Each exchange uses a region of this buffer. The region has the memory layout
+of the tensors to fill, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags of an
+exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
-Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call. Other ranks
-wait for these flags before they write. No deadlock is possible, because send i waits only for work that other ranks issue at
-their send i or earlier.
+Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
+ranks wait for these flags before they write. Send i waits only for work that other ranks issue at their send i or earlier, so
+no deadlock is possible.
 """
 
 from functools import lru_cache
@@ -21,14 +21,14 @@ from ringattn.comm.nvlink import MAX_SENDS, NvlinkTransport, padded_bytes
 from ringattn.comm.transport import Tensors
 from ringattn.comm.watchdog import Hop
 
-READY = MAX_SENDS  # the row of the ready flags, after the rows of the sends
+READY = MAX_SENDS  # the row of the table of flags that contains the ready flags
 
 
 class StridedCopy(NamedTuple):
-    """A copy of `count` pieces of `width` bytes.
+    """Describes a copy of `count` pieces of `width` bytes from a tensor into a region.
 
-    All values are in bytes. `target` is an offset in a region, and `source` an offset in a tensor. A pitch is the distance
-    between the starts of consecutive pieces.
+    `target` is an offset in the region and `source` an offset in the tensor, in bytes. A pitch is the distance in bytes between
+    the starts of consecutive pieces.
     """
 
     target: int
@@ -46,11 +46,11 @@ Sizes = tuple[int, ...]
 def _strided_copies(
     take: Slice, put: Slice, shape: Sizes, strides: Sizes, heads: Sizes, lengths: Sizes, element_size: int, rank: int
 ) -> list[list[StridedCopy]]:
-    """Return, for each receiving rank, one copy per batch entry that sends a slice of a tensor.
+    """Return the copies that send the slices of a tensor to each rank, one copy per batch entry.
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: of the tensor (B, N, H, D) to send. The heads of a token are contiguous.
+        shape, strides: describe the tensor (B, N, H, D) to send. The heads of a token are contiguous.
         heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
         element_size: bytes per element.
         rank: the sender.
@@ -72,16 +72,14 @@ def _strided_copies(
 
 
 class NvlinkAllToAll:
-    """The all-to-all of one call, see `ringattn.comm.all_to_all.AllToAll`."""
-
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
         # The local stream copies this rank's own slices into the region, and finished regions into ordinary tensors.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
-        self.computed = torch.cuda.Event()  # recorded when the next send has been computed
+        self.computed = torch.cuda.Event()  # recorded when the tensors of the next send have been computed
         self.num_sends = self.total_bytes = 0
-        self.sent: list[Tensors] = []  # kept alive
+        self.sent: list[Tensors] = []  # keeps the tensors alive until `finish`
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_NvlinkExchange":
         offsets = []
@@ -115,8 +113,6 @@ class NvlinkAllToAll:
 
 
 class _NvlinkExchange:
-    """An exchange with a region in the receive buffer, see `ringattn.comm.all_to_all.Exchange`."""
-
     def __init__(
         self, all_to_all: NvlinkAllToAll, into: Tensors, lengths: tuple[int, ...], offsets: list[int], sends: int
     ) -> None:
@@ -129,7 +125,7 @@ class _NvlinkExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
-        # A strided copy requires tokens that are one pitch apart.
+        # A strided copy requires that the heads of each token are contiguous.
         block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
@@ -147,7 +143,7 @@ class _NvlinkExchange:
                 for target, target_pitch, source, source_pitch, width, count in of_tensor[peer]:
                     cuda_driver.copy_rows(region + target, target_pitch, tensor + source, source_pitch, width, count, stream)
 
-        # No two ranks write to the same GPU at the same time.
+        # Every rank starts with the rank after it, so that no two ranks write to the same GPU at the same time.
         for peer in (*others[transport.rank :], *others[: transport.rank]):
             copy_to(peer, stream)
         cuda_driver.set_flags([transport.all_to_all_flag(peer, number, transport.rank) for peer in others], stream)
@@ -158,10 +154,10 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Issue copies from the region into the tensors. The copies wait until all messages have arrived."""
+        """Issue copies from the region into the tensors, which wait until all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
-        # Hops must finish in the order of their starts, and exchanges finish in the order of their last sends.
+        # Hops must finish in the order in which they start, and exchanges finish in the order of their last sends.
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
         flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)

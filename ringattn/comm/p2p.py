@@ -1,4 +1,4 @@
-"""Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank.
+"""Send messages with torch.distributed, over NCCL between GPUs and over gloo between CPUs.
 
 With gloo, messages between GPUs pass through host memory. This is slow, and useful only for ranks that share a GPU.
 """
@@ -31,7 +31,7 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class P2PTransport(MessageTransport):
-    """A transport over the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
+    """A transport that uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
     After an exception, gloo cannot reuse a connection with unfinished messages. The transport therefore opens separate gloo
     connections, and `reset` replaces these connections.
@@ -87,7 +87,7 @@ class P2PTransport(MessageTransport):
         return wait
 
     def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        if self._uses_gloo:  # collective calls have no tags
+        if self._uses_gloo:  # collective calls of gloo have no tags, which would reveal ranks that make different calls
             return super().all_gather(own)
         gathered = own.new_empty(self.size, *own.shape)
         # `dist.all_gather_into_tensor` accepts only groups that torch knows.
@@ -102,11 +102,7 @@ class P2PTransport(MessageTransport):
         return gathered, wait
 
     def _exchange_through_host(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Exchange copies of the tensors in host memory, because gloo cannot read GPU memory.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured.
-        """
+        """Exchange copies of the tensors in host memory, because gloo cannot read GPU memory."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "messages of GPUs over gloo pass through host memory, so they cannot be part of a CUDA graph: use "
@@ -147,7 +143,7 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent only some of the messages. No other rank has this number, so the ranks notice it.
+            # NCCL has sent only some of the messages. No other rank has this number, so the next call raises an error.
             self.num_exchanges = -1 - self.rank
             raise
         finally:

@@ -17,14 +17,14 @@ Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, because it is the key of dictionaries
 class Packing:
-    """The positions of the tensors of a block, or of a result, in the bytes of a message."""
+    """Describes where the tensors of a block or of a result lie in a message."""
 
     size: int  # bytes of the message
     parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]  # dtype, shape, strides, offset in elements
 
     @classmethod
     def of(cls, shapes: Shapes, rows: int) -> "Packing":
-        """Return the positions of tensors with `rows` rows (dimension 1)."""
+        """Return the packing of tensors that have `rows` rows (dimension 1)."""
         size = 0
         parts: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
         for batch, rest, dtype in shapes:
@@ -46,7 +46,7 @@ class Packing:
         return message, tuple(views[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.parts)
 
     def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the message in whose memory the tensors of `block` lie, or None."""
+        """If the tensors of `block` already lie in a message in this way, return the message. Otherwise return None."""
         first = block[0]
         if len(block) == 1:
             return first if first.is_contiguous() else None

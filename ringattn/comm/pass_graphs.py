@@ -1,9 +1,9 @@
-"""Replay the passes of short shards from CUDA graphs. Without a graph, launching such a pass on the host takes longer than
-running the pass on the GPU.
+"""Replay ring passes over short shards from CUDA graphs. Without a graph, the host takes longer to launch such a pass than the
+GPU to run it.
 
 After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
-messages and flags as the pass itself, so ranks may capture a pass at different times. Only the NVLink transport replays passes:
-with NCCL, a process group cannot end while a graph contains its messages.
+messages and flags as the pass itself, so ranks may capture a pass at different times. Only the NVLink transport replays passes,
+because an NCCL process group cannot end while a graph contains its messages.
 """
 
 import logging
@@ -19,24 +19,24 @@ from ringattn.comm.watchdog import NoWatchdog, Watchdog
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# The maximum for a forward pass: about 1 ms on an H100, as long as the host needs.
+# Passes with more FLOPs in the forward are not captured. They take over 1 ms on an H100, which is longer than their launch.
 MAX_FORWARD_FLOPS = 5e11
-# The maximum bytes of q, k and v, because a captured pass keeps copies.
+# Passes with more bytes of q, k and v are not captured, because a captured pass keeps copies of them.
 MAX_INPUT_BYTES = 64 << 20
 _NEVER = -(1 << 62)  # marks a pass that cannot be captured
 log = logging.getLogger(__name__)
 
 
 class PassGraphs:
-    """The captured passes of a transport, which live as long as their plans. `begin_replay` is called before every replay."""
+    """The captured passes of a transport. A pass is freed with its plan. `begin_replay` is called before every replay."""
 
     def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
         self.watchdog, self.begin_replay = watchdog, begin_replay
-        # By settings and shapes: the number of passes so far, or the captured pass.
+        # The number of passes so far, or the captured pass, for each plan and then for each combination of settings and shapes.
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Free all graphs, because the addresses or the flags in these graphs have changed on all ranks."""
+        """Free all graphs after addresses or flags in these graphs have changed."""
         self._by_plan.clear()
 
     def run(

@@ -1,15 +1,15 @@
-"""Reset a ring after an exception inside a call, so that the next call is exact.
+"""Reset a ring after an exception inside a call, so that the next call returns exact results.
 
 After the exception, messages and flags of the call are still in flight. No later call may receive them. Therefore:
 
 1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
 2. Before its next call, this rank waits until all ranks of the group have published a record.
 3. If every rank has left the same call with an exception of its own, every rank resets its transport.
-4. Otherwise, the next calls of the ranks would not belong together. Every rank raises a `RingFault`, now and in later calls.
+4. Otherwise, the ranks would make different calls next. Every rank therefore raises a `RingFault`, now and in later calls.
 
-A rank without an exception may wait for a message that never comes. The watchdog of this rank reads the records with every
-heartbeat. It interrupts a wait of the host (gloo), and ends the process if the rank waits on a GPU. Calls without an exception
-publish no record.
+A rank without an exception may wait for a message that is never sent. The watchdog of this rank therefore reads the records
+with every heartbeat. If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the
+process. A call that ends without an exception publishes nothing.
 """
 
 import json
@@ -26,11 +26,11 @@ from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
 # Seconds that a rank waits for a message after another rank has left the call. The message may still arrive or fail.
 PATIENCE = 10.0
-_POLL = 0.002  # seconds between two reads of the store while a rank waits for the other ranks
+_POLL = 0.002  # seconds between two reads of the store
 
 
 class Record(NamedTuple):
-    """Why a rank has left a call."""
+    """The exception with which a rank has left a call."""
 
     rank: int
     call: int
@@ -43,27 +43,22 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """The records of one rank, and the collective reset of its transport. The watchdog calls `look` with every heartbeat."""
+    """Publishes the exceptions of one rank, and resets its transport. The watchdog calls `look` with every heartbeat."""
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
         self.rank, self.size = transport.rank, transport.size
         self.generation = 0  # number of resets
-        self.call = 0  # calls that this rank has begun
-        self.depth = 0  # contexts that this rank is in
-        self.left: Record | None = None  # until the transport has been reset
+        self.call = 0  # number of calls that this rank has begun
+        self.depth = 0  # number of nested `in_call` contexts that are open
+        self.left: Record | None = None  # the record of this rank, until the transport is reset
         self.fault: str | None = None  # why the transport cannot be used any more
         self._seen = 0.0  # when this rank has first seen the record of another rank
         self.draining: threading.Thread | None = None
         self.watchdog.recovery = self
 
     def prepare(self) -> None:
-        """Reset the transport before a call, because an exception has ended the previous call.
-
-        Raises:
-            RingFault: the ranks disagree.
-            RuntimeError: a CUDA graph is being captured.
-        """
+        """Reset the transport before a call, because an exception has ended the previous call."""
         if self.watchdog.is_capturing():
             raise RuntimeError(
                 "an exception has ended the latest call, and a CUDA graph cannot contain the reset of the ring: call attention "
@@ -78,7 +73,7 @@ class Recovery:
             self.call += 1
 
     def exit(self, error: BaseException | None) -> None:
-        """Record that a call ends, and publish the `error` that has ended it."""
+        """End a call. If an exception has ended the call, publish this `error`."""
         if error is not None and self.left is None and not self.watchdog.is_capturing():
             self._publish(error)
             with suppress(Exception):  # after an error of CUDA, no event can be recorded
@@ -88,10 +83,10 @@ class Recovery:
         self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if another rank has left a call with an exception, and this rank cannot."""
+        """Declare a fault if another rank has left a call that this rank has finished, or in which this rank is stuck."""
         other = self._first_record() if self.left is None else None
         if other is None or other.call > self.call:
-            return  # this rank has not come to the call yet
+            return  # this rank has not reached the call yet
         now = time.monotonic()
         self._seen = self._seen or now
         since = self.transport.messages.waiting_since
@@ -100,7 +95,7 @@ class Recovery:
             self._declare_fault(other)
 
     def explain(self) -> str | None:
-        """Return why a wait for another rank has failed if another rank has left the call."""
+        """Return a message if a wait has failed because another rank has left the call, or None."""
         other = self._first_record() if self.fault is None else None
         if other is not None:
             self._declare_fault(other)
@@ -154,9 +149,7 @@ class Recovery:
         self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """Let the streams of this rank run to their end, although messages are missing. This runs in a thread, because the
-        user may wait for the GPU.
-        """
+        """Let this rank's streams run to their end, although messages are missing. The user may wait for the GPU meanwhile."""
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
                 self.transport.release(events, lambda: self._meet("past"))
@@ -194,7 +187,7 @@ class Recovery:
         return keys
 
     def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
-        """Wait until the condition holds. `keys` are the keys that all ranks must store before that."""
+        """Wait until the condition holds. `keys` contains one key per rank. An error names the ranks without a key."""
         end = time.monotonic() + timeout_seconds()
         while True:
             for key in ("fault", "verdict"):

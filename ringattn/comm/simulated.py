@@ -1,4 +1,4 @@
-"""Simulate a ring of any size, for tests and for studies of schedules, in threads of one process."""
+"""Simulate a ring of any size in threads of one process, for tests and for studies of schedules."""
 
 import itertools
 import threading
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SimulatedRing:
-    """What all ranks of a simulated ring share: the semaphore for computing, and the messages."""
+    """The state that all ranks of a simulated ring share."""
 
     _ids = itertools.count()
 
@@ -61,12 +61,11 @@ class SimulatedRank(MessageTransport):
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
         self.interconnect = interconnect("simulated")._replace(all_pairs=ring.all_pairs)
-        # Several exchanges may be in flight and complete in any order.
+        # Messages to each rank are numbered, because several exchanges may be in flight and complete in any order.
         self.sent, self.expected = ([itertools.count() for _ in range(ring.size)] for _ in range(2))
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Send copies of the tensors at once. The returned function receives the messages."""
-        # Senders may modify their tensors immediately.
+        """Send copies of the tensors at once, so the caller may modify them. The returned function receives the messages."""
         for tensor, dst in sends:
             self.ring.send(self.rank, dst, next(self.sent[dst]), tensor.clone())
         expected = [(tensor, src, next(self.expected[src])) for tensor, src in receives]
@@ -92,7 +91,7 @@ def simulate(
         function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
         in_turns: whether only one rank computes at a time. This is faster, and some kernels do not support several threads.
-            Pass False only if ranks also wait for each other without messages of the ring.
+            Pass False only if the ranks also wait for each other by other means than messages of the ring.
 
     Raises:
         ValueError: an argument is invalid.

@@ -1,4 +1,4 @@
-"""The interface of all transports, and the base class of those that exchange messages.
+"""Define the interface of all transports, and the base class of transports that exchange messages.
 
 A transport is one rank's connection to the other ranks of a ring:
 
@@ -6,12 +6,11 @@ A transport is one rank's connection to the other ranks of a ring:
     for t in range(steps):
         wait = ring_pass.exchange(t, outgoing)   # starts all sends and receives of step t
         ...                                      # attention of step t runs at the same time
-        incoming = wait()                        # blocks that the next step computes with
+        incoming = wait()                        # the blocks for the next step
     ring_pass.end()
 
-`ringattn.comm.connect` chooses `nvlink`, which writes into the memory of other GPUs, or a `MessageTransport`: `p2p` (NCCL and
-gloo) or `simulated`. Each step of a `MessageTransport` is one exchange of messages. A rank packs its own block once per
-pass, and relays received blocks without a copy.
+`ringattn.comm.connect` chooses the transport. The module `nvlink` writes into the memory of other GPUs. `p2p` (NCCL and gloo)
+and `simulated` send messages: a rank packs its own block once per pass, and relays received blocks without a copy.
 """
 
 from collections import deque
@@ -34,12 +33,12 @@ WaitForBlocks = Callable[[], list[Tensors]]
 Wait = Callable[[], object]  # waits until all messages have arrived and sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver or sender)
 
-# A pass with more results merges each when it arrives, because every kept result needs memory.
+# Every result that is kept until the end of a pass needs memory. A pass with more results merges each result when it arrives.
 MAX_KEPT_RESULTS = 3
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
-    """Return views of the given rows (dimension 1) of each tensor. A tensor without other rows is returned itself."""
+    """Return views of the given rows (dimension 1) of each tensor. A tensor that has no other rows is returned unchanged."""
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
 
@@ -60,7 +59,7 @@ class RingPass(Protocol):
 
 
 class NoRecovery:
-    """The recovery of a transport that is never reset: the ring of one rank, and simulated rings."""
+    """The recovery of transports that are never reset, for rings of one rank and simulated rings."""
 
     call, left = 0, None
 
@@ -70,15 +69,13 @@ class NoRecovery:
 
 
 class Transport:
-    """One rank's connection to the other ranks of a ring."""
-
     rank: int
     size: int
     interconnect: Interconnect
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
     recovery: Any = NoRecovery()  # or the `ringattn.comm.recovery.Recovery` of the transport
-    messages: "MessageTransport"  # sends plain messages between the same ranks
-    waits_on_gpu: bool = False  # whether the GPU waits for the messages of other ranks, and not the host
+    messages: "MessageTransport"  # a transport between the same ranks that sends plain messages
+    waits_on_gpu: bool = False  # True if the GPU waits for messages of other ranks, False if the host waits
     graphs: Any = None  # the `ringattn.comm.pass_graphs.PassGraphs` of the transport, if it has any
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
@@ -107,7 +104,7 @@ class Transport:
 class in_call:
     """A context for one call over the given transports. After an exception, each transport is reset before its next call.
 
-    A nested context belongs to the call of the outer context.
+    A nested context is a part of the same call.
     """
 
     __slots__ = ("transports",)
@@ -151,12 +148,12 @@ class _Outgoing(NamedTuple):
     rows: range
     packing: Packing
     is_own: bool  # whether it contains rows of this rank's own block
-    is_last: bool  # whether no later step sends these rows again
+    is_last: bool  # whether this is the last step that sends these rows
 
 
 class _PlannedStep(NamedTuple):
     sends: tuple[_Outgoing, ...]
-    # (sender, positions of the tensors, whether it is a result for this rank)
+    # (sender, packing, whether the message is a result for this rank)
     receives: tuple[tuple[int, Packing, bool], ...]
 
 
@@ -195,8 +192,8 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A transport in which every message is one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of the latest exchange if the GPU runs all exchanges in order, and otherwise 0. If ranks leave a call at
-    # different numbers, their GPUs wait forever.
+    # Number of exchanges so far, or 0 if the host waits for messages. If ranks leave a call after different numbers of
+    # exchanges, their GPUs wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # since when the host has waited for a message, or None
 
@@ -230,7 +227,7 @@ class MessageTransport(Transport):
     _spare: tuple[_MessagePlan | None, int, dict[Packing, list[Memory]]] = None, 0, {}
 
     def interrupt(self) -> None:
-        """End the current wait of the host with an error, for the last time."""
+        """End the current wait of the host with an error. The transport cannot be used afterwards."""
 
     def reset(self, generation: int) -> None:
         self.free_messages()
@@ -239,10 +236,10 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return memory of earlier messages for a pass of `plan`. The pass returns the memory when it ends.
+        """Return the memory of earlier messages, which a pass of `plan` reuses. The pass returns the memory when it ends.
 
         Messages follow all earlier work of the current stream, so a pass on the same stream can reuse the memory at once.
-        torch's allocator would wait for NCCL's stream. The messages of a CUDA graph have their own memory.
+        torch's allocator would wait for NCCL's stream.
         """
         stream = 0
         if device.type == "cuda":
@@ -255,16 +252,16 @@ class MessageTransport(Transport):
 
 
 class _MessagePass:
-    """A ring pass in which every step is one exchange of messages. At the end, the memory of the messages goes to `spare`."""
+    """A ring pass in which every step is one exchange of messages."""
 
     def __init__(
         self, transport: MessageTransport, plan: _MessagePlan, device: torch.device, spare: dict[Packing, list[Memory]]
     ) -> None:
         self.transport, self.device, self.spare = transport, device, spare
         self.steps, self.keeps_results = plan
-        self._own_messages: dict[range, Tensor] = {}  # packed rows of the own block that are sent again
+        self._own_messages: dict[range, Tensor] = {}  # packed messages of this rank's block that a later step sends again
         self._kept: list[tuple[Packing, Memory]] = []  # memory that the pass uses until its end
-        self._in_use: deque[list[tuple[Packing, Memory]]] = deque()  # the other memory of the latest two steps
+        self._in_use: deque[list[tuple[Packing, Memory]]] = deque()  # memory that the latest two steps use
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
@@ -299,7 +296,7 @@ class _MessagePass:
         return packed
 
     def _allocate(self, packing: Packing, until_end: bool) -> Memory:
-        """Return memory for a message, for two steps or until the end of the pass."""
+        """Return memory for a message, which stays valid for two steps or until the end of the pass."""
         memory = self.spare[packing].pop() if self.spare.get(packing) else packing.new_message(self.device)
         (self._kept if until_end else self._in_use[-1]).append((packing, memory))
         return memory

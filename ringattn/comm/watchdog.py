@@ -1,4 +1,4 @@
-"""A watchdog that ends the whole run if a rank dies or hangs. One message names the rank, the hop and the operation.
+"""End the whole run if a rank dies or hangs. One message names the rank, the hop and the operation.
 
 The watchdog records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to
 host memory. A thread on each rank publishes heartbeats with the number of finished hops in the job's store. If a hop does not
@@ -31,8 +31,8 @@ TIMEOUT = "RINGATTN_TIMEOUT"  # name of the environment variable with the second
 DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
-GRACE = 5.0  # seconds that a process has to end by itself after a verdict, before the watchdog ends the process
-DIFFERENCE = "ringattn: the ranks make different calls: "  # begins the message if calls differ
+GRACE = 5.0  # seconds that a process has to end by itself after a fault, before the watchdog ends the process
+DIFFERENCE = "ringattn: the ranks make different calls: "  # start of the message if calls differ
 _COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
 
 
@@ -53,11 +53,11 @@ def timeout_seconds() -> float:
 
 
 class RingFault(RuntimeError):
-    """The exception for a rank of the ring that does not respond."""
+    """Raised if a rank of the ring does not respond."""
 
 
 class Hop:
-    """A hop in progress. Its text is created only when the text is printed or published."""
+    """A hop in progress. Its description is created only when the description is printed or published."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
@@ -92,7 +92,7 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The latest heartbeat of a rank, by default before its first heartbeat."""
+    """The latest heartbeat of a rank. The defaults describe a rank that has not sent a heartbeat."""
 
     clock: float = 0.0  # on the rank's clock; every heartbeat has a different value
     issued: int = 0  # number of issued hops
@@ -101,10 +101,7 @@ class _Heartbeat(NamedTuple):
 
 
 class Watchdog:
-    """The watchdog thread of one rank, and the hops that it watches.
-
-    The thread runs until the process ends, `stop` is called or `group_exists` returns False.
-    """
+    """Watches the hops of one rank in a thread, which ends when `stop` is called or `group_exists` returns False."""
 
     recovery: Any = None  # the `ringattn.comm.recovery.Recovery` of the transport
 
@@ -159,7 +156,7 @@ class Watchdog:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
     def record_call(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
-        """See `CallLog.record`. The thread publishes the call later."""
+        """Append a call to the log. The thread publishes the log later."""
         self._calls.record(key, describe, cached)
 
     @property
@@ -185,7 +182,7 @@ class Watchdog:
             self._generation += 1  # last, so that the thread never publishes the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """Return the exception that names the missing rank, if an error has ended `hop`."""
+        """After an error in `hop`, return an exception that names the rank that caused it, or None if `hop` is None."""
         if hop is None:
             return None
         with suppress(Exception):  # if the store is gone, `_diagnose` reports this
@@ -206,7 +203,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(HEARTBEAT_INTERVAL):
-            if not self.group_exists():  # the verdict about a destroyed group must not end the process
+            if not self.group_exists():  # a fault in a destroyed group must not end the process
                 self.stop()
                 return
             with self._lock:
@@ -256,7 +253,7 @@ class Watchdog:
         return None
 
     def _diagnose(self, hop: Hop) -> str:
-        """Return one sentence that names the rank that is behind. The first diagnosis becomes the verdict of all ranks."""
+        """Return one sentence that names the rank that is behind. All ranks return the first diagnosis that is stored."""
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):
