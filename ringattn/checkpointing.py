@@ -71,7 +71,7 @@ class _Context:
 class _Save(_Context):
     def run(self, attend: Attend) -> tuple[Any, ...]:
         results = attend() if self.outer is None else self.outer.run(attend)
-        # The graph refers to this context, so saved tensors with a reference to the graph would form a cycle.
+        # The graph refers to this context. Saved tensors with a reference to the graph would therefore form a cycle.
         saved = _detached(results)
         self.results.append((saved, _versions(saved)))
         return results

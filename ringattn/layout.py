@@ -1,6 +1,6 @@
-"""Layouts, which determine the positions of the sequence that each rank holds, as a sorted list.
+"""A layout determines which positions of the sequence each rank holds. Ranks hold their positions in ascending order.
 
-The rank of each of twelve positions, for P = 3 ranks:
+The table shows which of P = 3 ranks holds each of twelve positions:
 
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds chunk r of P; under a causal mask the last rank has the most work
     zigzag       0 0 1 1 2 2 2 2 1 1 0 0      rank r holds chunks r and 2P-1-r of 2P: equal work under a causal mask
@@ -30,8 +30,9 @@ KINDS = ("contiguous", "zigzag", "striped")
 class Layout:
     """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
 
-    `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,..." with the rank of each chunk of <rows> rows. After a
-    split for groups of U ranks, `kind` ends with "/<U>". An operator can receive a layout as this string and two integers.
+    `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,...", which lists the rank of each chunk of <rows> positions. If
+    `split` has divided the shards among U ranks, `kind` ends with "/<U>". Operators receive a layout as this string and two
+    integers.
     """
 
     kind: str
@@ -91,7 +92,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """The number of ranks among which each shard of `whole` is divided."""
+        """The number of ranks among which `split` has divided each shard, or 1."""
         return int(self.kind.partition("/")[2] or 1)
 
     @property
@@ -124,12 +125,12 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """The distance between neighbouring positions of a piece, see `pieces`."""
+        """The distance between consecutive positions in a piece of `pieces`. It is 1 unless the layout is striped."""
         return self.ranks // self.parts if self.kind.startswith("striped") else 1
 
     @cached(maxsize=256)
     def pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (begin, count) of the non-empty pieces of a rank's shard: int64 (pieces,), read-only.
+        """Divide a rank's positions into pieces, and return (begin, count): int64 (pieces,), read-only.
 
         Piece i contains the positions begin[i] + j * stride for j = 0 to count[i] - 1.
         """
@@ -195,7 +196,7 @@ class Layout:
         return x.index_select(dim, self._positions(rank).to(x.device))
 
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-        """Return the whole sequence on every rank, in the order of positions: the inverse of `shard`. It is not differentiable.
+        """Invert `shard` without gradients: return the whole sequence on every rank, in the order of positions.
 
         Args:
             x: this rank's rows, to be gathered over `group`; or a list with the rows of every rank, without a group.
@@ -254,10 +255,9 @@ def _chunks(kind: str) -> tuple[int, list[int]]:
     return int(rows), [int(owner) for owner in owners.split(",")]
 
 
-# A compiler can trace this global function of integers.
+# A global function, because a compiler can trace its calls.
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
-    """Return `len(layout.positions(rank))`."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
         # The lengths of the parts differ by at most one, and their sum is `whole`.

@@ -1,8 +1,8 @@
 """Find the layout that gives every rank the same work under a mask.
 
-Work is the number of tiles of 128 queries x 128 keys with an unmasked pair. A rank computes the tiles of its queries in the KV
-ring, and the tiles of its keys in the state ring. No fixed layout balances packed documents of many lengths with few nearly
-empty tiles. Therefore chunks are assigned to ranks, from the most expensive to the cheapest, in rounds of one chunk per rank.
+Work is the number of tiles of 128 queries x 128 keys that contain an unmasked pair. A rank computes the tiles of its queries in
+the KV ring, and the tiles of its keys in the state ring. No fixed layout balances packed documents without many nearly empty
+tiles. Therefore, chunks are assigned to ranks, from the most expensive to the cheapest, in rounds of one chunk per rank.
 """
 
 from functools import lru_cache
@@ -24,7 +24,7 @@ SLACK = 1.04
 
 
 def work(mask: Mask, layout: Layout) -> Tensor:
-    """Return the number of tiles of each pair of shards: int64 (query ranks, key ranks), summed over batch entries."""
+    """Count the tiles with work between each pair of shards: int64 (query ranks, key ranks), summed over batch entries."""
     rows = [_tile_ends(layout.rows(rank)) for rank in range(layout.ranks)]
     ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
     first, last = map(np.concatenate, zip(*ends, strict=True))
@@ -61,7 +61,6 @@ def always_has_equal_shards(seq_len: int, ranks: int) -> bool:
     if ranks == 1:
         return True
     may_assign = seq_len >= MIN_CHUNKS * TILE * ranks
-    # A zigzag layout has two pieces per rank.
     return seq_len % (2 * ranks) == 0 and not (may_assign and seq_len % (TILE * _tiles_per_chunk(seq_len, ranks) * ranks))
 
 
@@ -109,7 +108,7 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """Return the number of tiles of each chunk's queries and keys, fp64 (chunks, 2), as if the sequence were one shard."""
+    """Count the tiles of each chunk's queries and of its keys, as if the sequence were one shard: fp64 (chunks, 2)."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)

@@ -7,8 +7,9 @@ and circulate as uint8 tensors with rows in dimension 1:
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
-M is N, rounded up to a multiple of 128. 128 rows of v contain one transposed tile (Dv, 128) of every head. These rows share a
-scale, and each row stores its biased exponent (e8m0). All ranges of rows in the schedule start at multiples of 128.
+M is N, rounded up to a multiple of 128. Every 128 rows of v contain one transposed tile (Dv, 128) of every head. These rows
+share a scale, and each row stores the biased exponent (e8m0) of the scale. All ranges of rows in a schedule start at multiples
+of 128.
 """
 
 from functools import cached_property
@@ -97,7 +98,7 @@ class QuantizedOperands:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    # Not every release of PyTorch sends e4m3 numbers.
+    # Some releases of PyTorch cannot send e4m3 tensors.
     return x.view(torch.uint8)
 
 

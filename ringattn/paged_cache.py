@@ -1,6 +1,6 @@
 """A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
 
-Row i of a sequence is row i % page_size of the page whose number is in column i // page_size of the page table:
+Column i // page_size of the page table contains the number of the page that stores row i of a sequence, at row i % page_size:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
@@ -22,8 +22,8 @@ PAGE_UNIT = 64  # page sizes are multiples of this, so that each tile of keys in
 class PagedKVCache:
     """The keys and values of several growing sequences, one per batch entry, for `decode_attention`.
 
-    Sequences take pages when they grow, and `truncate` returns pages. As in `KVCache`, `append` accepts rows on the GPU.
-    Before a replay of a graph, `reserve` takes pages for these rows, and changes the page table in place:
+    Sequences take pages when they grow, and `truncate` returns pages. In a CUDA graph, pass `rows` to `append`. Before each
+    replay, `reserve` takes pages for these rows, and changes the page table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -81,13 +81,13 @@ class PagedKVCache:
         """Add the next tokens of all sequences, or of one sequence, without gradients.
 
         Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence. With `entry`, B is 1.
-            entry: the index of the only sequence that grows. None for all sequences.
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence that grows.
+            entry: the index of the only sequence that grows, for B = 1. None for all sequences.
             rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, below the capacity.
                 The call then does not wait for the GPU and does not change `lengths`.
 
         Raises:
-            ValueError: too few pages are free, or the tokens exceed the capacity or do not suit the earlier tokens.
+            ValueError: too few pages are free, the tokens exceed the capacity, or their shape or dtype has changed.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -130,11 +130,7 @@ class PagedKVCache:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (pages + 1, page size, Hkv, D or Dv), and the page table.
-
-        Raises:
-            ValueError: the cache has never held a token.
-        """
+        """Keys and values (pages + 1, page size, Hkv, D or Dv), and the page table."""
         if self._k is None or self.page_table is None:
             raise ValueError("the cache is empty: call append first")
         return self._k, self._v, self.page_table

@@ -1,7 +1,8 @@
 """Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard in which each bound of the intervals is constant or grows with the position. The first and
-the last row therefore determine all sums over a run. The number of runs depends on the documents and the pieces of the shards.
+A run is a range of rows of one shard. Within a run, each bound of the rows' intervals is constant, or grows with the position.
+Therefore, sums over a run follow from its first and its last row. The number of runs depends on the documents and the pieces of
+the shards.
 """
 
 from dataclasses import dataclass, replace
@@ -21,12 +22,11 @@ class Runs:
     rank: np.ndarray  # (R,), the rank that holds the rows
     row: np.ndarray  # (R,), the first row
     count: np.ndarray  # (R,), the number of rows
-    lo: np.ndarray  # (2, B, R), the bound of the first row and of the last row
+    lo: np.ndarray  # (2, B, R), the bounds of the first row and of the last row
     hi: np.ndarray  # (2, B, R)
 
     @cached_property
     def before(self) -> tuple["RowsBefore", "RowsBefore"]:
-        """Counters of the rows that any rank holds before lo and before hi."""
         return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
 
     def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,10 +44,7 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """Return the number of pairs of a row of each run and a column of `rank`, summed over the batch: int64 (R,).
-
-        `rank` may be an array (R,).
-        """
+        """For each run, count the unmasked pairs of a row and a column of `rank`, summed over the batch: int64 (R,)."""
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -56,7 +53,7 @@ class Runs:
 
     @cached_property
     def num_runs(self) -> np.ndarray:
-        """int64 (ranks,)."""
+        """The number of runs of each rank: int64 (ranks,)."""
         return np.bincount(self.rank, minlength=self.layout.ranks)
 
     def select(self, index: np.ndarray | slice) -> "Runs":
@@ -71,7 +68,7 @@ class Runs:
 
 @lru_cache(maxsize=8)
 def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
-    """Return the runs of the queries of all ranks, or of the keys if `transposed`, as in `mask.intervals_at`."""
+    """Return the runs of all ranks. Their rows are queries, or keys if `transposed`, as in `mask.intervals_at`."""
     stride, seq_len = layout.stride, layout.seq_len
     before = RowsBefore(layout, np.unique(np.concatenate(kinks(mask, seq_len, transposed)).clip(0, seq_len)))
     columns: list[list[np.ndarray]] = [[], [], [], []]
@@ -100,13 +97,13 @@ class RowsBefore:
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each position: the piece, the distance from its start, and the rank that holds it."""
+        """Return, for each position, the number of its piece, the offset in the piece, and the rank that holds the piece."""
         begin, owner, _, size = _piece_tables(self.layout)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
 
     def rows(self, rank: int | np.ndarray) -> np.ndarray:
-        """Return the number of rows of `rank`, which may be an array, before each position."""
+        """Return the number of rows of `rank` before each position."""
         if self.layout.ranks == 1:
             return self.positions
         if self.layout.stride == 1:
@@ -137,7 +134,7 @@ class RowsBefore:
 
 @lru_cache(maxsize=8)
 def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return tables of the pieces of all ranks, sorted by position, and of an empty last piece at `seq_len`.
+    """Return tables of the pieces of all ranks. The pieces are sorted by position. An empty piece at `seq_len` comes last.
 
     Returns:
         The first position and the rank of each piece, int64 (pieces,). Then two tables (2, ranks, pieces): the number of rows

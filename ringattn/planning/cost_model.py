@@ -1,4 +1,4 @@
-"""Predict the cost of a ring pass. In every step, the rank with the most work and the rank with the most messages count.
+"""Predict the cost of a ring pass. The rank with the most work and the rank with the most messages determine each step's cost.
 
 Speeds are read from a table and never measured at run time, so that all ranks, and all runs, make the same choice.
 """
@@ -11,20 +11,21 @@ import torch
 
 from ringattn.planning.schedule import LocalSteps, Schedule
 
-# FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100.
+# FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100
 FLOPS_PER_HBM_BYTE = 150
 
 # Fixed time to start and drain one step on a GPU, in seconds, fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# FLOPs that take as long as one merged byte of a partial result: from the speed of HBM (forward), or fitted (backward).
+# Merging one byte of partial results takes as long as this many FLOPs. The value of the backward is fitted.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# The time of an all-to-all inside a host, divided by bytes / bandwidth of the link. Fitted to four H200s.
+# An all-to-all inside a host takes this many times as long as its bytes / the link's bandwidth. Fitted to four H200s.
 ALL_TO_ALL_FACTOR = 2.5
 
 
-# "relay": neighbours relay. "direct": every message goes to the rank that needs it. "auto": direct inside one host.
+# "relay": ranks pass blocks on to their neighbours. "direct": every message goes to the rank that needs it. "auto": direct
+# inside one host.
 ROUTES = ("auto", "relay", "direct")
 
 
@@ -33,25 +34,19 @@ class Interconnect(NamedTuple):
 
     name: str
     all_pairs: bool  # whether messages go directly to any rank, so that no rank relays blocks
-    bytes_per_second: float  # bytes that a rank can send per second while it receives as many
+    bytes_per_second: float  # per rank and direction
     latency: float  # seconds per message, in addition to the time of its bytes
     flops: float = 5e14  # of attention on one rank, FLOP/s
     uses_sms: bool = False  # whether kernels move the messages and occupy SMs
 
     def with_route(self, route: str) -> "Interconnect":
-        """Return the interconnect of a ring that uses a route of `ROUTES`."""
         return self if route == "auto" else self._replace(all_pairs=route == "direct")
 
 
 def interconnect(name: str, one_host: bool = True, flops: float = 5e14) -> Interconnect:
     """Return the interconnect of the transport "nvlink", "nccl", "gloo", "simulated" or "alone".
 
-    Args:
-        one_host: whether all ranks are in one host.
-        flops: speed of attention on the slowest rank, FLOP/s.
-
-    Raises:
-        ValueError: the name is unknown.
+    `one_host` says whether all ranks are in one host. `flops` is the speed of attention on the slowest rank, in FLOP/s.
     """
     speeds = {"nvlink": (330e9, 12e-6), "nccl": (110e9, 50e-6) if one_host else (40e9, 60e-6), "gloo": (1e9, 3e-4)}
     speeds |= {"simulated": speeds["nvlink"], "alone": speeds["nvlink"]}
@@ -77,7 +72,7 @@ class HopCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time of the step in seconds. Computation and communication overlap."""
+        """The time of the step, in which computation and communication overlap."""
         return max(self.compute, self.communication)
 
 
@@ -88,16 +83,16 @@ def hop_costs(
     interconnect: Interconnect,
     rank: int | None = None,
 ) -> list[HopCost]:
-    """Return the cost of every step of a schedule for one rank. With None, return the maximum of each number over all ranks.
+    """Return the cost of every step of a schedule for `rank`. With None, each number is the maximum over all ranks.
 
-    `row_bytes` are the bytes per row of a circulating block and of a result. `flops` returns the FLOPs of local steps.
+    `row_bytes` contains the bytes per row of a circulating block and of a result. `flops` returns the FLOPs of local steps.
     """
     shape = len(schedule.steps), schedule.ranks
     local_steps, messages = schedule.local_steps, schedule.messages
     compute = np.zeros(shape)
     np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
     size = messages.rows * np.array(row_bytes)[messages.is_result]
-    # Links are full duplex.
+    # Links are full duplex, so only the larger of the two directions counts.
     sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
     for i, end in enumerate((messages.src, messages.dst)):
         np.add.at(sizes[i], (messages.step, end), size)

@@ -9,15 +9,15 @@ from ringattn.planning.rank_plan import Plan
 
 
 class PlanSlots:
-    """The memory of a plan that a CUDA graph reads.
+    """The memory from which a CUDA graph reads its plan.
 
     Args:
-        plan: a plan with `Plan.is_fixed`. The passes of the graph have run with this plan once. All later plans have layouts
-            with the same numbers of rows.
+        plan: a plan with `is_fixed=True`, with which the passes of the graph have run once. The layouts of all later plans must
+            have the same numbers of rows.
 
     Attributes:
-        requests: what the passes have requested from `plan`, for later plans.
-        plan: the plan to capture, see `rank_plan.use_plan`.
+        requests: the choices and tables that the passes have requested from `plan`.
+        plan: the plan to capture with `rank_plan.use_plan`.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class PlanSlots:
         self.plan = plan.with_masks(self._slots.masks, device)
 
     def pack(self, plan: Plan) -> Tensor:
-        """Return the intervals and tables of another fixed plan for `write`. That plan must be on the CPU."""
+        """Pack the intervals and tables of another fixed plan, which is on the CPU, into one tensor for `write`."""
         plan.prepare(self.requests)
         masks: list[Intervals] = []
         for (name, *options), _ in self.requests.schedules:

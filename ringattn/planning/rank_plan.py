@@ -1,4 +1,4 @@
-"""The work of one rank under a mask and a layout, translated from positions into rows: intervals and schedules."""
+"""Plan the ring passes of one rank under a mask and a layout: the schedules, and the intervals in rows instead of positions."""
 
 import logging
 import threading
@@ -23,10 +23,10 @@ from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
-# In the first step, a rank does this share of the work on its block. This work hides the first hop. The rest hides the last.
+# A rank does this share of the work on its own block in the first step, which hides the first hop. The rest hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# Below this ratio, predictions are too inaccurate, and the KV ring is chosen because it launches fewer kernels.
+# The KV ring launches fewer kernels. Therefore, the state ring is chosen only if it is predicted to be this much faster.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """The inputs of one kernel call: some query rows of a rank, and some key rows of a rank."""
+    """Describes the inputs of one kernel call: some query rows of one rank, and some key rows of one rank."""
 
     intervals: Intervals  # one interval per query row; the bounds are indices of key rows
     layout: Layout
@@ -48,7 +48,7 @@ class BlockPair:
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
-        """Two int32 tensors: the positions of the query rows and of the key rows in the whole sequence."""
+        """The positions of the query rows and of the key rows in the whole sequence, as two int32 tensors."""
         return self._cached["positions"]
 
     @cached_property
@@ -64,13 +64,13 @@ class Plan:
 
     Args:
         device: the device of the intervals.
-        is_fixed: whether the schedules must not depend on the mask, for `ringattn.planning.plan_slots`. Every rank then
-            computes with all rows of every block, and the kernels skip what the mask excludes. "auto" selects the KV ring.
+        is_fixed: True if the schedules must not depend on the mask, for `ringattn.planning.plan_slots`. Every rank then
+            computes with all rows of every block, and the kernels skip masked tiles. "auto" selects the KV ring.
     """
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device, is_fixed: bool = False) -> None:
         self.mask, self.layout, self.rank, self.device, self.is_fixed = mask, layout, rank, device, is_fixed
-        # (query, key) pairs of the whole sequence, as the mean over batch entries
+        # number of (query, key) pairs in the whole sequence, averaged over batch entries
         self.pairs = float(overlaps(mask, layout).pairs.sum())
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._block_pairs: dict[tuple[Any, ...], dict[LocalStep, BlockPair]] = {}
@@ -82,10 +82,9 @@ class Plan:
         Args:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
-            all_pairs: whether every pair of ranks is connected directly.
+            all_pairs: True for a direct schedule, False for a relay schedule.
             row_multiple: every range of rows starts and ends at a multiple of this number, because 128 rows of FP8 share a
-                scale and a tile of values. A range may extend beyond the last key, so blocks of keys must be padded. Blocks of
-                queries are not padded.
+                scale. A range may extend beyond the last key, so blocks of keys must be padded.
         """
         key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
@@ -113,17 +112,17 @@ class Plan:
         return Requests(tuple(self._choices), tuple(tables))
 
     def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
-        """Return the arguments of `schedule` and the block pairs of all schedules whose block pairs have been requested."""
+        """For each schedule whose block pairs have been requested, return the arguments of `schedule` and the block pairs."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
 
     def prepare(self, requests: "Requests") -> None:
-        """Compute in advance everything that calls have requested from another plan."""
+        """Compute everything that calls have requested from another plan."""
         for key in requests.choices:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # Without a counterpart, a local step prepares its tables at its first use.
+            # This plan may have more local steps. These prepare their tables when they are first used.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -135,7 +134,7 @@ class Plan:
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
-        """Return a copy with other intervals on `device`, in the order of `masks`."""
+        """Return a copy of this plan with other intervals, which are on `device` and have the order of `self.masks()`."""
         plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {
@@ -155,13 +154,12 @@ class Plan:
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
-        """See `workload.head_chunks_for_memory`."""
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     def flops(self, work: Work, name: str, local_steps: LocalSteps, relays: bool = False) -> np.ndarray:
-        """Return the costs of local steps of any ranks, in FLOPs. In the state ring, they include the memory traffic of merges.
+        """Return the cost of each local step in FLOPs. In the state ring, the cost includes the memory traffic of merges.
 
-        `relays` says whether neighbours relay the results. Each part of a rank's own block has its planned share of the pairs.
+        `relays` says whether neighbours relay the results.
         """
         _, rank, owner, start, stop = local_steps
         # (query rank, key rank)
@@ -176,21 +174,20 @@ class Plan:
         return work.batch * (work.pair_flops * table.pairs[ranks] * share + FLOPS_PER_HBM_BYTE * traffic)
 
     def merge_bytes(self, work: Work) -> float:
-        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass of either ring."""
+        """Estimate the bytes of partial results that the busiest rank merges in a pass."""
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         table = overlaps(self.mask, self.layout)
         size = query_bytes * (table.queries[1] - table.queries[0]) + key_bytes * (table.keys[1] - table.keys[0])
         return work.batch * (size.sum(1) - size.diagonal()).max().item()
 
     def costs(self, name: str, work: Work, interconnect: Interconnect, rank: int | None = None) -> list[HopCost]:
-        """Return the cost of every step of a pass of the schedule `name`, see `cost_model.hop_costs`."""
         block, result = (work.batch * size for size in getattr(work.row_bytes, name))
         schedule = self.schedule(name, result > 0, interconnect.all_pairs, work.row_multiple)
         relays = not interconnect.all_pairs
         return hop_costs(schedule, (block, result), lambda steps: self.flops(work, name, steps, relays), interconnect, rank)
 
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Return `name`, or for "auto" the choice of `_choose`, which is logged once."""
+        """Return `name`. For "auto", choose "state" or "kv", and log the choice once."""
         key = name, work, interconnect
         if key not in self._choices:
             self._choices[key], _ = self._choose(*key)
@@ -201,7 +198,7 @@ class Plan:
         return self._choices[key]
 
     def _choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
-        """Return `name`, or the choice of "auto", and the reason."""
+        """Return the chosen schedule and the reason."""
         if name != "auto":
             return name, "as requested"
         if self.layout.ranks == 1:
@@ -245,16 +242,13 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals (lo, hi) of the queries of `query_rank` in key rows of `key_rank`: integers (B or 1, query rows) on
-    the CPU.
-    """
+    """Return (lo, hi) of the queries of `query_rank` as key rows of `key_rank`: integers (B or 1, query rows) on the CPU."""
     lo, hi = _rows_before_bounds(mask, layout, query_rank)
     return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))
 
 
 @lru_cache(maxsize=4)
 def _rows_before_bounds(mask: Mask, layout: Layout, rank: int) -> tuple[RowsBefore, RowsBefore]:
-    """Return counters of the rows that any rank holds before lo and before hi of a rank's queries."""
     lo, hi = all_runs(mask, layout).bounds(rank)
     return RowsBefore(layout, lo), RowsBefore(layout, hi)
 
@@ -265,19 +259,19 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlaps(NamedTuple):
-    """The work between all pairs of ranks, as arrays that are indexed with [query rank, key rank].
+    """The rows and the work of all pairs of ranks under a mask. The last two indices of an array are (query rank, key rank).
 
-    An array of ranges (2, ranks, ranks) contains the first row and the end of each range, or two zeros.
+    `queries` and `keys` contain a range of rows per pair of ranks, as (first row, end): (2, ranks, ranks).
     """
 
-    queries: np.ndarray  # ranges from the first to the last query row that attends to any of the keys
-    keys: np.ndarray  # ranges from the first to the last key row that any of the queries attends to
+    queries: np.ndarray  # the query rows that attend to any of the keys
+    keys: np.ndarray  # the key rows that any of the queries attends to
     pairs: np.ndarray  # (ranks, ranks), number of (query, key) pairs that the mask allows, averaged over batch entries
 
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> Overlaps:
-    """Return the overlaps of all pairs of ranks. Callers must not modify the cached arrays."""
+    """Return the cached overlaps, which callers must not modify."""
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
@@ -286,14 +280,12 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """Return the first column and the end of the columns of each column rank that the rows of each rank attend to: int64 (2,
-    ranks, column ranks).
-    """
+    """Return the columns of each rank to which each rank's rows attend, as ranges: int64 (2, ranks, column ranks)."""
     by_column_rank = []
     lo, hi = runs.before
     for rank in range(runs.layout.ranks):
         (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
-        # In a piece without gaps, intervals of neighbouring rows overlap. In a stripe, columns may lie between intervals.
+        # In a stripe, there may be columns between the intervals of neighbouring rows.
         visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
         start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
         stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
@@ -303,7 +295,7 @@ def _visible_columns(runs: Runs) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
-    """Return the rows of each owner's block of "queries" or "keys" that each rank needs under the mask: [owner][rank]."""
+    """Return need[owner][rank], the rows of the owner's "queries" or "keys" that the rank needs under the mask."""
     queries, keys, _ = overlaps(mask, layout)
     first, end = (queries if circulating == "queries" else keys.transpose(0, 2, 1)).tolist()
     return tuple(tuple(map(range, *row)) for row in zip(first, end, strict=True))
@@ -323,14 +315,14 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return one row for each rank. The rows before it have FIRST_SHARE of the work of the rank's own block."""
+    """Return, for each rank, the row at which its own block is split. The rows before have FIRST_SHARE of the block's work."""
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs
     wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
     last = (done + pairs).searchsorted(wanted)
     runs, wanted = runs.select(last), wanted - done[last]
-    # Binary search for the rows of these runs that belong to the first parts.
+    # Find by binary search how many rows of these runs belong to the first parts.
     low, high = np.zeros_like(ranks), runs.count
     while (high - low > 1).any():
         middle = ((low + high) // 2).clip(min=1)
@@ -368,7 +360,7 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plan(plan: Plan) -> Generator[None]:
-    """Let all calls in this context use `plan`, whatever their masks and layouts are. A captured CUDA graph needs the plan."""
+    """Make all calls in this context use `plan`, regardless of their masks and layouts, so that a CUDA graph captures it."""
     global _forced
     _forced = plan
     try:

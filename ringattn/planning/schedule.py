@@ -1,6 +1,6 @@
-"""Schedules of ring passes: plain data that lists the messages of each hop and the computations of each rank.
+"""Build the schedules of ring passes: plain data that lists the messages and the computations of each step.
 
-Every rank owns one block, which circulates. The other ranks compute the *result* of the block, which returns to the owner:
+Every rank owns one block, which circulates. The other ranks compute a *result* from the block. The result returns to the owner:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -8,13 +8,13 @@ Every rank owns one block, which circulates. The other ranks compute the *result
     kv forward        k, v                   none              m, l, o
     kv backward       k, v                   dk, dv            dq
 
-In a *relay* schedule, which suits several hosts, neighbours relay each block, and its result follows one hop behind. In a
-*direct* schedule, each rank receives a block from its owner and sends the result directly back, in rounds in which no link
-carries two blocks at a time.
+In a *relay* schedule, which suits several hosts, ranks pass each block on to their neighbours. The result of the block follows
+one hop behind. In a *direct* schedule, each rank receives a block from its owner and sends the result straight back. Direct
+schedules consist of rounds in which no link carries two blocks at a time.
 
-While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Work on a first part of its own
-block hides the first hop, and work on the rest hides the return of the last results. Without results, a rank computes its whole
-own block in the first step. Schedules leave out blocks, rows and computations that the mask does not need.
+While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block:
+work on the first part hides the first hop, and work on the rest hides the return of the last results. Without results, the
+block is not split. Schedules leave out blocks, rows and computations that the mask does not need.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows o
 
 
 class Message(NamedTuple):
-    """One message of one hop, with some or all rows of a block or of a result."""
+    """One message of one hop, with rows of a block or of a result."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
@@ -82,7 +82,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """One ring pass."""
+    """The schedule of one ring pass."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -92,7 +92,7 @@ class Schedule:
 
     @cached_property
     def by_rank(self) -> "_StepsByRank":
-        """by_rank[rank][t]."""
+        """The steps of each rank: `by_rank[rank][t]`."""
         return _StepsByRank(self.steps)
 
     @cached_property
@@ -112,7 +112,7 @@ class Schedule:
 
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
-    """The steps of each rank. They are computed at the first access."""
+    """Computes the steps of a rank at the first access."""
 
     def __init__(self, steps: tuple[Step, ...]) -> None:
         super().__init__()
@@ -137,13 +137,12 @@ def hull(ranges: Sequence[range]) -> range:
 
 @lru_cache(maxsize=64)
 def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule in which owners send blocks directly to the other ranks, and results return directly to the owners.
+    """Return the direct schedule.
 
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: for each rank, the row at which its own block is split. With None, a rank computes its whole own block in
-            the last step.
+        split_points: the row at which each rank's own block is split. With None, ranks compute with their own blocks last.
     """
     rounds = _rounds(need)
     returns = results and bool(rounds)
@@ -162,9 +161,10 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 
 
 def _rounds(need: Need) -> list[list[LocalStep]]:
-    """Return the rounds of a direct schedule. A round assigns one other owner to every rank with work under the mask.
+    """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    In round s, rank r computes with the block of rank r XOR s. If this needs more rounds, it is rank r - s modulo P instead.
+    In round s, rank r computes either with the block of rank r XOR s, or with the block of rank (r - s) modulo P. The function
+    chooses the variant with fewer rounds under this mask.
     """
     ranks = range(len(need))
     pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
@@ -179,7 +179,7 @@ def _rounds(need: Need) -> list[list[LocalStep]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return the local steps with own blocks: (first step, last step). Without results, no block is split."""
+    """Return the local steps of all ranks with their own blocks, in the first step and in the last step."""
     first: list[LocalStep] = []
     rest: list[LocalStep] = []
     for rank in range(len(need)):
@@ -195,7 +195,7 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
 
 @lru_cache(maxsize=64)
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule in which neighbours relay each block up to the last rank that needs it.
+    """Return the schedule in which ranks relay each block up to the last rank that needs it.
 
     All blocks move in the direction that needs fewer messages. A block contains every row that at least one other rank needs.
     Arguments as for `direct`.

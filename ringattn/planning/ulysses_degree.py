@@ -1,6 +1,6 @@
-"""Choose the number U of ranks per all-to-all with the least predicted time of attention on U x R ranks.
+"""Choose the Ulysses degree U with the least predicted time of attention on U x R ranks.
 
-The ring has R ranks. As in `ringattn.planning.cost_model`, all ranks and all runs make the same choice.
+All-to-alls have U ranks, and rings have R ranks. As in `ringattn.planning.cost_model`, all ranks and runs make the same choice.
 """
 
 import math
@@ -18,24 +18,22 @@ from ringattn.planning.workload import backward_work, forward_work
 
 # The minimum of tokens x heads per chunk. A smaller chunk would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
-MAX_HEAD_CHUNKS = 32  # the maximum number of chunks of heads per call
+MAX_HEAD_CHUNKS = 32  # per call
 EQUAL_TIMES = 1.01
 MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return how many copies of each key head the all-to-all must send, so that each rank has the key heads of its query
-    heads.
-    """
+    """Return the copies of each key head that the all-to-all sends, so that each rank has the key heads of its query heads."""
     # The query heads of a rank must be divided evenly among its key heads.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return the number of chunks for a rank's `heads`. `rows` counts the tokens of all batch entries after the all-to-all.
+    """Return the number of chunks of a rank's heads, so that the all-to-all of one chunk overlaps with attention of another.
 
-    The all-to-all of one chunk overlaps with the attention of another.
+    `rows` counts the tokens of all batch entries after the all-to-all.
     """
     limit = min(key_heads, MAX_HEAD_CHUNKS)
     counts = [n for n in range(1, limit + 1) if key_heads % n == 0 and rows * heads >= n * MIN_CHUNK_ROWS]
@@ -43,9 +41,7 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
-    """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if every rank needs all
-    blocks.
-    """
+    """Return the bytes that a rank sends per token in a forward and a backward pass if every rank needs all blocks."""
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
     # q, out, k and v are sent, and then their gradients.
@@ -70,16 +66,16 @@ def best_ulysses_degree(
 ) -> int:
     """Return the smallest U whose predicted time of a forward and a backward pass is at most 1% above the lowest.
 
-    U must divide `ranks` and Hq. The time consists of the ring and of the all-to-alls that attention does not hide. For
-    64 ranks, the prediction takes about a second. For more ranks, `bytes_per_row` decides instead, and U must divide the number
-    of ranks per host.
+    U must divide `ranks` and Hq. The time includes the ring, and the part of the all-to-alls that attention does not hide. For
+    64 ranks, the prediction takes about a second. For more ranks, the function instead returns the U with the fewest
+    `bytes_per_row`, and U must divide the number of ranks per host.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"
             device.
         mask: which keys each query may attend to. Without documents, a long sequence is planned as a shorter one.
         ranks: U x R.
-        host: the number of ranks per host. The ranks of a host have consecutive numbers, as have the ranks of an all-to-all.
+        host: the number of ranks per host. The ranks of a host, and the ranks of an all-to-all, have consecutive numbers.
         near, far: the interconnect inside a host, and between hosts.
         layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
@@ -122,15 +118,15 @@ def attention_seconds(
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the seconds of both all-to-alls of a chunk of heads, in which a rank sends `bytes_to_each` to each other rank."""
+    """Return the seconds of both all-to-alls of a chunk of heads. A rank sends `bytes_to_each` to each other rank."""
     inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
     return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Return the seconds that the all-to-alls add to attention. `attention` and `all_to_all` are seconds per chunk. Attention
-    never hides the arrival of the first chunk and the return of the last chunk.
+    """Return the seconds that the all-to-alls add to attention. `attention` and `all_to_all` are seconds per chunk. The arrival
+    of the first chunk and the return of the last chunk are never hidden.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -140,7 +136,7 @@ def _ring_seconds(
 ) -> tuple[float, ...]:
     """Return the seconds of both passes of a chunk (q, k, v). `ring` is (kind of layout, number of positions, number of ranks).
 
-    A long sequence without documents is planned as a shorter one, in which each position represents `scale` positions.
+    A long sequence without documents is planned as a shorter one.
     """
     kind, seq_len, ranks = ring
     length = seq_len if mask.totals else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))

@@ -6,20 +6,20 @@ from torch import Tensor
 
 from ringattn.kernels import fp8
 
-# The minimum FLOPs of the forward pass of a chunk of heads, about 0.1 s on an H200. More chunks need less memory, and the
-# time to start one more ring pass is negligible.
+# The forward pass of a chunk of heads has at least this many FLOPs, about 0.1 s on an H200. More chunks need less memory, and
+# the time to start one more ring pass is negligible.
 HEAD_CHUNK_FLOPS = 5e13
 
 
 class RowBytes(NamedTuple):
-    """Bytes per row of (a circulating block, the result of this block), for each schedule."""
+    """For each schedule, the bytes per row of a circulating block and of its result."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
 
 
 class Work(NamedTuple):
-    """The work of the forward pass or of the backward pass of one call, whichever operand circulates."""
+    """The work of the forward pass or of the backward pass of one call."""
 
     direction: str  # "forward" or "backward"
     batch: int
@@ -41,7 +41,7 @@ class Work(NamedTuple):
         return tensors * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
-        """Return the work of a shortened sequence, in which each row represents `scale` rows."""
+        """Return the work of a sequence in which each row represents `scale` rows."""
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
         return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 
@@ -51,9 +51,9 @@ def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Work:
-    """Return the work of the forward pass, two matrix products per (query, key) pair and head.
+    """Return the work of the forward pass: two matrix products per (query, key) pair and head.
 
-    With "fp8", q, k and v circulate with one byte per element, and one byte per row and head for the scale.
+    With "fp8", a circulating tensor has one byte per element, and one byte per row and head for the scale.
     """
     heads, size = q.shape[2], q.element_size()
     queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
@@ -66,7 +66,7 @@ def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Wo
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the backward pass, five matrix products per (query, key) pair and head."""
+    """Return the work of the backward pass: five matrix products per (query, key) pair and head."""
     heads, size = q.shape[2], q.element_size()
     queries, outputs, keys = q.shape[2:].numel(), heads * v.shape[3], k.shape[2:].numel() + v.shape[2:].numel()
     state_size = max(size, 4)
