@@ -31,6 +31,22 @@ class Choice:
     reads_fp8: bool = False  # whether the kernel reads FP8 inputs
 
 
+_last: Choice | None = None
+
+
+def record(choice: Choice) -> None:
+    global _last
+    _last = choice
+
+
+def last_backend() -> Choice | None:
+    """Return the kernels of this process's most recent forward or decoding call, and the reason; None before the first call.
+
+    `print(ringattn.last_backend())` explains, for example, why a call on a GPU did not use the Hopper kernels.
+    """
+    return _last
+
+
 def check_backend(backend: object) -> None:
     """Raise ValueError unless `backend` is a text. The cache of `choose_backend` needs a hashable argument."""
     if not isinstance(backend, str):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import fp8, reference, validation
-from ringattn.kernels.backends import TRITON_DTYPES, choose_backend
+from ringattn.kernels.backends import TRITON_DTYPES, Choice, choose_backend, record
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
@@ -24,12 +24,13 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients
 
 Tensors = tuple[Tensor, ...]
+_SPLIT_KV = Choice("triton", "split-KV kernel for few queries")
 MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
 
 
-def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
+def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> Choice:
     plain = dropout is None and blocks is None and v.shape[1] > 0
-    return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
+    return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain)
 
 
 # The following functions import the kernels of a backend at its first call, so that a rank on a CPU never loads Triton.
@@ -138,8 +139,11 @@ def forward(
     if precision == "fp8":
         validation.check_fp8(dropout is not None, blocks is not None)
         return _forward_rounded(q, k, v, intervals, scale, state, final, backend, shares_sms)
-    chosen = _choose(q, v, backend, dropout, blocks)
+    choice = _choose(q, v, backend, dropout, blocks)
+    chosen = choice.backend
+    record(choice)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
+        record(_SPLIT_KV)
         out, lse = _triton_decode().decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
         return out, lse
     options: dict[str, Any] = {"dropout": dropout, "blocks": blocks, "precision": precision}
@@ -249,10 +253,13 @@ def forward_fp8(
     num_keys, dims = k.data.shape[1], (q.data.shape[3], v.data.shape[3])
     choice = choose_backend(q.data.device, dtype, backend, dims, num_keys > 0, "fp8")
     if reads_fp8 and choice.reads_fp8:
+        record(choice)
         kernel = _hopper_forward().forward_quantized
         return kernel(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
     a, b, c = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
     results = forward(a, b, c, intervals, scale, state, final, backend, shares_sms=shares_sms)
+    if choice.backend != "hopper":
+        record(choice)
     return (results[0].to(dtype), results[1]) if final else results
 
 
@@ -287,10 +294,11 @@ def decode(
         ValueError: as for `forward`.
     """
     validation.check_cache(q, k, v, lo, hi, sinks, page_table)
-    chosen = _choose_decode(q, v, backend)
-    if chosen == "triton":
+    choice = _choose_decode(q, v, backend)
+    record(choice)
+    if choice.backend == "triton":
         return _triton_decode().decode(q, k, v, lo, hi, scale, final, sinks, page_table)
-    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_module(chosen).forward)
+    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_module(choice.backend).forward)
 
 
 def prepare_decode(
@@ -310,17 +318,26 @@ def prepare_decode(
     Return a function of (q, lo, hi, sinks), which must have the same shapes, dtypes and devices as the tensors passed here. The
     function checks nothing, which saves several microseconds per token.
     """
-    chosen = _choose_decode(q, v, backend)
-    if chosen == "triton":
-        return _triton_decode().Decoder(q, k, v, lo, scale, final, sinks, page_table)
-    compute = _forward_module(chosen).forward
-    return lambda q, lo, hi, sinks: reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, compute)
+    choice = _choose_decode(q, v, backend)
+    if choice.backend == "triton":
+        compute = _triton_decode().Decoder(q, k, v, lo, scale, final, sinks, page_table)
+    else:
+        forward = _forward_module(choice.backend).forward
+
+        def compute(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> Any:
+            return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, forward)
+
+    def record_and_compute(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> Any:
+        record(choice)
+        return compute(q, lo, hi, sinks)
+
+    return record_and_compute
 
 
-def _choose_decode(q: Tensor, v: Tensor, backend: str) -> str:
-    """Return the backend of a decoding call. The Hopper kernels cannot decode, so the Triton kernel replaces them."""
-    chosen = choose_backend(q.device, q.dtype, "triton" if backend == "hopper" else backend, (q.shape[3], v.shape[3])).backend
-    return "triton" if chosen == "hopper" else chosen
+def _choose_decode(q: Tensor, v: Tensor, backend: str) -> Choice:
+    """Choose the backend of a decoding call. The Hopper kernels cannot decode, so the Triton kernel replaces them."""
+    choice = choose_backend(q.device, q.dtype, "triton" if backend == "hopper" else backend, (q.shape[3], v.shape[3]))
+    return _SPLIT_KV if choice.backend == "hopper" else choice
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
@@ -368,7 +385,7 @@ def backward(
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
     precision = "ieee" if precision == "fp8" else precision
-    chosen = _choose(q, v, backend, dropout, blocks)
+    chosen = _choose(q, v, backend, dropout, blocks).backend
     options: dict[str, Any] = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
     # The Hopper kernels compute delta while they prepare the queries, which saves a launch.
     if chosen == "hopper":
@@ -427,7 +444,7 @@ class IncrementalBackward:
     ) -> None:
         self._hopper: Any = None
         self._dq: Tensor | None = None
-        if plain and _choose(q, v, backend, None, None) == "hopper":
+        if plain and _choose(q, v, backend, None, None).backend == "hopper":
             self._hopper = _hopper_backward().incremental(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):
             delta = row_delta(delta[0], dout, delta[1], backend)

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from ringattn.decode import KVCache, decode_attention
     from ringattn.explanation import explain
     from ringattn.flash import flash_attention
+    from ringattn.kernels.backends import last_backend
     from ringattn.kernels.blocks import BlockMask
     from ringattn.layout import Layout
     from ringattn.load_balance import balanced_layout
     from ringattn.mask import Mask
     from ringattn.paged_cache import PagedKVCache
     from ringattn.state import PartialState
+    from ringattn.torch_attention import sdpa
     from ringattn.ulysses import ulysses_attention
 
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "kernels")):
@@ -45,9 +47,11 @@ __all__ = [
     "decode_attention",
     "explain",
     "flash_attention",
+    "last_backend",
     "plan_ahead",
     "ring_attention",
     "save_attention",
+    "sdpa",
     "simulate",
     "ulysses_attention",
 ]
@@ -65,9 +69,11 @@ _MODULES = {
     "decode_attention": "decode",
     "explain": "explanation",
     "flash_attention": "flash",
+    "last_backend": "kernels.backends",
     "plan_ahead": "attention",
     "ring_attention": "attention",
     "save_attention": "checkpointing",
+    "sdpa": "torch_attention",
     "simulate": "comm.simulated",
     "ulysses_attention": "ulysses",
 }

@@ -19,6 +19,11 @@ def check_sink_logits(sink_logits: Tensor | None, q: Tensor) -> None:
         raise ValueError(
             f"sink_logits is a {type(sink_logits).__name__}: it must be a tensor ({q.shape[2]},), one logit per head"
         )
+    if sink_logits.shape == q.shape[1:2] != q.shape[2:3]:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, and there are {len(sink_logits)} sinks: pass (batch, tokens, heads, head dim), which is "
+            "x.transpose(1, 2)"
+        )
     if sink_logits.shape != q.shape[2:3] or not sink_logits.is_floating_point():
         raise ValueError(
             f"sink_logits has the shape {tuple(sink_logits.shape)} and {sink_logits.dtype}: it must be a floating-point tensor "

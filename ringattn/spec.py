@@ -177,9 +177,19 @@ def check_attention(
     validation.check_fit(q, k, v)
     validation.check_scale(scale)
     validation.check_dropout(dropout_p, seed)
+    _check_tokens_come_first(q, k, mask, seq_len)
     mask.check(seq_len, q.shape[0])
     validation.check_precision(precision)
     if precision == "fp8":
         validation.check_fp8(has_dropout=dropout_p > 0)
     backends.check_backend(backend)
     backends.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), dropout_p == 0, precision)
+
+
+def _check_tokens_come_first(q: Tensor, k: Tensor, mask: Mask, seq_len: int) -> None:
+    """Raise ValueError if the mask proves that q and k are (batch, heads, tokens, head dim)."""
+    if seq_len not in mask.totals and q.shape[2] == k.shape[2] and q.shape[2] in mask.totals:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, and the mask is for {q.shape[2]} tokens: pass (batch, tokens, heads, head dim), which is "
+            "x.transpose(1, 2)"
+        )

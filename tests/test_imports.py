@@ -24,7 +24,7 @@ LAYERS = {
     "what will happen, as plain data": ("planning",),
     "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
     "runs a schedule over a transport": ("ring",),
-    "the public calls": ("attention", "ulysses", "flash", "decode", "paged_cache", "explanation"),
+    "the public calls": ("attention", "ulysses", "flash", "torch_attention", "decode", "paged_cache", "explanation"),
 }
 
 # The rooms of the package train, from the lowest to the highest. A room is a folder or a module that lies directly in train/. A

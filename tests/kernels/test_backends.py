@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ringattn import KVCache, decode_attention, flash_attention, last_backend
 from ringattn.kernels import backends, dispatch
+from ringattn.kernels.backends import Choice
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -65,7 +67,7 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
     simulate_gpu((9, 0), monkeypatch)
     q = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, 64))
     v = SimpleNamespace(shape=(1, keys, 2, value_dim))
-    assert dispatch._choose(q, v, "auto", dropout, None) == backend
+    assert dispatch._choose(q, v, "auto", dropout, None).backend == backend
 
 
 @pytest.mark.parametrize(
@@ -151,3 +153,22 @@ def test_deterministic_algorithms_do_not_change_the_backend(monkeypatch):
         assert backends.choose_backend(GPU, torch.bfloat16).backend == "hopper"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_the_last_call_is_reported() -> None:
+    """The backward pass does not count. Decoding reports its own kernel, also from a prepared function."""
+    q, k, v = (x.requires_grad_() for x in torch.zeros(3, 1, 2, 2, 8))
+    out = flash_attention(q, k, v, backend="reference")
+    assert last_backend() == Choice("reference", "requested")
+    flash_attention(q, k, v)
+    assert last_backend() == Choice("blockwise", "no GPU kernel runs on cpu")
+    out.sum().backward()
+    assert last_backend() == Choice("blockwise", "no GPU kernel runs on cpu")
+    cache = KVCache(4)
+    cache.append(k, v)
+    for _ in range(2):
+        flash_attention(q, k, v)
+        decode_attention(q.detach(), cache, backend="reference")
+        assert last_backend() == Choice("reference", "requested")
+    flash_attention(q, k, v, precision="fp8")
+    assert "rounded to FP8" in last_backend().reason

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringattn.kernels import dispatch, fp8, reference, validation
+from ringattn.kernels.backends import Choice
 from tests.covering import every_pair
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_scalars_close, assert_states_close
 from tests.kernels.contract import check_forward, check_incremental
@@ -38,7 +39,7 @@ def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits
     kernels = SimpleNamespace(
         decode=lambda *_, **__: calls.append(True) or (None, None), forward=lambda *_, **__: calls.append(False)
     )
-    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: Choice("hopper", ""))
     monkeypatch.setattr(dispatch, "_forward_module", lambda backend: kernels)
     monkeypatch.setattr(dispatch, "_triton_decode", lambda: kernels)
     monkeypatch.setattr(validation, "check_inputs", lambda *_: None)
@@ -181,7 +182,7 @@ def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
         def forward(*arguments, shares_sms, **options):
             received.append(shares_sms)
 
-    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: Choice("hopper", ""))
     monkeypatch.setattr(dispatch, "_forward_module", lambda backend: Kernels)
     q = torch.zeros(1, 2, 1, 8)
     dispatch.forward(q, q, q, full(2, 2), 1.0)

@@ -1,0 +1,125 @@
+"""The public call `sdpa`, with the signature of torch's `scaled_dot_product_attention`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ringattn.flash import flash_attention
+from ringattn.kernels.validation import check_dense, check_flag
+from ringattn.mask import Mask
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute `torch.nn.functional.scaled_dot_product_attention` with the kernels of `flash_attention`.
+
+    Args:
+        q: (..., Nq, D), k: (..., Nk, D), v: (..., Nk, Dv), usually (B, H, N, D). The leading dims are broadcast.
+        attn_mask: (..., Nq, Nk), a bool mask, or a float mask of 0 and -inf. Every query must attend to one interval of keys
+            whose ends never decrease, the same in all heads, as for causal masks, windows and packed documents. The host
+            reads the mask in every call. `flash_attention(mask=...)` avoids this.
+        dropout_p: probability of dropping an entry of the softmax. The random numbers are not those of torch.
+        is_causal: aligns the first query with the first key, and not the last ones, as `flash_attention` does.
+        scale: positive factor on the scores; None for D ** -0.5.
+        enable_gqa: whether dim -3 of k and v may be a divisor of that of q.
+
+    Returns:
+        out (..., Nq, Dv) in q's dtype. A query that may attend to no key has the output 0.
+
+    Raises:
+        ValueError: the arguments contradict each other, or no kernel supports `attn_mask`, for example a learned bias.
+    """
+    check_dense(q, k, v)
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
+    if is_causal and attn_mask is not None:
+        raise ValueError("both attn_mask and is_causal are given: pass only one of them")
+    if min(q.ndim, k.ndim, v.ndim) < 2 or k.shape[-2] != v.shape[-2]:
+        shapes = ", ".join(f"{tuple(x.shape)}" for x in (q, k, v))
+        raise ValueError(f"q, k, v have the shapes {shapes}: give q (..., Nq, D), k (..., Nk, D) and v (..., Nk, Dv)")
+    (q, k, v), leading = _with_heads(q, k, v, enable_gqa)
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    mask: Mask | None = None
+    if is_causal:
+        # With as many keys as queries, both alignments are the same.
+        mask, k, v = Mask.causal(), k[:, :num_queries], v[:, :num_queries]
+    if attn_mask is not None:
+        mask = _recognise(attn_mask, leading, num_queries, num_keys)
+    if num_queries > k.shape[1] and mask is not None:
+        if is_causal:
+            mask = Mask.from_intervals([0] * num_queries, [min(i + 1, num_keys) for i in range(num_queries)])
+        # No query attends to the additional keys. With them, the last query is aligned with the last key.
+        k, v = (pad(x, (0, 0, 0, 0, 0, num_queries - x.shape[1])) for x in (k, v))
+    out = flash_attention(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).reshape(*leading, num_queries, v.shape[-1])
+
+
+def _with_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[list[Tensor], torch.Size]:
+    """Return q, k and v as (B, N, H, D), and the leading dims of the output."""
+    tensors = [x.reshape(*[1] * (4 - x.ndim), *x.shape) for x in (q, k, v)]
+    grouped = enable_gqa and tensors[0].shape[-3] != tensors[1].shape[-3]
+    shared = 3 if grouped else 2  # the number of last dims that are not broadcast
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-shared] for x in tensors))
+    except RuntimeError:
+        shapes = ", ".join(f"{tuple(x.shape)}" for x in (q, k, v))
+        hint = "" if enable_gqa else "; for fewer key heads than query heads, pass enable_gqa=True"
+        raise ValueError(f"q, k, v have the shapes {shapes}: their leading dims must be equal or 1{hint}") from None
+    tensors = [x.expand(*batch, *x.shape[-shared:]) for x in tensors]
+    leading = tensors[0].shape[:-2]
+    ndim = max(q.ndim, k.ndim, v.ndim)
+    return [x.flatten(0, -4).transpose(1, 2) for x in tensors], leading[len(leading) + 2 - ndim :]
+
+
+def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_keys: int) -> Mask:
+    """Return the mask with the same pairs as `attn_mask`, aligned at the last of max(Nq, Nk) positions."""
+    remedy = "use torch's scaled_dot_product_attention, or flash_attention(mask=..., blocks=...)"
+    allowed = _allowed(attn_mask, remedy)
+    try:
+        allowed = allowed.expand(*[1] * (2 + len(leading) - allowed.ndim), *allowed.shape[:-2], num_queries, num_keys)
+        torch.broadcast_shapes(leading, allowed.shape[:-2])
+    except RuntimeError:
+        shape = (*leading, num_queries, num_keys)
+        raise ValueError(f"attn_mask has the shape {tuple(attn_mask.shape)}: it must be broadcastable to {shape}") from None
+    if len(leading) >= 2 and allowed.shape[-3] > 1 and (allowed != allowed[..., :1, :, :]).any():
+        raise ValueError(f"attn_mask differs between heads, which these kernels do not support: {remedy}")
+    if len(leading) >= 2:
+        allowed = allowed[..., 0, :, :].expand(*leading[:-1], num_queries, num_keys)
+    count = allowed.sum(-1)
+    lo = allowed.int().argmax(-1) if num_keys else torch.zeros_like(count)
+    # A query without keys takes the end of the query before it.
+    hi = torch.where(count > 0, lo + count, 0).cummax(-1).values
+    lo = torch.where(count > 0, lo, hi)
+    keys = torch.arange(num_keys, device=allowed.device)
+    is_interval = ((keys >= lo[..., None]) & (keys < hi[..., None])).equal(allowed)
+    if not is_interval or (lo.diff() < 0).any() or (hi.diff() < 0).any():
+        raise ValueError(
+            "attn_mask is not a mask in which every query attends to one interval of keys whose ends never decrease: " + remedy
+        )
+    surplus = max(num_keys - num_queries, 0)
+    lo, hi = (pad(x.flatten(0, -2), (surplus, 0)).cpu() for x in (lo, hi))
+    return Mask.from_intervals(lo, hi) if lo.numel() else Mask.full()
+
+
+def _allowed(attn_mask: Any, remedy: str) -> Tensor:
+    """Return `attn_mask` as a bool mask."""
+    if not isinstance(attn_mask, Tensor) or attn_mask.ndim < 2:
+        raise ValueError(f"attn_mask is a {type(attn_mask).__name__}: it must be a tensor with at least two dimensions")
+    if torch.compiler.is_compiling() or attn_mask.is_meta:
+        raise ValueError("attn_mask has no values while torch.compile traces: use flash_attention(mask=...)")
+    if attn_mask.dtype == torch.bool:
+        return attn_mask
+    if attn_mask.requires_grad or not ((attn_mask == 0) | (attn_mask == float("-inf"))).all():
+        raise ValueError(f"attn_mask is a bias, and these kernels add no numbers to the scores: {remedy}")
+    return attn_mask == 0
