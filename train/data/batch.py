@@ -1,4 +1,4 @@
-"""A batch of sequences, which every data source returns, and the part of a batch that one rank processes."""
+"""Define a batch of sequences, and the shard of a batch that one rank processes."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Batch:
         tokens: (B, S) int64.
         labels: (B, S) int64, the next tokens. A label of IGNORE does not contribute to the loss. Labels are computed before the
             sequence is sharded, so no rank needs a token of another rank.
-        documents: for each sequence, the length of each (part of a) document. The lengths sum to S.
+        documents: for each sequence, the length of each document, or part of a document, in it. The lengths sum to S.
     """
 
     tokens: torch.Tensor

@@ -10,7 +10,7 @@ processes do not share Python's lock, so planning does not delay the launch of k
 
 On CPUs, a loader process would only take time away from training, so `Loader` prepares a step in the training process.
 
-The loader process ends when its input is closed, which the kernel does when the training process ends for any reason.
+The loader process ends when its input is closed. The operating system closes the input when the training process ends.
 """
 
 import gc
@@ -61,24 +61,24 @@ class LoaderError(RuntimeError):
 
 
 class MicroStep(NamedTuple):
-    """One micro-step of one rank."""
+    """The inputs of one rank in one micro-step."""
 
     batch: Batch
     mask: Mask
     layout: Layout
-    plan: Plan | None = None  # on the CPU; None if attention is planned when it is called
+    plan: Plan | None = None  # on the CPU; None if the first attention call creates the plan
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Everything that determines the micro-steps of a rank.
+    """Prepares the micro-steps of one rank.
 
     Attributes:
         config: the settings.
         data: the training sequences.
         shape: the numbers of ranks.
         dp, ring: the indices of this rank along these axes of the mesh.
-        is_fixed: whether a CUDA graph replays attention, see `Plan`.
+        is_fixed: as for `Plan`. True if a CUDA graph replays attention.
     """
 
     config: Config
@@ -104,9 +104,9 @@ class Preparation:
         return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
 
     def prepare(self, consumed: int, requests: Requests | None = None) -> list[MicroStep]:
-        """Return the micro-steps of one step. With `requests`, the attention of masks with documents is planned.
+        """Return the micro-steps of one step. If `requests` is given, plan the attention of masks with documents.
 
-        A mask without documents is the same in all steps, so the first step has planned it.
+        A mask without documents is the same in all steps, so the first step creates its plan.
         """
         micro_steps = []
         for batch in self.batches(consumed):
@@ -149,14 +149,14 @@ class Loader:
         return self.preparation.prepare(consumed)
 
     def learn(self, requests: Requests) -> None:
-        """Record which schedules and tables a step requests from its plan. Later steps need the same ones."""
+        """Record the schedules and tables that a step has requested from its plan. Later steps request the same ones."""
 
     def close(self) -> None:
         """End the loader process, if there is one."""
 
 
 class AheadLoader(Loader):
-    """Prepare the next steps in another process, which imports its modules in the background."""
+    """Prepares the next steps in another process. This process imports its modules while the training process starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,28 +172,24 @@ class AheadLoader(Loader):
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno(), env=environment)
         assert self._process.stdin is not None
         self._requests_file = self._process.stdin
-        # A thread receives the messages, so that the process need not wait for the training process.
+        # A thread receives the messages, so that the loader process never waits for the training process.
         self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         threading.Thread(target=_receive_all, args=(connection, self._received), daemon=True).start()
         # The finalizer also runs if an error ends the job before `close` is called.
         self._end = weakref.finalize(self, _end, self._process, self._requests_file)
 
     def begin(self, preparation: Preparation) -> None:
-        """See `Loader.begin`."""
         super().begin(preparation)
         self._send(preparation)
 
     def learn(self, requests: Requests) -> None:
-        """See `Loader.learn`."""
         self._requests = requests
 
     def close(self) -> None:
-        """End the loader process."""
         self._end()
 
     def get(self, consumed: int) -> list[MicroStep]:
-        """See `Loader.get`."""
-        # All requested steps are dropped if this step does not follow the previous one.
+        # If this step does not follow the previous one, drop all requested steps.
         while self._pending and self._pending[0] != consumed:
             self._receive()
         while len(self._pending) <= AHEAD:
@@ -221,7 +217,7 @@ class AheadLoader(Loader):
 
 
 def start_loader(device: torch.device) -> Loader:
-    """Return the loader of a run on `device`. On a GPU, it starts a process."""
+    """Return the loader of a run on `device`. On a GPU, the loader starts a process."""
     return AheadLoader() if device.type == "cuda" else Loader()
 
 
@@ -291,7 +287,7 @@ def run_loader_process(output: IO[bytes]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    # A collection would visit the thousands of small objects of a plan of 64 ranks.
+    # Garbage collection would take long, because a plan for 64 ranks consists of thousands of small objects.
     gc.freeze()
     gc.set_threshold(100_000)
     preparation: Preparation | None = None

@@ -7,8 +7,8 @@
 An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Without the second order, consecutive steps
 would often read the same long document. A document may continue in the next sequence of the stream.
 
-With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. The second order may therefore be a
-random order of groups, each of G sequences with similar costs of attention. Sequences that do not fill a group are dropped.
+With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, the second order may
+shuffle groups instead. A group contains G sequences with similar costs of attention. Sequences that fill no group are dropped.
 
 The only state of the data is the number of consumed sequences.
 """
@@ -48,13 +48,13 @@ TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32"))
 
 BATCH_TOKENS = 2**20  # tokens that are kept in memory before they are written to the cache
 FILE_TOKENS = 2**26  # tokens in a file of the cache: a killed process loses at most this many
-END = "end.json"  # a file of the cache that exists if the corpus is complete: [rows by split, number of entries]
+END = "end.json"  # marks a complete cache; contains [number of rows by split, number of entries]
 log = logging.getLogger(__name__)
 
 # The checksum of a corpus covers the tokens of at most this many documents.
 NUM_SAMPLED = 64
 
-# Numbers the corpora that this process loads, in the same order on every rank.
+# Numbers the corpora that this process loads. All ranks load their corpora in the same order.
 _corpus_numbers = itertools.count()
 
 
@@ -66,7 +66,7 @@ class PackedDataset:
         lengths: (documents,) int64, the number of tokens in each document.
         tokens_per_epoch: the number of tokens in all documents.
         sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
-        group_size: the number G, or 1 if there are no groups.
+        group_size: the number G of sequences per group, or 1 if there are no groups.
     """
 
     def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
@@ -76,8 +76,8 @@ class PackedDataset:
             documents: one row per document, with the columns of TOKENS.
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            shuffle: whether the sequences of an epoch are in a random order, and not in the order of the stream.
-            group_size: the number G. There are no groups without `shuffle`, or if the documents do not fill a group.
+            shuffle: True for a random order of the sequences of an epoch, False for the order of the stream.
+            group_size: the number G of sequences per group. It is ignored without `shuffle`, or if there are fewer sequences.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -110,7 +110,7 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that identify the corpus and its order. A position in the data is valid only with equal values."""
+        """Values that identify the corpus and its order. If the values change, a saved position in the data is invalid."""
         # The lengths identify the order of the documents.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
@@ -125,13 +125,13 @@ class PackedDataset:
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each (part of a) document in it."""
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
         epoch, position = divmod(index, self.sequences_per_epoch)
         start = int(self._order_of(epoch)[2][position]) * self.seq_len
         return self.stream(start, start + self.seq_len, epoch)
 
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens from `start` to `stop` - 1 of the stream of an epoch, like a sequence of this length."""
+        """Return the tokens `start` to `stop` - 1 of the stream of an epoch, in the same form as `sequence`."""
         order, ends, _ = self._order_of(epoch)
         # The last document contains the last label, token `stop`.
         first, last = np.searchsorted(ends, (start, stop), side="right")
@@ -176,17 +176,16 @@ class PackedDataset:
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         """Return the cost of attention of each sequence of the stream: the sum of its squared document lengths."""
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. Equal edges enclose nothing.
+        # A stable sort merges sorted arrays in linear time. Equal edges add 0 to a cost.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
 
-# RecallDataset generates its sequences.
 Sequences = PackedDataset | recall.RecallDataset
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
-    """Load the part of a corpus that is not held out. All ranks call this function.
+    """Load the part of a corpus that is not held out. All ranks must call this function.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains too little text.
@@ -201,10 +200,10 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
-    """Return the tokenised documents of a corpus, with the columns of TOKENS. All ranks call this function.
+    """Return the tokenised documents of a corpus, with the columns of TOKENS. All ranks must call this function.
 
-    The first call tokenises them into a folder in the cache of `datasets`. After a kill, the next call continues with the
-    incomplete file.
+    The first call tokenises the documents into a folder in the cache of `datasets`. If it is killed, the next call repeats only
+    the incomplete file.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -233,7 +232,7 @@ def split_documents(documents: Any, fraction: float, seq_len: int) -> tuple[data
     Args:
         documents: one row per document, with the columns of TOKENS.
         fraction: the fraction of the tokens that is held out.
-        seq_len: the number of tokens per sequence. Each part must fill one.
+        seq_len: the number of tokens per sequence. Each part must fill at least one sequence.
 
     Raises:
         ConfigError: the documents do not fill one sequence in each part.
@@ -267,11 +266,10 @@ def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> dat
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences) -> Sequences | None:
-    """Load the held-out text in the order of the stream, or return None if there is none. All ranks call this function.
+    """Load the held-out text in the order of the stream, or return None if there is none. All ranks must call this function.
 
     Args:
         config: the settings of the training text, which also determine the held-out text.
-        tokenizer: the tokenizer.
         training: the training text.
 
     Raises:
@@ -312,7 +310,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.D
     if not (folder / END).exists():
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as lock:
-            # Some file systems do not support locks. Then, two processes may tokenise the same text.
+            # Some file systems do not support locks. On these, two processes may tokenise the same text.
             with suppress(OSError):
                 lock.enter_context(FileLock(folder / ".lock", fallback_to_soft=False))
                 for partial in folder.glob("*.partial"):  # the file that a killed process was writing
@@ -328,9 +326,9 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.D
 
 
 def _fill_cache(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    """Tokenise a corpus, or the part that a killed process has not tokenised.
+    """Tokenise the entries of a corpus that are not in the cache yet.
 
-    The name of a file consists of its number and of the number of entries up to its end.
+    The name of a file contains the number of the file, and the number of entries in this file and all earlier ones.
     """
     files = sorted(folder.glob("*.arrow"))
     documents, sizes = sources.read_documents(config)
@@ -381,7 +379,7 @@ def _to_arrow(batch: list[np.ndarray]) -> pyarrow.RecordBatch:
 
 
 def _code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns files into tokens, as part of the key of the cache."""
+    """Return the source code that turns files into tokens. A change of this code must invalidate the cache."""
     return inspect.getsource(_tokenise) + inspect.getsource(sources) + inspect.getsource(type(tokenizer))
 
 

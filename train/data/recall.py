@@ -5,9 +5,9 @@ A document contains a block of facts and, at its end, a block of queries. All ot
     ... filler ... | (k3,v3) .. (k1,v1) .. .. (k2,v2) | ... filler ... | k2 v2 k3 v3 k1 v1 |
                      facts, BLOCK tokens                                 queries, BLOCK tokens
 
-A fact is one token for a key and its value. After the key of a query, the model must predict the value. Only these predictions
-have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A model that cannot
-attend to the facts can only guess, because values are independent and a key occurs in one query of a document.
+A fact is one token that encodes a key and a value. After the key of a query, the model must predict the value. Only these
+predictions have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A model that
+cannot attend to the facts can only guess, because values are independent and a key occurs in one query of a document.
 
 All tokens of a sequence are computed from a seed and the number of the sequence, so nothing is stored.
 """
@@ -21,7 +21,7 @@ from ringattn.train.data.batch import Batch
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# The tokens of the block of facts, and of the block of queries, in long documents.
+# Each of the two blocks has this many tokens in long documents.
 BLOCK = 32
 
 # The number of tokens of the shortest documents for training.
@@ -37,11 +37,11 @@ VOCABULARY = 256
 # The probability of a correct answer without the block of facts.
 CHANCE = 1 / NUM_VALUES
 
-# `data.seed` is smaller, so no run is trained on the sequences of the evaluation.
+# Larger than any `data.seed`, so that no run trains on the sequences of the evaluation.
 EVALUATION_SEED = 2**63
 GRID_SEED = 2**63 + 1
 
-# The facts of the evaluation are at this number of positions, spread evenly over the document.
+# The evaluation places the facts at this many positions, which are spread evenly over the document.
 NUM_POSITIONS = 11
 
 
@@ -101,18 +101,18 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return the `document_lengths` with blocks of full size, or the longest length if there are none."""
+    """Return the `document_lengths` that have space for two full blocks, or the longest length if there are none."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 
 
 def block_size(length: int) -> int:
-    """Return the number of tokens of the block of facts, and of the block of queries. It is even."""
+    """Return the number of tokens in each of the two blocks of a document. The number is even."""
     return min(length // 4 * 2, BLOCK)
 
 
 def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-    """Return documents for the evaluation, one per sequence, and their positions as int64 (B,).
+    """Return documents for the evaluation, one per sequence, and the position of the facts in each document as int64 (B,).
 
     The facts of document n are at position n modulo NUM_POSITIONS. Position 0 is the beginning of the document, and the last
     position is directly before the queries.
@@ -165,7 +165,7 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
     """Return `count` random selections of `size` different integers below `bound`, int64 (count, size)."""
-    # numpy does not guarantee its permutations. It sorts integers of 16 bits much faster than longer ones.
+    # The permutations of numpy may differ between its releases. numpy sorts 16-bit integers much faster than longer ones.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]
 
@@ -175,5 +175,4 @@ def _filler(random: np.random.Philox, count: int) -> np.ndarray:
 
 
 def _integers(random: np.random.Philox, count: int, bound: int) -> np.ndarray:
-    """Return random integers below `bound`, int64 (count,)."""
     return (random.random_raw(count) % np.uint64(bound)).astype(np.int64)

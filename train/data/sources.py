@@ -28,7 +28,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 # Folders of the standard library that contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
-# The files of a folder that are read if `data.path` is a folder.
+# If `data.path` is a folder, the files with these names are read.
 NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
 COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 
@@ -37,8 +37,8 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# The place of a document for error messages, and its text: "" for a row without text, None for a blank line of JSON lines,
-# which does not count as a row in a slice such as "train[:90%]".
+# Where a document is, for error messages, and its text. A row without text has the text "". A blank line of JSON lines has the
+# text None, and does not count as a row in a slice such as "train[:90%]".
 Entry = tuple[str, str | None]
 
 
@@ -46,8 +46,8 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
     """Read the documents of a corpus.
 
     Returns:
-        The documents, and the number of rows in each complete split. This number is None for a complete split "train", because
-        its rows are known only at the end.
+        The documents, and the number of rows by split. If the whole split "train" is read, this is None, because its rows are
+        counted only at the end.
 
     Raises:
         ConfigError: a file or the column is missing, cannot be read or is not text, or a document is larger than
@@ -210,7 +210,6 @@ def _cannot_read_file(file: str, error: Exception) -> ConfigError:
 
 
 def library_files() -> list[str]:
-    """Return the source files of Python's standard library, sorted."""
     found = list[str]()
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         # Excluded folders must not be searched, because site-packages may contain many thousand files.
@@ -250,7 +249,6 @@ def files(config: DataConfig) -> list[str]:
 
 
 def load_hub(config: DataConfig) -> datasets.Dataset:
-    """Return a dataset of the Hugging Face hub."""
     # Releases of `datasets` before 4 would otherwise ask whether to run the code of a dataset.
     settings: Any = datasets.config
     settings.HF_DATASETS_TRUST_REMOTE_CODE = False
@@ -302,8 +300,8 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
     """Return whether two corpora of the same `source` have no document in common.
 
-    Corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are. All others are
-    not. `sizes` are the rows in each split of the training text.
+    Corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint. Corpora
+    that share only some files are not. `sizes` contains the number of rows in each split of the training text.
     """
     if training.path and training.source != "hub":
         first, second = files(training), files(held_out)
@@ -315,7 +313,7 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
-    """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` are the rows in each complete split."""
+    """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` are the rows of whole splits."""
     parts = [_absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 
@@ -326,12 +324,10 @@ def _absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
 
 
 def no_column(where: str, column: str, columns: Iterable[str]) -> ConfigError:
-    """Return the error for a missing column."""
     return ConfigError(f"{where} has no column {column!r}: set data.column to one of {', '.join(columns)}")
 
 
 def no_text(where: str, column: str, found: object) -> ConfigError:
-    """Return the error for a column that does not contain text."""
     return ConfigError(f"{where}: column {column!r} contains {found}, but text is required: set data.column")
 
 

@@ -1,7 +1,7 @@
 """Choose the target tokens of an evaluation, and pack them with their context into sequences.
 
-The target tokens, whose loss is computed, do not depend on `data.seq_len`. The losses at different lengths are therefore means
-over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
+The evaluation computes the loss of the target tokens. They do not depend on `data.seq_len`, so the losses at different lengths
+are means over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
 
     held-out text     ------------####------------####------------####          # target token
 
@@ -13,8 +13,8 @@ these windows evaluate a block at length 8. The document begins at the bar.
     second window                     ....####
 
 A window has up to L / 2 target tokens and begins as early as the length and the document allow. Without `data.mask_documents`,
-the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len` tokens, as documents of
-the mask, so torch.compile compiles the model only once.
+the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len` tokens, and the mask
+treats each window as a document. Therefore torch.compile compiles the model only once.
 """
 
 import zlib
@@ -37,13 +37,13 @@ from ringattn.train.model.loss import IGNORE
 # block.
 NUM_BLOCKS = 32
 
-# The least number of tokens of a block, which limits the time of an evaluation at very long lengths.
+# The minimum number of tokens per block, which limits the time of an evaluation at very long lengths.
 MIN_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A block of target tokens, after the earlier tokens to which they can attend.
+    """A block of target tokens, together with the earlier tokens to which they can attend.
 
     Attributes:
         tokens: (n,) int64.
@@ -59,7 +59,7 @@ class Passage:
 
 
 class Window(NamedTuple):
-    """The tokens from `start` to `stop` - 1 of a passage, with the targets from `first` on. `size` is `stop` - `start`."""
+    """The tokens `start` to `stop` - 1 of a passage. Those from `first` on are targets. `size` is `stop` - `start`."""
 
     size: int
     length: int  # the index of the length
@@ -109,7 +109,7 @@ class Targets:
         """Return some sequences and the group of each token.
 
         Args:
-            numbers: the numbers of the sequences. Those from `num_sequences` on have no target token.
+            numbers: the numbers of the sequences. Sequences from number `num_sequences` on have no target token.
 
         Returns:
             The sequences, and an int64 tensor (B, S). The group of a target token of document d at length number i is i * D +
@@ -143,7 +143,7 @@ class Targets:
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
     """Read the blocks of target tokens, each with up to `context` earlier tokens.
 
-    The sequences of the recall task are independent of each other, so its blocks are whole sequences.
+    In the recall task, a block is a whole sequence, because the sequences are independent of each other.
     """
     if isinstance(held_out, RecallDataset):
         for number in range(-(-eval_tokens // held_out.seq_len)):
@@ -155,7 +155,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # A block is at the end of its part of the text, so many tokens precede it.
+        # A block is at the end of its part of the text, so that many tokens precede the block.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)
@@ -180,7 +180,7 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
 
 
 def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
-    """Distribute windows to sequences of `seq_len` tokens. A sequence repeatedly receives the largest window that fits."""
+    """Distribute windows over sequences of `seq_len` tokens. Each sequence is filled with the largest windows that fit."""
     windows, sequences = sorted(windows), list[list[Window]]()
     while windows:
         space, sequence = seq_len, list[Window]()

@@ -1,4 +1,4 @@
-"""Encode text as tokens. The two tokenizers are the bytes of the text, and the tokenizer of a `tokenizer.json` file."""
+"""Encode text as tokens, either as UTF-8 bytes or with the tokenizer of a `tokenizer.json` file."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 
 log = logging.getLogger(__name__)
 
-# Names of the end-of-text token in widely used tokenizers, the most specific first, if no file names it.
+# If no file names the end-of-text token, these names from widely used tokenizers are tried, the most specific first.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
 # The fingerprints of tokenizers about which this process has warned.
@@ -49,7 +49,7 @@ class JsonTokenizer:
 
     Args:
         path: the file.
-        eos_token: the name of the end-of-text token. None: the name in a file of the same folder, or one of END_OF_TEXT.
+        eos_token: the name of the end-of-text token. With None, a file of the same folder or END_OF_TEXT provides the name.
         special_tokens: as `data.special_tokens`. `decode` shows special tokens only with "parse".
 
     Raises:
@@ -67,7 +67,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # The file may not mark these tokens as special. A special token would lose its flags if it was added again.
+        # The file may not mark these tokens as special. Adding a token that is marked already would change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self._names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -100,7 +100,7 @@ class JsonTokenizer:
     def _first_special_token(self, config: dict[str, Any]) -> int | None:
         """Return the id of the token that the tokenizer prepends to a text, or None.
 
-        Either the post-processor in `tokenizer.json` prepends it, or `add_bos_token` in `tokenizer_config.json` requests it.
+        Either the post-processor in `tokenizer.json` prepends a token, or `add_bos_token` in `tokenizer_config.json` is true.
         """
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         if encoding.special_tokens_mask[:1] == [1]:
@@ -120,7 +120,7 @@ class JsonTokenizer:
         """Return the id of the token with this name, or None if `name` is not the name of a token."""
         try:
             return self._tokenizer.token_to_id(name)
-        except (TypeError, UnicodeEncodeError):  # It is not text, or not UTF-8.
+        except (TypeError, UnicodeEncodeError):  # the name is not text, or not UTF-8
             return None
 
     def token(self, index: int) -> str:
@@ -145,7 +145,6 @@ Tokenizer = BytesTokenizer | JsonTokenizer
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer:
-    """Return the tokenizer of a corpus. See `load_tokenizer`."""
     return load_tokenizer(config.tokenizer, config.eos_token, config.special_tokens)
 
 
@@ -165,7 +164,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 
 
 def _name_of(token: Any) -> Any:
-    """Return the name of a token from its entry in `tokenizer_config.json`: the name, or a dict with the name."""
+    """Return the name of a token from its entry in `tokenizer_config.json`, which is either the name or a dict."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -186,7 +185,6 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def fingerprint(path: str | Path) -> int:
-    """Return the fingerprint of a `tokenizer.json`."""
     return zlib.crc32(Path(path).expanduser().read_bytes())
 
 

@@ -24,14 +24,14 @@ from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
 
-# An installation has no .git in this folder.
+# The repository. In an installation, this folder contains no .git.
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# The number of sequences whose documents the prediction of a step takes into account.
+# The prediction of the time of a step uses the documents of this many sequences.
 SAMPLED_SEQUENCES = 32
 
-# What the description of a run says about FP8, by the value of trainer.fp8_attention.
+# The text about FP8 in the description of a run, by the value of trainer.fp8_attention.
 FP8_DESCRIPTIONS = {
     "never": "",
     "inference": ", FP8 attention in evaluation and generation",
@@ -120,11 +120,11 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
 
 
 def pair_shares(run: Run) -> list[float]:
-    """Return the (query, key) pairs that the mask allows in some sequences, relative to a sequence of one document."""
+    """Return, for some sequences, the number of (query, key) pairs that the mask allows, relative to a single document."""
     if not run.config.data.mask_documents:
         return [1.0]
     seq_len, window, count = run.config.data.seq_len, run.config.model.window, run.data.sequences_per_epoch
-    # Neighbouring sequences may have a similar cost, see `data.group_size`.
+    # The sequences are spread over the epoch, because neighbouring sequences may have a similar cost (`data.group_size`).
     numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
     masks = (Mask.causal(window, run.data.batch([number]).documents) for number in numbers)
     (full,) = Mask.causal(window).pairs(seq_len)
@@ -132,9 +132,9 @@ def pair_shares(run: Run) -> list[float]:
 
 
 def communication_facts(run: Run) -> dict[str, Any]:
-    """Return which transport, route and schedules the ring uses, for sequences of one document.
+    """Return which transport, route and schedules the ring uses for sequences of one document.
 
-    All ranks call this function together after the first step, which connects them.
+    All ranks must call this function after the first step, in which they connect to each other.
 
     Returns:
         `transport` ("nvlink", "nccl", "gloo" or None), and with a ring also `route`, `schedule_forward`, `schedule_backward`
@@ -148,7 +148,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
     connection = connect(mesh.ring.get_group().group_name, run.device, relays=parallel.route == "relay")
     joined = connection.interconnect.with_route(parallel.route)
     mask = Mask.causal(run.config.model.window)
-    # This plan is not used for attention. On the CPU, it occupies no memory of the GPU.
+    # This plan is not used for attention. It is on the CPU, so it needs no GPU memory.
     plan = Plan(mask, choose_layout(run.config, mesh.shape, mask).whole, connection.rank, torch.device("cpu"))
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
     exposed = 0.0

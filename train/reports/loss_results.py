@@ -122,7 +122,7 @@ def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
 
 
 def label_numbers(axis: Any) -> None:
-    """Label the ticks of an axis with numbers such as 10,000,000, where matplotlib would write 1 and "1e7"."""
+    """Label the ticks of an axis with numbers such as 10,000,000. By default, matplotlib would write 1 and "1e7"."""
     axis.set_major_formatter("{x:,.10g}")
 
 

@@ -22,7 +22,7 @@ from ringattn.train.settings.config import Config, replace_link
 
 log = logging.getLogger(__name__)
 
-# The parts of the message of a step on the console. Metrics that a step lacks are left out.
+# The formats of the metrics that the console shows for each step
 CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
@@ -134,7 +134,6 @@ class Recorder:
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        """Close metrics.jsonl."""
         if self._is_active:
             self._file.close()
 
@@ -143,17 +142,16 @@ class Recorder:
         self._last_shown = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the console shows a step that is neither the last nor evaluated."""
+        """Return whether the console shows a step that is neither the last step nor evaluated."""
         if self._every is not None:
             return step % self._every == 0
         return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_shown >= CONSOLE_INTERVAL_S
 
     def _format(self, record: dict[str, float]) -> str:
-        """Return the message of a step on the console."""
         known = [form.format(record[name]) for name, form in CONSOLE_FORMATS.items() if name in record]
         step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
         if self._seconds:  # This launch has taken a step.
-            # The first step is slow. The median, unlike the mean, is not affected by this step.
+            # The first step is slow, which does not affect the median.
             remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
             known.append(f"ETA {timedelta(seconds=round(remaining))}")
         return "  ".join([step, *known])
@@ -236,7 +234,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
-    """Plot the losses of `evaluate` by sequence length. Error bars belong to the differences to the shortest length."""
+    """Plot held-out losses by sequence length. The error bars are errors of the differences to the shortest length."""
     losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
     draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
     axes.set_xlabel(f"sequence length in tokens (step {record['step']})")

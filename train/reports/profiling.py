@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 # The functions that record the memory of a GPU are documented by PyTorch, but private.
 _memory: Any = torch.cuda.memory
 
-# The steps of a launch with `trainer.profile=true`, after the warm-up.
+# With `trainer.profile=true`, these steps of a launch are profiled. They follow the warm-up.
 DEFAULT_STEPS = 3, 5
-# The number of latest allocations in a memory snapshot.
+# A memory snapshot contains this many of the latest allocations.
 MAX_MEMORY_EVENTS = 200_000
 
 
@@ -45,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Generator[None]:
-        """Profile the work in this context if `step` is to be profiled. After the last such step, write the files."""
+        """Profile the work in this context if `step` is one of the profiled steps. Write the files after the last of these."""
         if step not in self._steps:
             yield
             return

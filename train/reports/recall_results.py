@@ -1,6 +1,6 @@
 """Show the accuracy on the recall task by length of the sequence and by position of the answer, as a table and a picture.
 
-At 0%, the facts are at the beginning of the sequence; at 100%, directly before the queries, see `ringattn.train.data.recall`.
+At position 0%, the facts are at the beginning of the sequence. At 100%, the facts are directly before the queries.
 """
 
 from collections.abc import Mapping
@@ -9,19 +9,18 @@ from typing import Any
 
 from ringattn.train.settings.config import replace_link
 
-# The accuracy by the length of the sequence in tokens and the position of the answer in percent.
+# The accuracy for each (length of the sequence in tokens, position of the answer in percent)
 Accuracies = dict[tuple[int, int], float]
 
 
 def to_metrics(accuracies: Accuracies) -> dict[str, float]:
-    """Return `recall/LENGTH/POSITION`, and `recall_accuracy` at the largest length and the farthest position, 0."""
+    """Return the accuracies as `recall/LENGTH/POSITION`. `recall_accuracy` is the one at the largest length and position 0."""
     hardest = accuracies[max(length for length, _ in accuracies), 0]
     cells = {f"recall/{length}/{position}": value for (length, position), value in accuracies.items()}
     return {"recall_accuracy": hardest} | cells
 
 
 def from_metrics(values: Mapping[str, Any]) -> Accuracies:
-    """Return the accuracies that a record of metrics contains."""
     names = [name.split("/") for name in values if name.startswith("recall/")]
     return {(int(length), int(position)): values[f"recall/{length}/{position}"] for _, length, position in names}
 
@@ -36,7 +35,7 @@ def accuracy_table(accuracies: Accuracies) -> str:
 
 
 def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: str = "") -> None:
-    """Draw a heat map as a PNG file. `chance` is the accuracy of guesses."""
+    """Draw a heat map as a PNG file. `chance` is the accuracy of a model that guesses."""
     from matplotlib.figure import Figure
 
     lengths, positions = _axes(accuracies)
@@ -59,5 +58,4 @@ def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: 
 
 
 def _axes(accuracies: Accuracies) -> tuple[list[int], list[int]]:
-    """Return all lengths and all positions, sorted."""
     return sorted({length for length, _ in accuracies}), sorted({position for _, position in accuracies})

@@ -1,4 +1,4 @@
-"""Measure how long the parts of a start take, from the launch of a job to the end of its first step."""
+"""Measure the time from the launch of a job to the end of its first step, by part."""
 
 import time
 
@@ -6,16 +6,16 @@ from torch._dynamo.utils import calculate_time_spent
 
 from ringattn.train.preemption import LAUNCH_TIME
 
-# The seconds of each part of the start of the current job, and the end of the latest part.
+# The seconds of each part of the start of the current job, and the time at which the latest part ended.
 _parts: dict[str, float] = {}
 _latest = LAUNCH_TIME
-# The number of jobs so far, and the seconds of torch.compile before the current one.
+# The number of jobs so far, and the seconds that torch.compile took before the current job.
 _num_jobs = 0
 _compiled_before = 0.0
 
 
 def begin_job() -> None:
-    """Begin the start of a job. The start of the first job began with the launch."""
+    """Begin to measure the start of a job. For the first job, the measurement includes the launch."""
     global _latest, _num_jobs, _compiled_before
     if _num_jobs > 0:
         _parts.clear()
@@ -25,7 +25,7 @@ def begin_job() -> None:
 
 
 def end_part(name: str, end: float | None = None) -> None:
-    """Record the time since the end of the previous part as the part `name`. The part ended at the time `end`, or now."""
+    """Record the part `name`. It lasted from the end of the previous part until the time `end`, or until now."""
     global _latest
     now = time.monotonic() if end is None else end
     _parts[name] = now - _latest
@@ -42,6 +42,5 @@ def seconds() -> dict[str, float]:
 
 
 def describe() -> str:
-    """Return the seconds of the start and of its parts as text."""
     parts = ", ".join(f"{name} {spent:.1f}" for name, spent in seconds().items())
     return f"{sum(_parts.values()):.1f} s: {parts.replace(', torch.compile', ', of which torch.compile')}"

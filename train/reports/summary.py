@@ -36,7 +36,7 @@ def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
 
 
 def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> dict[str, Any]:
-    """Plot the losses, and write the summary, which every rank returns.
+    """Plot the losses and write the summary. Every rank returns the summary.
 
     Args:
         run: the run, which must have taken all its steps.
@@ -71,10 +71,10 @@ def plot_loss(run: Run, directory: Path) -> str:
 def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Return the summary of a run.
 
-    `final_loss` is the mean over `final_loss_steps`, the last tenth of all steps, because the loss of a step depends on its
+    `final_loss` is the mean over the last tenth of all steps, `final_loss_steps`, because the loss of a step depends on its
     text. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`, `recall_results.to_metrics` and
-    `startup.seconds` describe further entries. Rates follow from the median step after step `done`, without the first one,
-    which includes the warm-up.
+    `startup.seconds` describe further entries. Rates are computed from the median step after step `done`. The first of these
+    steps is left out, because it includes the warm-up.
     """
     steps = run.config.trainer.steps
     recent = [record for record in records if record["step"] > done]
@@ -125,7 +125,7 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
     with sync_errors():
         summary = read_summary(path) if dist.get_rank() == 0 else None
     summary = broadcast_object(summary)
-    # If the summary has a different number of steps, it was written before the run was extended.
+    # A summary with a different number of steps was written before the run was extended.
     if summary is not None and summary["steps"] == steps:
         return summary
     if not broadcast_object(metrics.read(directory / "metrics.jsonl")):

@@ -1,4 +1,4 @@
-"""Write the results of a sweep: a table and a picture after every job, and both to Weights & Biases after the last job."""
+"""Write a table and a picture of a sweep after every job, and log both to Weights & Biases after the last job."""
 
 import logging
 from dataclasses import dataclass, field
@@ -119,7 +119,6 @@ def _describe_targets(outcomes: list[Outcome]) -> list[str]:
 
 
 def _losses_by_length(outcome: Outcome) -> dict[int, float]:
-    """Return the losses on held-out text by sequence length."""
     losses = outcome.result.get("eval_loss_by_length", {}) if isinstance(outcome.result, dict) else {}
     return {int(length): loss for length, loss in losses.items()}
 
@@ -170,7 +169,7 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
 
 
 def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:
-    """Return the name of the sweep, and the numbers that all its complete jobs have in common."""
+    """Return the name of the sweep, and the numbers that are equal in all complete jobs."""
     name = next((each.config.name for each in outcomes if each.config is not None), None) or "sweep"
     units = {"parameters": "parameters", "total_tokens": "tokens per job", "ranks": "ranks"}
     values = {entry: {each.get(entry) for each in results} - {None} for entry in units}
@@ -179,7 +178,7 @@ def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:
 
 
 def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | None]:
-    """Return the position and the label of each job on the x axis, and the name of the axis (None if labels are job names)."""
+    """Return each job's position and label on the x axis, and the name of the axis (None if labels are job names)."""
     try:
         ((name, _),) = outcomes[0].varied.items()
         values = [float(outcome.varied[name]) for outcome in outcomes]

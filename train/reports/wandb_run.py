@@ -31,8 +31,8 @@ USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 
 
 class WandbRun:
-    """The W&B run of a training run, on rank 0 and if W&B is on. Its methods never raise; after the first error they do
-    nothing.
+    """The W&B run of a training run. Its methods do nothing on other ranks than rank 0, if W&B is off, and after an error of
+    W&B.
     """
 
     def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:
@@ -41,7 +41,7 @@ class WandbRun:
         Args:
             config: the settings of the run, which become the config of the W&B run.
             directory: the directory of the run.
-            facts: further properties, under the key "run" of the config.
+            facts: further properties of the run, which the config contains under the key "run".
 
         Raises:
             ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in.
@@ -66,7 +66,6 @@ class WandbRun:
             self.log_table("recall_by_position", step, ["length", "position_percent", "accuracy"], rows)
 
     def log_table(self, name: str, step: int, columns: list[str], rows: Iterable[Iterable[Any]]) -> None:
-        """Record a table that belongs to a step."""
         self._log_media(name, step, "Table", columns=columns, data=[list(row) for row in rows])
 
     def log_picture(self, name: str, step: int, path: Path) -> None:
@@ -147,7 +146,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
     keep_tables_in(directory)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
-            # W&B saves this value, also offline. `wandb sync` then numbers the rows of this launch after those of earlier ones.
+            # W&B saves `resume`, also offline. `wandb sync` then numbers the rows of this launch after earlier ones.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
             # If W&B counted the steps itself, it would drop steps that a resumed run records again.
             run.define_metric("step")
@@ -161,7 +160,6 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
 
 
 def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of wandb.init that describe the run."""
     name, group = config.name, None
     if is_job_of_sweep(directory):  # All jobs of a sweep have the same name, and they form a group.
         name, group = f"{config.name}/{directory.name}", config.name
@@ -176,7 +174,6 @@ def chosen_mode(config: Config) -> str:
 
 
 def project_name(config: Config) -> str:
-    """Return the name of the project in W&B."""
     return config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
 
 
