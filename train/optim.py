@@ -1,4 +1,4 @@
-"""The AdamW optimizer and the learning-rate schedule."""
+"""Build the AdamW optimizer, and compute the learning rate of each step."""
 
 import math
 
@@ -47,7 +47,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself. Call it under `torch.no_grad()`."""
+    """Return this rank's shard of a DTensor, or a plain tensor unchanged. Call this function under `torch.no_grad()`."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -65,7 +65,7 @@ def squared_norms(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
-    """Scale all gradients, whose norm is `norm`, so that their norm is at most `limit`. The host does not wait for the GPU."""
+    """Scale all gradients with the norm `norm` so that their norm is at most `limit`. The host does not wait for the GPU."""
     scale = (limit / (norm + 1e-6)).clamp(max=1)
     torch._foreach_mul_(local_gradients(model), scale)
 
@@ -83,9 +83,9 @@ def build(model: nn.Module, config: OptimConfig) -> AdamW:
 def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
     """Return the peak learning rate: 6e-4 for 124 million parameters, and at most 2e-3.
 
-    It is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
+    The rate is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
     https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, training is stable at 1.75 times this rate, at most
-    3e-3. A run that is `continued` from trained weights uses a tenth, because a large rate would destroy them.
+    3e-3. A run that is `continued` from trained weights uses a tenth, because a large rate would destroy the weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)
@@ -100,10 +100,10 @@ def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Return the learning rate of a step, which is counted from 1 to `steps`.
 
-    It rises linearly to `config.lr` in the warmup. Then `config.schedule` decides:
+    The rate rises linearly to `config.lr` in the warmup. Then it follows `config.schedule`:
 
-        cosine: it falls along half a cosine to min_lr_ratio * lr at the last step.
-        wsd: it stays at lr, and falls linearly to min_lr_ratio * lr during the last `decay_fraction` of all steps.
+        cosine: the rate falls along half a cosine to min_lr_ratio * lr at the last step.
+        wsd: the rate stays at lr, and falls linearly to min_lr_ratio * lr during the last `decay_fraction` of all steps.
     """
     assert config.lr is not None
     warmup_steps = resolve_warmup_steps(steps, config)

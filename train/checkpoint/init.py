@@ -22,7 +22,7 @@ def initial_weights_path(config: Config) -> Path | None:
 
 
 def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
-    """Describe the settings in which the run differs from the training of the weights at `path`, as text; "" if none differs.
+    """Describe the settings that differ between the run and the training of the weights at `path`, or return "" if none does.
 
     Args:
         path: a checkpoint, or a folder with a Hugging Face model.

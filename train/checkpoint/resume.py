@@ -148,10 +148,10 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
-    """Return the settings of a run, with those of its checkpoint that a resumed run must keep.
+    """Return the settings of a resumed run. It keeps some settings of its checkpoint.
 
-    These are the learning rate and the warmup, unless the user sets them. Otherwise a larger `trainer.steps` would lengthen the
-    warmup. `trainer.init_from` is kept if the checkpoint belongs to this run.
+    The run keeps the learning rate and the warmup, unless the user sets them. Otherwise a larger `trainer.steps` would lengthen
+    the warmup. If the checkpoint belongs to this run, the run also keeps `trainer.init_from`.
 
     Args:
         path: the checkpoint.
@@ -202,7 +202,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
 
 
 def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current: dict[str, Any], config: Config) -> str:
-    """Name the differing settings, or else another difference. `saved` and `current` are fingerprints of corpora."""
+    """Describe why the fingerprints `saved` and `current` of two corpora differ, if possible by the settings that differ."""
     if not meta.get("corpus"):
         return "it does not describe its corpus"
     changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb"))
@@ -215,7 +215,7 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
 
 
 def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """Describe the settings in which a run differs from the checkpoint that it resumes, as text; "" if none differs.
+    """Describe the settings that differ between a run and the checkpoint that it resumes, or return "" if none does.
 
     Arguments as in `apply_saved_settings`.
 
@@ -240,7 +240,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
     """Check that a job of a sweep resumes with the settings of its checkpoint. Only the number of steps may be larger.
 
-    The directory of a job is named by the settings that the sweep varies. If other settings differ, the checkpoint is of
+    The directory of a job is named by the settings that the sweep varies. If other settings differ, the checkpoint belongs to
     another sweep.
     """
     changes = _changes(meta, config, COMPARED)
@@ -254,7 +254,7 @@ def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None
 
 
 def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
-    """Describe the model settings in which a new run differs from the checkpoint of its initial weights, as text.
+    """Describe the model settings that differ between a new run and the checkpoint of its initial weights.
 
     Raises:
         ConfigError: the number of heads differs. Loading the weights checks only shapes, which may still be equal.

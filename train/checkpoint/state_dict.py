@@ -17,7 +17,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Return the tensors of `model_state`, and "optim.<parameter>.<exp_avg | exp_avg_sq | step>". They are not copied.
+    """Return the tensors of `model_state`, and the optimizer state as "optim.<parameter>.<exp_avg | exp_avg_sq | step>".
 
     If the optimizer has not taken a step, its state is filled with zeros, so that a checkpoint can be loaded into it.
     """
@@ -27,7 +27,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
     states = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(model, optimizer)["state"])
     for name, state in states.items():
         if is_new:
-            # PyTorch creates the state by a step with zero gradients, which it counts.
+            # PyTorch creates the state by taking a step with zero gradients, and counts this step.
             state["step"].zero_()
         tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors

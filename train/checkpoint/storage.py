@@ -65,7 +65,7 @@ VISIBLE_S = 70.0
 # Some network file systems cannot sync a directory.
 NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
-# The disk is full, or the user may not store more on it.
+# Errors if the disk is full, or if the user's quota is exceeded.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -256,7 +256,7 @@ def _log_missing_checksums(path: Path) -> None:
 
 @contextmanager
 def _convert_errors(problem: str, advice: str) -> Generator[None]:
-    """Replace every error of the body by a CheckpointError: the problem, the first error, and the advice."""
+    """Replace every error of the body by a CheckpointError that contains the problem, the first error and the advice."""
     try:
         yield
     # CheckpointException is not a subclass of Exception, so it must be named here.
@@ -310,7 +310,7 @@ def _sync_checkpoint_errors(path: Path) -> Generator[None]:
 
 
 def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
-    """Replace every error of the body by a CheckpointError: the file `name` at `path` is damaged."""
+    """Replace every error of the body by a CheckpointError about the damaged file `name` at `path`."""
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 

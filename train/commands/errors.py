@@ -29,7 +29,7 @@ from ringattn.train.settings.config import SETTINGS, ConfigError
 from ringattn.train.step import Diverged
 
 DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
-# The names that other programs give to our settings.
+# Maps the names of settings in other programs to our names.
 OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
     **dict.fromkeys(("max_steps", "total_steps", "train_steps", "num_train_steps"), "trainer.steps"),
@@ -54,7 +54,6 @@ def exit_process(status: int) -> NoReturn:
 
 
 def report_error(error: Exception) -> None:
-    """Print a user error in one line."""
     # A value in the message may contain line breaks and other control characters.
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in describe_error(error))
     print("error:", text, file=sys.stderr, flush=True)
@@ -62,9 +61,9 @@ def report_error(error: Exception) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """Write a message to the file from which torchrun reads why this rank failed, if torchrun has started it.
+    """If torchrun has started this rank, write the reason for its failure to a file for torchrun.
 
-    torchrun ends with a traceback and a summary of its own, which then contains the message.
+    The summary that torchrun prints when it ends then contains the message.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.

@@ -62,8 +62,6 @@ EVALUATIONS = ("loss", "recall")
 
 @dataclass
 class Options:
-    """The options of this command."""
-
     run: str = option(RUN_HELP)
     evaluate: str = option(
         "What is evaluated: loss (the loss on held-out text) or recall (the accuracy on the recall task).", default="loss"
@@ -76,7 +74,6 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     exit_process(run_command(run_command_line, Options, __doc__))
 
 
@@ -132,9 +129,9 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 
 
 def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
-    """Return the settings, without the overrides, of a separate corpus for the evaluation.
+    """Return the settings of the evaluated corpus, to which `overrides` have not been applied yet.
 
-    The result is None if the evaluated text is the fraction of the training text that was held out.
+    If the evaluated text is a held-out fraction of the training text, return None.
     """
     if overrides.keys() & {"data.source", "data.path"}:
         kept = {name: getattr(data, name) for name in ("tokenizer", "eos_token", "special_tokens", "mask_documents")}
@@ -158,7 +155,7 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
 
 
 def write_results(losses: Losses, model: Model, run: InferenceRun, output: str) -> None:
-    """Print the table of the losses, and write it and a plot to the folder `output`. Errors as in `write_table_and_plot`."""
+    """Print the table of the losses, and write the table and a plot to the folder `output`."""
     config = run.config
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
     text = config.data.description + (f" {part}" if config.data.source != "recall" else "")

@@ -27,8 +27,6 @@ from ringattn.train.setup import build_for_inference
 
 @dataclass
 class Options:
-    """The options of this command."""
-
     run: str = option(RUN_HELP)
     prompt: str = option("The text to continue. If it is empty, the model begins a new document.", default="")
     tokens: int = option(
@@ -59,7 +57,6 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     exit_process(run_command(run_command_line, Options, __doc__))
 
 

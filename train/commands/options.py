@@ -23,7 +23,7 @@ RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
-# Settings that the commands accept, or the prefix of all settings of a group.
+# The settings that all commands accept. A name that ends with a dot accepts a whole group.
 SETTINGS = (
     *("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device"),
     *("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention"),
@@ -31,7 +31,7 @@ SETTINGS = (
 
 
 def option(text: str, **default: Any) -> Any:
-    """Return a field of the options of a command, which `text` explains in `--help`."""
+    """Return a dataclass field for an option of a command. `--help` explains the option with `text`."""
     return field(metadata={"help": text}, **default)
 
 
@@ -96,7 +96,7 @@ def help_text(options: type, doc: str | None) -> str:
 def parse(arguments: list[str], options: type, settings: tuple[str, ...] = ()) -> tuple[Any, dict[str, str]]:
     """Split a command line into the options of the command and the overrides of settings, by name.
 
-    `settings` are those that the command accepts in addition to SETTINGS.
+    `settings` names the settings that the command accepts in addition to SETTINGS.
 
     Raises:
         ConfigError: an argument has no `=`, an unknown name or a value of the wrong type, or a required option is missing.

@@ -4,7 +4,7 @@
     python train/run.py [overrides]                             on one rank
     torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
 
-An installation calls it `ringattn-train`. `--help` explains the groups and the common settings, and `--cfg job` shows all.
+In an installation, the command is `ringattn-train`. `--help` explains the common settings, and `--cfg job` shows all settings.
 
 Only rank 0 reads the command line, and broadcasts the settings and the directory of every job. All ranks therefore run the same
 job, and an error in the settings is reported once.
@@ -53,7 +53,7 @@ from ringattn.train.trainer import check_job, train
 
 log = logging.getLogger(__name__)
 
-# In the repository, configs/; in an installation, ringattn/configs/.
+# This folder is configs/ in the repository, and ringattn/configs/ in an installation.
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 # configs/recipe/gpu.yaml contains ${by_ranks:...}.
@@ -66,7 +66,6 @@ startup.end_part("imports")
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     exit_process(run_command_line())
 
 

@@ -26,8 +26,8 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         waiting = set(range(1, world_size))
         while waiting:
             for other in waiting:
-                # TORCHELASTIC_RESTART_COUNT counts only the failures of one torchrun. An earlier process may have written the
-                # name.
+                # A process of an earlier attempt may have written the name. TORCHELASTIC_RESTART_COUNT would not tell, because
+                # it counts only the failures of one torchrun.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))
             waiting = {other for other in waiting if not store.check([f"joined/{attempt}/{other}"])}

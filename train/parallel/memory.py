@@ -12,15 +12,15 @@ from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 GIB = 2**30
 
-# If all blocks together have at most this many bytes, their parameters stay gathered between the forward and the backward pass:
-# sharding them would save little memory and cost a second all-gather per micro-step.
+# If all blocks together have at most this many bytes, their parameters stay gathered between the forward and the backward pass.
+# Sharding them again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
 # The fraction of a GPU's memory that a run may need before blocks are recomputed. Memory is fragmented, and torch's allocator
 # does not own the receive buffers of a ring over NVLink.
 COMFORTABLE_FRACTION = 0.85
 
-# The limit of an estimate. CUDA and NCCL need 2 to 4 GiB of a GPU.
+# A run is rejected if its estimate exceeds this fraction of a GPU's memory. CUDA and NCCL need 2 to 4 GiB.
 USABLE_FRACTION = 0.95
 
 # FSDP gathers consecutive blocks together, until their parameters reach this many bytes. The host would take longer to launch a
@@ -116,9 +116,9 @@ def estimate(
         }
 
     moments = [
-        # The last hidden states, their norm and its gradient; the gradient of the head is summed in fp32.
+        # The loss needs the last hidden states, their norm and its gradient, and the gradient of the head in fp32.
         moment(3 * size * tokens * model.dim + 4 * head + chunk_bytes, gathered + prefetched),
-        # The gradients of the head, of the residual stream and of the hidden layer.
+        # The last feed-forward network needs the gradients of the head, of the residual stream and of the hidden layer.
         moment(size * (head + tokens * (model.dim + model.resolved_ffn_dim)) + recomputed, gathered + 3 * prefetched),
         moment(
             size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
@@ -136,7 +136,7 @@ def estimate(
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return the elements per token of the queries, and those of the keys and values together."""
+    """Return the number of elements per token of the queries, and of the keys and values together."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 

@@ -18,7 +18,7 @@ from ringattn.comm import watchdog
 from ringattn.train.model.gpt import Attend
 from ringattn.train.settings.config import Config
 
-# This timeout takes precedence over the settings.
+# If the user has set this variable, its timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
@@ -36,16 +36,15 @@ class MeshShape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks."""
         return self.dp * self.ring * self.ulysses
 
 
 class Mesh(NamedTuple):
-    """The mesh of all ranks, as one-dimensional meshes.
+    """The axes of the mesh of all ranks. Each attribute is the one-dimensional mesh that contains this rank.
 
     Attributes:
         dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence, the ring axis and the ulysses axis together.
+        sequence: the ranks that share one sequence. It joins the ring axis and the ulysses axis.
         ring: the ranks among which blocks of one sequence circulate.
         ulysses: the ranks that exchange heads by all-to-all.
         all: all ranks.
@@ -59,7 +58,6 @@ class Mesh(NamedTuple):
 
     @property
     def shape(self) -> MeshShape:
-        """The number of ranks along each axis."""
         return MeshShape(self.dp.size(), self.ring.size(), self.ulysses.size())
 
 
@@ -71,7 +69,7 @@ def choose_layout(config: Config, shape: MeshShape, mask: Mask) -> Layout:
 
 
 def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: bool, recompute: bool = False) -> Attend:
-    """Return the attention over the ranks that share a sequence.
+    """Return a function that computes attention over the ranks that share a sequence.
 
     Args:
         config: the settings.

@@ -56,7 +56,7 @@ HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 
-# The least ratio of predicted tokens/s at which another mesh is mentioned.
+# Another mesh is mentioned if its predicted tokens/s are at least this many times as high.
 WORTH_MENTIONING = 1.05
 
 
@@ -101,7 +101,7 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
         shape: the numbers of ranks, which may differ from those of the settings.
         machine: the ranks of the job.
-        shares: the (query, key) pairs that the mask allows in some sequences, relative to a sequence of one document.
+        shares: for some sequences, the number of (query, key) pairs that the mask allows, relative to a single document.
     """
     model, trainer, gpu = config.model, config.trainer, machine.gpu
     recomputed, _ = machine.recomputes(config, shape)

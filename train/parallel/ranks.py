@@ -75,7 +75,6 @@ def _any_gpu_is_shared(store: dist.Store, rank: int, world_size: int) -> bool:
 
 
 def disconnect_ranks() -> None:
-    """Destroy the default process group and its meshes."""
     build_mesh.cache_clear()
     dist.destroy_process_group()
 
@@ -125,7 +124,6 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def ranks_per_host() -> int:
-    """Return the number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
