@@ -1,4 +1,4 @@
-"""Choose the backend that computes a call, by device, dtype and shape.
+"""Choose the backend that computes an attention call, depending on its device, dtype and shapes.
 
     backend      runs on                      computes
     hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256
@@ -6,8 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-The backend "auto" selects the first backend of this table that can run the call, but never the reference.
-`ringattn.kernels.reference` specifies what all backends compute.
+With backend="auto", a call uses the first backend of this table that can run it, but never the reference. All backends compute
+the results that `ringattn.kernels.reference` specifies.
 """
 
 import os
@@ -24,8 +24,6 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that computes a call, and the reason for its selection."""
-
     backend: str  # hopper | triton | blockwise | reference
     reason: str
     reads_fp8: bool = False  # whether the kernel reads FP8 inputs
@@ -48,7 +46,9 @@ def last_backend() -> Choice | None:
 
 
 def check_backend(backend: object) -> None:
-    """Raise ValueError unless `backend` is a text. The cache of `choose_backend` needs a hashable argument."""
+    """Raise ValueError unless `backend` is a string. The function `choose_backend` is cached, so its arguments must be
+    hashable.
+    """
     if not isinstance(backend, str):
         raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
 
@@ -67,12 +67,13 @@ def choose_backend(
     Args:
         backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
-        plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
-        precision: as for `forward`. With "fp8", the function selects the backend of the forward, and "hopper" means the
-            kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects a backend for the rounded inputs.
+        plain: whether the call has at least one key, no dropout and no block mask, as the Hopper kernels require.
+        precision: as for `forward`. With "fp8", the result is the backend of the forward, and backend="hopper" requires the
+            kernel that reads FP8 inputs. If the FP8 kernel cannot run, "auto" selects a backend that computes with the rounded
+            inputs in another dtype.
 
     Raises:
-        ValueError: the backend is unknown or cannot run such a call.
+        ValueError: the backend is unknown or cannot run the call.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
@@ -114,12 +115,11 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
 
 
 def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return why the Hopper kernels cannot run, or None if they can."""
     if device.type != "cuda":
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
         return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
-    # Gluon is an experimental part of Triton. Its functions move between releases, so the import may fail.
+    # Gluon is an experimental part of Triton, whose functions move between releases. Therefore the import may fail.
     try:
         from ringattn.kernels.hopper.common import unsupported_reason
     except ImportError as error:
@@ -128,7 +128,6 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
 
 
 def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return why the kernel that reads FP8 inputs cannot run, or None if it can."""
     if obstacle := _hopper_obstacle(device, dtype, dims, plain):
         return obstacle
     if dims[0] != dims[1] or dims[0] not in fp8.HEAD_DIMS:

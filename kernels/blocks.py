@@ -1,4 +1,4 @@
-"""Block masks for block-sparse attention. They tell which blocks of keys each block of queries attends to."""
+"""Block masks for block-sparse attention. A block mask states which blocks of keys each block of queries attends to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,21 +11,22 @@ from torch.nn.functional import pad
 
 from ringattn.kernels.caching import SharedTensors, is_capturing
 
-# A tile must not cross the border between two blocks. Every block size is a multiple of 64, so tiles with sides of 64 fit.
+# A tile of a kernel must not cross the border between two blocks. Every block size is a multiple of 64, so tiles of 64 x 64
+# always fit.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask that keeps or drops each pair of a query block and a key block. A query attends only to keys in its interval and
-    in kept blocks.
+    """A mask that keeps or drops each pair of a query block and a key block. A query attends to a key if the key is in the
+    query's interval and the pair of their blocks is kept.
 
     The kernels iterate over lists of kept blocks, which are cached in this object. Therefore create a block mask once and pass
     the same object to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: the number of queries or keys in a block, a multiple of 64. Multiples of 128 allow the fastest tiles.
+        size: the number of queries or keys in a block, a multiple of 64. The kernels are fastest with multiples of 128.
     """
 
     keep: Tensor
@@ -48,12 +49,11 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # This is a property, so that a copy of the object starts with an empty cache. A key is "queries", or the `group` of
-        # `key_lists`.
+        # This is a property instead of a field, so that a copy of the mask starts with an empty cache. A key of the cache is
+        # "queries", or the argument `group` of `key_lists`.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
-        """Return the part of the mask for these queries and keys, which must begin with a block."""
         if queries.start % self.size or keys.start % self.size:
             raise ValueError(
                 f"slices from {queries.start} and {keys.start}: both must be multiples of the block size {self.size}"
@@ -67,17 +67,19 @@ class BlockMask:
 
     @property
     def query_lists(self) -> Tensor:
-        """For each query block, the list of its kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2)."""
+        """Return, for each query block, the list of its kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1,
+        2).
+        """
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """For each key block, the list of its kept columns, numbered query block * group + head: int32 (B or 1, Hkv or 1, key
-        blocks, query blocks * group + 1, 2).
+        """Return, for each key block, a list with a column for every query block and head that keep it: int32 (B or 1, Hkv or
+        1, key blocks, query blocks * group + 1, 2). The number of a column is query block * group + head.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 
     def _rows_by_key(self, group: int) -> Tensor:
-        # A list contains all heads of a query block before the heads of the next query block.
+        # In each list, all heads of one query block come before the heads of the next query block.
         heads = self.keep.shape[1]
         grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
         return grouped.permute(0, 1, 4, 3, 2).flatten(3)
@@ -86,8 +88,8 @@ class BlockMask:
         if key in self._cached_lists:
             return self._cached_lists[key]
         lists = _lists(rows())
-        # During a capture, the lists become part of the graph. They have no values before the first replay, so no other call
-        # may use them.
+        # While a CUDA graph is captured, the lists have no values before the first replay. Therefore other calls must not use
+        # them.
         if not is_capturing(self.keep.device):
             self._cached_lists[key] = lists
         return lists

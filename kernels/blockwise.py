@@ -1,6 +1,7 @@
-"""Attention tile by tile in plain PyTorch, the backend for CPUs. Its memory depends on the tile size and never on Nq * Nk.
+"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. Its memory depends on the tile size, but not
+on Nq * Nk.
 
-If there is a block mask, its blocks are the tiles.
+With a block mask, every tile is a pair of blocks of the mask.
 """
 
 from collections.abc import Iterator
@@ -28,11 +29,11 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 def _key_tiles(
     queries: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
 ) -> Iterator[tuple[slice, Intervals, dict[str, Any]]]:
-    """Yield each tile of keys that a tile of queries attends to, with its intervals and options."""
+    """Yield (keys, intervals, options) for each tile of keys that a tile of queries attends to."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
     start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
-    # With a block mask, every tile must start with a block.
+    # With a block mask, every tile must start where a block starts.
     if blocks is not None:
         start -= start % size
     for first in range(start, stop, size):
@@ -47,7 +48,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, state: State | None = None, final: bool = False,
     *, dropout: Dropout | None = None, blocks: BlockMask | None = None, precision: str = "ieee",
 ) -> State:  # fmt: skip
-    """Compute `ringattn.kernels.reference.forward` tile by tile. A given `state` is updated in place."""
+    """Compute `ringattn.kernels.reference.forward` tile by tile. If `state` is given, the function updates it in place."""
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
     for queries in _query_tiles(q.shape[1], blocks):
@@ -68,7 +69,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
-    # New gradients are also summed in the dtype of states, and rounded once, at the end.
+    # Gradients without an accumulator are also summed in the dtype of states, so that they are rounded only once.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)

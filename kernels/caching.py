@@ -1,8 +1,9 @@
-"""Caches for functions that torch.compile may also trace, and for GPU tensors that calls on several streams read.
+"""Caches for functions that torch.compile may trace, and for GPU tensors that are read on several streams.
 
-PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written it, or
-after the cache has dropped it and its memory is in use again. `SharedTensors` prevents both. A tensor that is computed while a
-CUDA graph is captured has no values before the first replay, so no cache may keep it.
+PyTorch orders work only within one stream. Therefore a call could read a cached tensor before another stream has written it.
+After a cache has dropped a tensor, its memory could be reused while another stream still reads it. The class `SharedTensors`
+prevents both errors. A tensor that is computed while a CUDA graph is captured has no values before the first replay, so no
+cache may keep it.
 """
 
 import threading
@@ -18,7 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _get = dict.__getitem__
 _on_gpu = attrgetter("is_cuda")
-# Returns the address of the current stream of a GPU, 20 times as fast as torch.cuda.current_stream. PyTorch for CPUs lacks it.
+# This function returns the address of a GPU's current stream, and is 20 times as fast as torch.cuda.current_stream. Builds of
+# PyTorch without CUDA do not have this function.
 _stream_address: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _lock = threading.Lock()  # the threads of autograd and of simulated ranks share tensors
 
@@ -29,7 +31,9 @@ def _with_cache_clear(call: Any, cache_clear: Callable[[], None]) -> Any:
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` that torch.compile bypasses."""
+    """Return a decorator like `functools.lru_cache(maxsize)`. While torch.compile traces a call, the call does not use the
+    cache.
+    """
 
     def decorate(function: F) -> F:
         cache = lru_cache(maxsize)(function)
@@ -44,8 +48,8 @@ def cached(maxsize: int) -> Callable[[F], F]:
 
 
 def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors on the device that is its last
-    argument.
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The last argument of the
+    function must be the device of these tensors.
 
     The call raises RuntimeError if a CUDA graph is being captured and no earlier call has computed the result.
     """
@@ -72,7 +76,6 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_not_capturing(device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured on `device`."""
     if is_capturing(device):
         raise RuntimeError(
             "a CUDA graph is being captured, but attention was not called with this mask, these shapes and these options yet: "
@@ -84,19 +87,19 @@ _kept_for_graphs: dict[int, object] = {}  # the objects that are never released,
 
 
 def keep_for_graph(thing: object, device: torch.device) -> None:
-    """If a CUDA graph is being captured, keep `thing`, which holds tensors on `device`, until the process ends.
+    """If a CUDA graph is being captured on `device`, keep `thing` and its tensors until the process ends.
 
-    A replay of the graph uses the addresses that the call used during the capture.
+    Replays of the graph use the memory addresses from the capture, so this memory must never be freed.
     """
     if is_capturing(device):
         _kept_for_graphs[id(thing)] = thing
 
 
 class SharedTensors(dict[Any, Any]):
-    """A dictionary of tensors on one device, which calls on several streams may read.
+    """A dictionary of tensors on one device, which may be read on several CUDA streams.
 
-    The stream that stores a value must have written it. Another stream waits for the write when it first reads the value. The
-    memory of the value is not reused before all reading streams have finished their work.
+    A value must be stored on the stream that wrote it. Any other stream waits for this write before it first reads the value.
+    The memory of a value is reused only after all streams that read the value have finished their work.
     """
 
     def __init__(self) -> None:
@@ -116,14 +119,14 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # Calling `use` every time would take a third of the time of this method. Check after reading the value, because another
-        # thread may have just stored it.
+        # The check is repeated here, because a call of `use` would take a third of the time of this method. The check must
+        # follow the read, because another thread may have just stored the value.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Add tensors that are not values of the dictionary, and that the current stream has written."""
+        """Protect tensors that the current stream has written, without storing them in the dictionary."""
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
             return
@@ -140,11 +143,11 @@ class SharedTensors(dict[Any, Any]):
             self._streams = {stream.cuda_stream}
 
     def use(self) -> None:
-        """Allow the current stream to read all tensors."""
+        """Make the current stream wait until all tensors are written."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A captured stream cannot wait for work outside of its graph, but `torch.cuda.graph` has already waited for all work.
-        # `keep_for_graph` keeps the tensors.
+        # A stream that is being captured cannot wait for work outside of its graph. However, `torch.cuda.graph` has already
+        # waited for all work. The function `keep_for_graph` keeps the tensors.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

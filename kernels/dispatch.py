@@ -1,11 +1,13 @@
-"""The entry point of the kernels: check the arguments, choose a backend (`ringattn.kernels.backends`) and call its kernel.
+"""The entry points of the kernels. Each function checks its arguments, chooses a backend with `ringattn.kernels.backends`, and
+calls the kernel of this backend.
 
-If a call on a GPU has only a few queries, the backend "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
+With backend="auto", a call on a GPU with few queries uses the kernel of `ringattn.kernels.triton.decode`, which divides the
+keys among programs.
 
-With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a kernel that reads
-this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward,
-so the rounding error of the inputs is the same on every device. The backward does not use FP8. `backward_fp8` calls the
-backward with the rounded inputs, so that forward and backward have the same probabilities.
+With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a Hopper kernel reads
+this format. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. The rounding error
+of the inputs is therefore the same on every device. No backward computes in FP8. The function `backward_fp8` passes the rounded
+inputs to the backward, so that forward and backward compute the same probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,8 +129,8 @@ def forward(
         precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
             allows neither dropout nor a block mask.
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
-            program per SM, and work tiles are assigned to programs before the launch. With `shares_sms`, every work tile has a
-            program of its own, which starts as soon as an SM is free. Other backends ignore this argument.
+            program per SM, and the host assigns several work tiles to each program. With `shares_sms`, each work tile has its
+            own program, which starts as soon as an SM is free. Other backends ignore this argument.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
@@ -163,10 +165,10 @@ def _forward_rounded(
     backend: str,
     shares_sms: bool,
 ) -> Tensors:
-    """Compute `forward` with precision="fp8". The arguments are checked already."""
-    # Choose before rounding the inputs, so that an unavailable backend raises an error at once.
+    """Compute `forward` with precision="fp8". The caller has checked the arguments."""
+    # Choose the backend before rounding the inputs, so that an unavailable backend raises its error immediately.
     choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), v.shape[1] > 0, "fp8")
-    # The split-KV kernel computes few queries from 16-bit inputs.
+    # Few queries are computed by the split-KV kernel, which reads 16-bit inputs.
     few_queries = backend == "auto" and final and state is None and _splits_keys(q, k, v, "triton", None, None)
     options = {"dtype": q.dtype, "reads_fp8": not few_queries, "shares_sms": shares_sms}
     return forward_fp8(*quantize(q, k, v), intervals, scale, state, final, backend, **options)
@@ -175,27 +177,28 @@ def _forward_rounded(
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
     """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`.
 
-    On a GPU, a single kernel rounds equal head dims of fp8.HEAD_DIMS.
+    On a GPU, a single kernel rounds all three tensors if they have the same head dim and it is in fp8.HEAD_DIMS.
     """
     is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in fp8.HEAD_DIMS
-    # A rank of a ring may hold no tokens.
+    # On a ring, some ranks may hold no tokens.
     if is_supported and 0 not in (*q.shape, *k.shape):
         return _triton_quantize().quantize(q, k, v)
     return fp8.quantize(q, k, v)
 
 
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Return q, k and v as the forward with precision="fp8" reads them: rounded to FP8, in the dtype of `_exact_dtype`.
+    """Round q, k and v to FP8, as the forward with precision="fp8" does, and convert them back to bf16, fp32 or fp64.
 
-    The queries and keys are rotated, so their gradients must be passed to `fp8.rotate_back`.
+    The returned queries and keys are rotated. Pass gradients with respect to them to `fp8.rotate_back`.
     """
     dtype = _exact_dtype(q.dtype)
     return tuple(fp8.dequantize(x, dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype that represents inputs of `dtype` exactly after they were rounded to FP8."""
-    # The scales need more bits of exponent than fp16 has. Rotated queries of fp16 may also be larger than any fp16 number.
+    """Return a dtype to which FP8 inputs can be converted exactly, and which is `dtype` if possible."""
+    # The scales need more exponent bits than fp16 has. The rotation of fp16 queries may also produce numbers that are too large
+    # for fp16.
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
@@ -211,7 +214,7 @@ def backward_fp8(
 ) -> Gradients:
     """Compute the gradients of a forward with precision="fp8", in the dtypes of q, k and v.
 
-    The unrounded inputs would give other scores than those in the forward's lse, and exp(s - lse) could be far above 1.
+    With the unrounded inputs, the scores would not match the lse of the forward, and exp(s - lse) could be far above 1.
 
     Args:
         backward: backward(q, k, v, out, lse, dout, dlse) -> (dq, dk, dv), which is called with the rounded inputs. If q is
@@ -240,11 +243,11 @@ def forward_fp8(
 
     Args:
         q, k, v: the queries and keys must be rotated with the same matrix.
-        intervals, scale, state, final, backend, shares_sms: as for `forward`. With "hopper", the kernel that reads FP8 inputs
-            must be available.
+        intervals, scale, state, final, backend, shares_sms: as for `forward`. The backend "hopper" requires the kernel that
+            reads FP8 inputs.
         dtype: the dtype of `out`, and of the inputs before they were rounded.
-        reads_fp8: whether a kernel that reads FP8 inputs may be used. Otherwise the inputs are converted to the dtype of
-            `_exact_dtype`.
+        reads_fp8: whether to use the kernel that reads FP8 inputs if it is available. All other kernels read inputs that are
+            converted to bf16, fp32 or fp64.
 
     Raises:
         ValueError: as for `forward`.
@@ -264,7 +267,7 @@ def forward_fp8(
 
 
 def _splits_keys(q: Tensor, k: Tensor, v: Tensor, chosen: str, dropout: Dropout | None, blocks: BlockMask | None) -> bool:
-    """Return whether a forward call on the backend `chosen` should split the keys, because it has few queries and many keys."""
+    """Return whether a forward call has so few queries and so many keys that the split-KV kernel should compute it."""
     if chosen not in ("hopper", "triton") or q.dtype == torch.float32 or dropout is not None or blocks is not None:
         return False
     # All queries of a key head must fit into one tile of `kernels/triton/decode.py`, so that every key is read only once.
@@ -287,8 +290,8 @@ def decode(
     """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
     On a GPU, a split-KV kernel computes the call in one or two launches, which can be captured in a CUDA graph. With fp64
-    inputs or head dims above 256, the call runs in PyTorch, and the host waits for the GPU. The Hopper kernels cannot decode,
-    so the backend "hopper" selects the Triton kernel.
+    inputs or head dims above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the
+    backend "hopper" selects the Triton kernel.
 
     Raises:
         ValueError: as for `forward`.
@@ -312,11 +315,11 @@ def prepare_decode(
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
-    """Prepare calls of `decode` that share the memory of k, v and the page table. The last dimension of k and v must be
+    """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
     contiguous.
 
-    Return a function of (q, lo, hi, sinks), which must have the same shapes, dtypes and devices as the tensors passed here. The
-    function checks nothing, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks). Its arguments must have the shapes, dtypes and devices of the tensors that are
+    passed here. The returned function does not check its arguments, which saves several microseconds per token.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":
@@ -335,14 +338,13 @@ def prepare_decode(
 
 
 def _choose_decode(q: Tensor, v: Tensor, backend: str) -> Choice:
-    """Choose the backend of a decoding call. The Hopper kernels cannot decode, so the Triton kernel replaces them."""
     choice = choose_backend(q.device, q.dtype, "triton" if backend == "hopper" else backend, (q.shape[3], v.shape[3]))
     return _SPLIT_KV if choice.backend == "hopper" else choice
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute `reference.row_delta`, in a single kernel if the Triton kernels can run."""
-    # The kernel for delta supports every head dim, so the head dims keep their default.
+    """Compute `reference.row_delta`. On GPUs with Triton, a single kernel computes it."""
+    # The kernel for delta supports every head dim, so no head dims are passed.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
     return module.row_delta(out, dout, dlse)
@@ -372,12 +374,12 @@ def backward(
 
     For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. All
     other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a
-    fixed order, which takes longer.
+    fixed order, which is slower.
 
     Args:
         q to dv, grad_dtype: as in `reference.backward`. `delta` may also be (out, dlse), from which delta is then computed.
         backend, dropout, blocks, shares_sms: as for `forward`.
-        precision: as for `forward`, except that "fp8" means "ieee". After a forward with "fp8", use `backward_fp8`.
+        precision: as for `forward`, except that "fp8" is treated like "ieee". After a forward with "fp8", use `backward_fp8`.
 
     Raises:
         ValueError: as for `forward`.
@@ -397,14 +399,14 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Compute `reference.sum_partials`. On a GPU, fp32 gradients of a single batch entry take one pass over memory."""
+    """Compute `reference.sum_partials`. On a GPU, fp32 gradients of a single batch entry are added in one pass over memory."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _triton_merge().sum_partials(base, parts, dtype)
     return reference.sum_partials(base, parts, dtype)
 
 
 def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: torch.dtype | None = None) -> Tensors:
-    """Compute `reference.merge_states`. On a GPU, contiguous fp32 states take one pass over memory."""
+    """Compute `reference.merge_states`. On a GPU, contiguous fp32 states are merged in one pass over memory."""
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
         return _triton_merge_states().merge_states(base, parts, dtype)
@@ -412,19 +414,20 @@ def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: tor
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Compute `reference.merge_packed`. On a GPU, fp32 states take one kernel."""
+    """Compute `reference.merge_packed`. On a GPU, a single kernel merges fp32 states."""
     on_gpu = states.is_cuda and states.dtype == torch.float32
     return (_triton_merge_states() if on_gpu else reference).merge_packed(states, shape, dtype)
 
 
 class IncrementalBackward:
-    """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
+    """Compute the backward of one block of queries and several blocks of keys, which a ring delivers one after another.
 
     dq is accumulated in the dtype of states and rounded only once.
 
     Args:
-        v: values of any block. Only the head dim of v matters, and whether v is empty.
-        q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. lse is over the keys of all blocks.
+        v: the values of any block. Only their head dim is used, and whether there are any values.
+        q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. The lse must cover the keys of all
+            blocks.
         plain: whether no block has dropout, as the Hopper kernels require.
     """
 
@@ -462,10 +465,10 @@ class IncrementalBackward:
     ) -> tuple[Tensor, Tensor]:
         """Add the contribution of one block of keys to dq. Return (dk, dv) of this block in the dtype of states.
 
-        The arguments are those of `backward`, for this block.
+        The arguments have the same meaning as in `backward`.
         """
         q, dout, lse, delta = self._queries
-        # dq and the gradients of a block must not be rounded before all ranks have added to them.
+        # Gradients must not be rounded before all ranks have added to them.
         exact = reference.state_dtype(q.dtype)
         if self._hopper is not None:
             validation.check_inputs(q, k, v, intervals, dropout)

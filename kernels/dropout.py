@@ -1,9 +1,10 @@
-"""Dropout of attention probabilities. The mask is never stored: every kernel recomputes the part that it needs.
+"""Dropout of attention probabilities. No kernel stores the dropout mask. Each kernel recomputes the part of the mask that it
+needs.
 
-A pair (query, key) of a head is kept if a random unsigned 32-bit word is at least p * 2**32. The word is the second output of
-Philox-4x32-7 (Salmon et al. 2011), with the seed as the key and the counter (query position, key position, query head, batch
-entry). This order of the counter minimises the products that depend on both positions. Tile sizes, layouts and the number of
-ranks do not change the mask.
+The probability of a query and a key is kept if a random unsigned 32-bit word is at least p * 2**32. This word is the second
+output of the generator Philox-4x32-7 (Salmon et al. 2011). The key of the generator is the seed, and its counter is (query
+position, key position, query head, batch entry). In this order, the fewest multiplications of Philox depend on both positions.
+The mask does not depend on tile sizes, layouts and the number of ranks.
 
 Kept probabilities are multiplied by 1 / (1 - p).
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# The smallest number of rounds with which Philox-4x32 passes the BigCrush tests of randomness.
+# Philox-4x32 needs at least 7 rounds to pass BigCrush, a test suite for random number generators.
 ROUNDS = 7
 _WORD_MASK = 0xFFFFFFFF
 
@@ -34,7 +35,7 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        # For the largest p below 1, p * 2**32 would be rounded up to 2**32.
+        # For the largest p below 1, p * 2**32 would be rounded up to 2**32, which needs 33 bits.
         return min(round(self.p * 2**32), _WORD_MASK)
 
     @property
@@ -46,7 +47,7 @@ class Dropout:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    # The product may overflow int64 into the sign bit, which `>>` then copies. The mask removes the copies.
+    # The product may set the sign bit of int64. Then `>>` fills the upper bits with ones, which the mask removes.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
 
@@ -63,7 +64,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
 
 
 def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
-    # The bits of the int32 positions are unsigned words.
+    # Read the bits of the int32 positions as unsigned words.
     queries, keys = (x.long() & _WORD_MASK for x in (dropout.query_positions, dropout.key_positions))
     head, entry = (torch.arange(n, device=queries.device) for n in (heads, batch))
     counter = queries[:, None], keys, dropout.first_head + head[:, None, None], entry[:, None, None, None]

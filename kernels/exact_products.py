@@ -1,4 +1,4 @@
-"""Compute matrix products exactly, whatever `torch.autocast` and PyTorch's settings for TF32 and bf16 say."""
+"""Compute fp32 matrix products in full precision, whatever the settings of `torch.autocast`, TF32 and bf16 are."""
 
 import threading
 from collections.abc import Generator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-# The settings `fp32_precision` of `torch.backends.cuda.matmul` and its mkldnn counterpart. These functions are 7 times as fast
-# as the attributes.
+# These tuples name the settings `fp32_precision` of `torch.backends.cuda.matmul` and `torch.backends.mkldnn.matmul`. The
+# private functions are 7 times as fast as the public attributes.
 _SETTINGS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _lock = threading.Lock()
@@ -21,9 +21,10 @@ def under_autocast(device: torch.device) -> bool:
 
 @contextmanager
 def exact_products(device: torch.device) -> Generator[None]:
-    """Return a context in which products of fp32 tensors on `device` are exact.
+    """Return a context manager under which products of fp32 tensors on `device` have full precision.
 
-    The settings apply to all threads until the last thread leaves the context. No other thread should read or change them.
+    PyTorch's precision settings are global, so they stay replaced until the last thread has left its context. Meanwhile, no
+    other thread should read or change these settings.
     """
     global _num_users
     with _lock:

@@ -1,26 +1,28 @@
 """The FP8 format of attention inputs, and the PyTorch code that converts q, k and v to it.
 
-FP8 attention rounds q, k and v to e4m3, with 4 bits of exponent, 3 bits of mantissa and the largest number 448. A *block* is
+FP8 attention rounds q, k and v to e4m3, a format with 4 exponent bits, 3 mantissa bits and the largest number 448. A *block* is
 128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its block:
 
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
-**Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, with which no finite element exceeds 448 in
-magnitude, or 1 if they are zero. Other elements become NaN.
+**Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, such that no finite element divided by the
+scale exceeds 448 in magnitude. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
 
-**Rotation.** Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. It distributes
-large features over all features of a head, which removes most of their rounding error. Values are not rotated, because the
-output would have to be rotated back.
+**Rotation.** Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
+spreads a few large features over all features of a head, which removes most of the rounding error that they cause. Values are
+not rotated, because the output would then have to be rotated back.
 
-**Values.** For e4m3, wgmma requires values whose keys are contiguous, so each block is a transposed tile (D, 128 keys), with
-zeros beyond N. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b // 2) + 2 t + b % 2:
+**Values.** For e4m3 operands, the instruction wgmma requires that the keys of the value matrix are contiguous. Each block of
+values is therefore stored as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t
++ b contains key 8 (2 h + b // 2) + 2 t + b % 2:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...
 
-The accumulator of wgmma leaves the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t of a row of scores in thread t of a quad. As the left
-operand of an e4m3 product, the same thread holds four consecutive positions, so the probabilities stay in its registers.
+After the product q k^T, thread t of a quad holds the scores of the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. For the product with
+v, the same thread must hold four consecutive positions of the left operand. In the order above, these positions contain the
+same keys, so the probabilities stay in the registers of the thread.
 """
 
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ class QuantizedRows:
 class QuantizedValues:
     """Values: e4m3 (B, H, ceil(N / 128), D, 128) with contiguous tiles (D, 128), and scales fp32 (B, ceil(N / 128), H).
 
-    In a ring, blocks come before heads in memory, because rings send whole blocks.
+    For a ring, the tensor is stored with blocks before heads, because a ring sends whole blocks.
     """
 
     data: Tensor
@@ -66,10 +68,10 @@ def num_blocks(num_tokens: int) -> int:
 
 @cached_on_device(maxsize=None)
 def rotation(dim: int, device: torch.device) -> Tensor:
-    """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, fp32: x becomes x @ matrix.
+    """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix.
 
-    It is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, it is split
-    into powers of two, the largest first.
+    The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, H has
+    a diagonal block for each power of two in the sum D, the largest first.
     """
     # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
     with torch.inference_mode(False), torch.no_grad():
@@ -89,7 +91,7 @@ def _hadamard(size: int) -> Tensor:
 
 @cached_on_device(maxsize=None)
 def key_order(device: torch.device) -> Tensor:
-    """Return the key at each of the 128 positions of a tile of values, int64."""
+    """Return, as int64, the key that is stored at each of the 128 positions of a tile of values."""
     with torch.inference_mode(False):
         group = [8 * (2 * h + b // 2) + 2 * t + b % 2 for h in range(2) for t in range(4) for b in range(4)]
         keys = [32 * g + key for g in range(BLOCK // 32) for key in group]
@@ -99,7 +101,8 @@ def key_order(device: torch.device) -> Tensor:
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
     """Convert queries or keys (B, N, H, D) to e4m3. The rotation distributes infinity and NaN over their whole row.
 
-    Only studies of the errors leave out the rotation, or use one scale per head instead of one `per_block`.
+    Attention uses the defaults. Only studies of rounding errors use no rotation, or one scale per head instead of one per
+    block.
     """
     blocks, scales = _round(_rotate(x) if rotate else x.float(), per_block)
     return QuantizedRows(blocks.flatten(1, 2)[:, : x.shape[1]].contiguous().view(DTYPE), scales)
@@ -117,10 +120,10 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
 
 def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_tokens: int | None = None) -> Tensor:
-    """Return the values of e4m3 tensors as a contiguous tensor (B, N, H, D), exact in bf16, fp32 and fp64.
+    """Convert e4m3 tensors to a contiguous tensor (B, N, H, D), without an error for bf16, fp32 and fp64.
 
-    Queries and keys stay rotated, because attention needs only their products. For values, whose tiles are padded, `num_tokens`
-    is N.
+    Queries and keys stay rotated, because attention needs only their products. The tiles of values are padded, so `num_tokens`
+    must be N for values.
     """
     if isinstance(x, QuantizedRows):
         num_tokens = x.data.shape[1]
@@ -133,7 +136,7 @@ def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_token
 
 
 def rotate_back(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply x (B, N, H, D) by the inverse of the rotation, as gradients of rotated queries require."""
+    """Apply the inverse rotation to x (B, N, H, D), such as a gradient with respect to rotated queries."""
     matrix = rotation(x.shape[-1], x.device).to(state_dtype(x.dtype))
     with exact_products(x.device):
         return (x.to(matrix.dtype) @ matrix.T).to(dtype or x.dtype)
@@ -158,8 +161,8 @@ def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, with 0.5 <= mantissa < 1
     exponent = exponent - _MAX_EXPONENT + (mantissa > _MAX_MANTISSA)
     exponent = exponent.masked_fill(largest == 0, 0).clamp(_MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT)
-    # A power may be inexact on a GPU, so build the scale from the bits of an fp32 number.
+    # On a GPU, 2.0**exponent may be inexact, so build the scale from the bits of an fp32 number.
     scales = ((exponent + 127) << 23).view(torch.float32)
-    # Some releases of PyTorch convert infinity to 448.
+    # Some releases of PyTorch convert infinity to 448 instead of NaN.
     blocks = (blocks / scales[:, :, None, :, None]).masked_fill(~finite, float("nan"))
     return blocks.to(DTYPE).view(torch.uint8), scales

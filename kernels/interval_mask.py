@@ -1,8 +1,9 @@
-"""Interval masks: query i may attend to the keys [lo[i], hi[i]) and to no others.
+"""In an interval mask, query i attends to the keys [lo[i], hi[i]) and to no others.
 
 `lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
-hi, the interval is empty. Causal, sliding-window, document and full masks and their intersections have this form on every shard
-whose positions are sorted. Rows are queries and columns are keys. A transposed mask swaps them.
+hi, the interval is empty. Causal, sliding-window, document and full masks and their intersections are interval masks on every
+shard with sorted positions. In this module, rows are queries and columns are keys. In a transposed mask, rows are keys and
+columns are queries.
 """
 
 import math
@@ -18,20 +19,20 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# Tiles end where a bound jumps by at least this many tiles of rows, at the end of a long document.
+# If a bound increases by at least this many times the rows of a tile, a long document ends there, and so must the tile.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """One mask, together with the tables that the kernels derive from it.
+    """One interval mask, together with the tables of tiles that kernels need for it.
 
     The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
     intervals once per mask, with `Intervals.of`, and pass the same object to every call.
 
     Attributes:
-        lo, hi: int32 (B or 1, rows), on the device. A kernel that reads no table must read `bounds` instead.
+        lo, hi: int32 (B or 1, rows), on the device. Kernels that use no table must read the property `bounds` instead.
         num_keys: the number of columns.
         host: lo and hi on the CPU, or empty for a mask of `mask_slots`.
         wait: whether the host waits until copies to the device have arrived.
@@ -63,7 +64,7 @@ class Intervals:
         wait: bool = True,
         is_replaced: bool = False,
     ) -> "Intervals":
-        """Create the mask with these bounds, integers (1 or B, Nq) on the CPU, for kernels on `device`."""
+        """Create a mask for kernels on `device` from integer bounds (1 or B, Nq) on the CPU."""
         if lo.dim() != 2 or lo.shape != hi.shape:
             raise ValueError(f"lo has shape {tuple(lo.shape)}, hi {tuple(hi.shape)}: both must be (1 or batch, queries)")
         for name, x in (("lo", lo), ("hi", hi)):
@@ -88,7 +89,7 @@ class Intervals:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """(lo, hi), for kernels without a table."""
+        """Return (lo, hi) for kernels that use no table."""
         self._tables.use()
         return self.lo, self.hi
 
@@ -111,7 +112,6 @@ class Intervals:
         return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys, self.is_replaced)
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
-        """Return the part of the mask for these rows and columns."""
         num_keys = keys.stop - keys.start
         bounds = tuple((x[:, rows] - keys.start).clamp(0, num_keys) for x in self.host)
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
@@ -119,18 +119,20 @@ class Intervals:
     def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
         """Split the rows into tiles, and sort the tiles by the order in which programs should process them.
 
-        Step i of the loop of a tile starts at column begin + i * step. In the first num_masked_prefix steps, scores must be
-        masked. In the next num_unmasked steps, all rows attend to all columns. Then scores must be masked again. Tiles end
-        where a long document ends, because a tile of two documents would loop over the history of both.
+        For each tile, a program loops over columns. Step i of this loop starts at column begin + i * step. In the first
+        num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all columns, so
+        no masking is needed. In the remaining steps, the scores must be masked. A tile ends where a long document ends, because
+        a tile of two documents would loop over the columns of both.
 
         Args:
-            rows, step: the maximal number of rows of a tile, and the columns per step.
-            split_documents: whether tiles end where documents end. Otherwise tile i starts at row i * rows.
+            rows, step: the maximal number of rows per tile, and the number of columns per step.
+            split_documents: whether tiles end where long documents end. If False, tile i starts at row i * rows.
             aligned: whether begin is rounded down to a multiple of `step`.
 
         Returns:
             int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, the number of
-                all masked steps. The longest loops come first. Missing tiles of a batch entry are zeros.
+                all masked steps. Tiles with longer loops come first. Batch entries with fewer than T tiles are padded with
+                zeros.
         """
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
@@ -140,7 +142,8 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
-        # At the start of a document, lo of the queries jumps. In a transposed mask, hi of the keys jumps there.
+        # Where a document starts, the bound lo of the queries increases by a large step. In a transposed mask, the bound hi of
+        # the keys does.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -149,14 +152,14 @@ class Intervals:
 
     @cached_property
     def num_nonempty_rows(self) -> int:
-        """The rows of all masks whose interval is not empty."""
+        """Return the number of rows with a non-empty interval, over all batch entries."""
         if self.is_replaced:
-            return self.lo.numel() - 1  # Kernels must expect empty intervals, but be configured for few.
+            return self.lo.numel() - 1  # Kernels must support empty intervals, but expect few of them.
         lo, hi = self.host
         return int((lo < hi).sum())
 
     def requests(self) -> "TableRequests":
-        # A `cached_property` is in the dictionary of the object only after it has been computed.
+        # The dictionary of an object contains a `cached_property` only after its first use.
         transposed = self.transposed.requests() if "transposed" in vars(self) else None
         return TableRequests(tuple(self._tables), transposed)
 
@@ -167,7 +170,7 @@ class Intervals:
             self.transposed.prepare(requests.transposed)
 
     def __reduce__(self):
-        # A process that plans ahead pickles masks, which is much faster with numpy arrays.
+        # The process that prepares the next batches pickles masks. Pickling numpy arrays is much faster than pickling tensors.
         tables = {key: table.numpy(force=True) for key, table in self._tables.items()}
         host = tuple(x.numpy() for x in self.host)
         options = self.num_keys, self.wait, self.of_keys, self.is_replaced
@@ -182,11 +185,11 @@ class Intervals:
         Args:
             rows, step, aligned: as for `tiles`. In the backward, `aligned` is always true.
             batch, heads: the number of batch entries, and the number of heads per entry.
-            num_head_groups: the number of head groups, which are processed one after another, so that their operands stay in
-                the L2 cache.
+            num_head_groups: the number of groups into which the heads are divided. The groups are processed one after another,
+                so that the operands of a group stay in the L2 cache.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: None in the forward. In the backward, the number of query heads per key head. Each query head needs all
-                steps.
+            group: None in the forward. In the backward, the number of query heads per key head. A work tile repeats its steps
+                for each of these query heads.
 
         Returns:
             int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.
@@ -210,7 +213,7 @@ class Intervals:
     def ordered_work_tiles(
         self, rows: int, step: int, batch: int, heads: int, heads_per_group: int, programs: int, group: int
     ) -> Tensor:
-        """Do the same as `work_tiles` for sums of dq in a fixed order, int32 (n, programs, 12), see
+        """Assign work tiles for a backward that sums dq in a fixed order. Return int32 (n, programs, 12) with the columns of
         `tile_order.order_work_tiles`.
         """
         key = "ordered_work_tiles", rows, step, batch, heads, heads_per_group, programs, group
@@ -227,15 +230,15 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return the shape of the largest table with this key."""
+        """Return the shape of the largest table with this key that a mask of the same shape may need."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
-        # The arguments of `work_tiles` and `ordered_work_tiles` begin alike.
+        # The first arguments of `work_tiles` and `ordered_work_tiles` are the same.
         batch, heads, _, programs, *_ = arguments
-        # A few more work tiles per program than necessary balance the load. The last wave may be split, and the last row of a
-        # table is empty.
+        # To balance the load, a program may receive more work tiles than the mean. Work tiles of the last wave may be split,
+        # and the last row of a table is empty.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -282,13 +285,13 @@ def packed_size(shapes: Iterable[Sequence[int]]) -> int:
 
 
 def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return tensors of these shapes in the memory `flat`, each at an aligned address."""
+    """Return views of `flat` with these shapes, each at an aligned address."""
     parts = flat.split([packed_size([shape]) for shape in shapes])
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of masks whose bounds and tables are the given tensors, in the order of `sides`."""
+    """Return copies of masks that use the given tensors as their bounds and tables, in the order of `sides`."""
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:
@@ -307,18 +310,19 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 
 
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the queries [query_lo[j], query_hi[j]) that may attend to each key j, int32 (B or 1, Nk).
+    """Return the bounds (lo, hi) of the queries that may attend to each key, int32 (B or 1, Nk).
 
-    Bounds never decrease, so queries with lo <= j come first, and queries with hi > j last.
+    The given bounds never decrease. Therefore the queries with lo <= j are the first ones, and the queries with hi > j the last
+    ones.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
 
 def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
-    """Return how many of the bounds (B, N) of a batch entry are at most j, for every key j."""
+    """For every key j, count the bounds of each batch entry that are at most j."""
     batch, size = bound.shape[0], num_keys + 1
     entry = torch.arange(batch, device=bound.device)[:, None]
-    # The bounds of entry b move to [b * size, (b + 1) * size), so that one bincount counts all entries.
+    # The bounds of batch entry b are shifted by b * size, so that one bincount counts the bounds of all entries.
     counts = torch.bincount((bound + entry * size).flatten(), minlength=batch * size)
     return counts.view(batch, size)[:, :num_keys].cumsum(1, dtype=torch.int32)
 
@@ -329,10 +333,12 @@ def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
 
 
 def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
-    """Copy a CPU tensor to `device`. Fail in a CUDA graph, whose replays would copy from freed memory."""
+    """Copy a CPU tensor to `device`. Raise RuntimeError during the capture of a CUDA graph, whose replays would copy from freed
+    memory.
+    """
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:
-        # A copy from pageable memory would wait for all earlier work of the stream.
+        # Without pinned memory, the copy would wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

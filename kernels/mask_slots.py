@@ -1,7 +1,7 @@
-"""GPU memory for the masks that a CUDA graph reads, so that other masks can replace them between two replays.
+"""Hold masks in fixed GPU memory, so that a CUDA graph can read another mask in each replay.
 
 A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Every table is therefore
-padded with zeros to the largest size that a mask of the same shape can need. A program without work tiles ends at once.
+padded with zeros to the largest size that a mask of the same shape can need. A program without work tiles ends immediately.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack
 
 
 class MaskSlots:
-    """Memory for several masks with `is_replaced`. The kernels of the graph must already have requested all of their tables.
+    """Memory for several masks that were created with `is_replaced`. The kernels of the graph must have requested all tables
+    before.
 
-    The attribute `masks` has the masks to capture, which are zeros until the first `write`.
+    Capture the graph with the masks in the attribute `masks`. Their memory contains zeros until the first `write`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:
@@ -29,7 +30,9 @@ class MaskSlots:
         self.masks = with_memory(masks, unpack(self._memory, self._shapes), with_host=False)
 
     def pack(self, masks: Sequence[Intervals]) -> Tensor:
-        """Copy masks of the same shapes, with the same tables, from the CPU into one int32 tensor for `write`."""
+        """Copy masks from the CPU into one int32 tensor for `write`. They must have the shapes and tables of the constructor's
+        masks.
+        """
         packed = torch.zeros(self._memory.shape, dtype=torch.int32, device="cpu", pin_memory=self._memory.is_cuda)
         slots = iter(unpack(packed, self._shapes))
         for side, keys in zip(sides(masks), self._keys, strict=True):
@@ -38,5 +41,5 @@ class MaskSlots:
         return packed
 
     def write(self, packed: Tensor) -> None:
-        """Replace the masks, in the order of the current stream. The host does not wait."""
+        """Replace the masks by a copy on the current stream. The host does not wait for the copy."""
         self._memory.copy_(packed, non_blocking=True)

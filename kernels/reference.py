@@ -8,13 +8,13 @@ head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that 
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-If s = scale * q k^T are the scores of the keys that a query has seen so far, m is the maximum of s, l is sum exp(s - m), and o
-is sum exp(s - m) v. A query that has seen no key has the empty state (-inf, 0, 0), the output 0 and the lse -inf. In a state of
-the Hopper kernels, m may differ from the maximum, and l and o are relative to this m.
+The scores of a query are s = scale * q k^T. Over the keys that the query has attended to so far, m is the maximum of s, l is
+sum exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0
+and the lse -inf. The Hopper kernels may use another m than the maximum. Their l and o are then relative to this m.
 
-With `dropout`, o sums only the kept probabilities, which are scaled. Dropout does not change m, l and lse. `blocks` masks pairs
-of a block of queries and a block of keys. With `precision` "tf32" instead of "ieee", the Triton kernels may round the operands
-of fp32 products to 11 bits of mantissa.
+With `dropout`, o sums only the kept probabilities, which are scaled. Dropout does not change m, l and lse. The argument
+`blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton kernels may round
+the operands of fp32 products to 11 bits of mantissa.
 
 Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 State = tuple[Tensor, ...]  # m, l, o
 Gradients = tuple[Tensor, ...]  # dq, dk, dv
-Accumulators = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to add to; None asks for a new gradient
+Accumulators = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to add to; None requests a new gradient
 # A `Delta` is delta itself, or (out, dlse) for kernels that compute delta.
 Delta = Tensor | tuple[Tensor, Tensor | None]
 
@@ -65,7 +65,7 @@ def empty_state(q: Tensor, value_dim: int) -> State:
 def merge(a: State, b: State) -> State:
     """Merge the states of the same queries over two disjoint sets of keys (Milakov and Gimelshein 2018, section 3.1).
 
-    The operation is associative and commutative, and the empty state is its identity.
+    Merging is associative and commutative, and its identity is the empty state.
     """
     m = torch.maximum(a[0], b[0])
     # If both states are empty, subtract 0, because exp(-inf + inf) is NaN.
@@ -77,11 +77,11 @@ def merge(a: State, b: State) -> State:
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Merge the partial states of some tokens into `base` (m, l, o), in place.
+    """Merge partial states into `base` (m, l, o), in place.
 
     Args:
-        parts: pairs (first, state). The state covers n tokens, and is merged into the tokens [first, first + n).
-        dtype: None to return `base`, or the dtype of `out` to return (out, lse) as `finalize`.
+        parts: pairs (first, state). A state of n tokens is merged into the tokens [first, first + n) of `base`.
+        dtype: None to return `base`, or the dtype of `out` to return (out, lse) from `finalize`.
     """
     for first, part in parts:
         rows = tuple(x[:, first : first + part[0].shape[1]] for x in base)
@@ -91,7 +91,9 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge states (ranks, the elements of o, m and l) in a fixed order, and return the output of this `shape` (B, N, H, D)."""
+    """Merge the states of all ranks in the order of the ranks, and return the output of this `shape` (B, N, H, D). The rows of
+    `states` contain the elements of o, m and l of one rank.
+    """
     rows = shape[:3].numel()
     o, m, l = states.split([rows * shape[3], rows, rows], 1)
     parts = [tuple(x[rank].view(size) for x, size in ((m, shape[:3]), (l, shape[:3]), (o, shape))) for rank in range(len(m))]
@@ -178,10 +180,10 @@ def decode(
         q, scale: as for `forward`.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
         lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]), limited to [0,
-            Nk). Both must never decrease from one query to the next.
+            Nk). Neither bound may decrease from one query to the next.
         final: whether to return the output instead of the state.
-        sinks: int32 (1 or B,) or None. Query i also attends to those of the first `sinks` keys that come before hi[i]
-            (attention sinks, Xiao et al. 2023).
+        sinks: int32 (1 or B,) or None, the number of attention sinks (Xiao et al. 2023). Query i also attends to the first
+            `sinks` keys, except for keys from hi[i] on.
         page_table: int32 (B, pages) or None. With a page table, k and v are (pages, page size, Hkv, D) and (pages, page size,
             Hkv, Dv), and row i of entry b is row i % page_size of page page_table[b, i // page_size].
         forward: the function that computes attention under intervals.
@@ -201,7 +203,6 @@ def decode(
 
 
 def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
-    """Return the rows (B, Nk, H, D) of a paged cache."""
     rows = x[page_table.long()].flatten(1, 2)
     # Pages may contain rows of earlier sequences, and rows that were never written.
     unused = torch.arange(rows.shape[1], device=x.device) >= hi[:, -1:]
@@ -209,7 +210,9 @@ def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states. A gradient of lse adds p * dlse to ds."""
+    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states. The gradient dlse of lse adds p * dlse to
+    ds.
+    """
     dtype = state_dtype(out.dtype)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     return delta if dlse is None else delta - dlse
@@ -222,7 +225,8 @@ def backward(
     *, grad_dtype: torch.dtype | None = None, dropout: Dropout | None = None, blocks: BlockMask | None = None,
     precision: str = "ieee",
 ) -> Gradients:  # fmt: skip
-    """Compute the gradients of one block of queries and one block of keys. Probabilities are recomputed as p = exp(s - lse).
+    """Compute the gradients for one block of queries and one block of keys. The probabilities are recomputed as p = exp(s -
+    lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
     With dropout, the p in dv and the product dout v^T are dropped and scaled.
@@ -232,8 +236,8 @@ def backward(
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq), computed by `row_delta`.
-        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added. For None, a new contiguous
-            tensor is returned.
+        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added. If an accumulator is None,
+            a new contiguous tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
     """
     num_key_heads, dtype = k.shape[2], q.dtype
@@ -257,8 +261,8 @@ def backward(
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add the partial gradients of other ranks to this rank's `base` (B, N, H, D), and round the sum once, to `dtype`.
 
-    `base` is in the dtype of states, and may be overwritten. `parts` are pairs (first, x), where x (B, n, H, D) is added to the
-    tokens [first, first + n) of `base`. All are contiguous.
+    The tensor `base` is in the dtype of states, and may be overwritten. For each pair (first, x) of `parts`, x (B, n, H, D) is
+    added to the tokens [first, first + n) of `base`. All tensors are contiguous.
     """
     for first, x in parts:
         base[:, first : first + x.shape[1]] += x

@@ -1,24 +1,25 @@
-"""The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
+"""Order the work tiles of the deterministic Hopper backward, so that every sum of dq has a fixed order.
 
-A work tile is a tile of keys of one head. It visits the query tiles that see its keys. The order matters only for work tiles
-that share a query. Bounds of an interval mask never decrease, so it suffices to order neighbours: the predecessor adds first to
-every query tile that both visit. A chain is a maximal sequence of work tiles of one head in which each shares a query with the
-next. A chain runs in one of two directions:
+A work tile is a tile of keys of one head. Its program loops over the query tiles that attend to these keys, and adds to their
+dq. The order matters only for work tiles that share a query. The bounds of an interval mask never decrease, so it suffices to
+order neighbours. Of two neighbours, the *predecessor* adds first to every query tile that both need. A *chain* is a maximal
+sequence of work tiles of one head in which any two neighbours share a query. Each chain has one of two directions:
 
-- **Forwards:** from the last keys to the first. Every work tile visits its query tiles from the first to the last. Under a
-causal mask, the predecessor starts at a later query tile, so the predecessor is ahead from the start.
-- **Backwards:** from the first keys to the last. Every work tile visits its query tiles from the last to the first. Under a
-causal mask, the longest loops come first.
+- **Forwards:** the work tiles start from the last keys to the first. Each work tile loops over its query tiles from the first
+to the last. Under a causal mask, a predecessor starts at a later query tile, so the predecessor is ahead from the start.
+- **Backwards:** the work tiles start from the first keys to the last. Each work tile loops over its query tiles from the last
+to the first. Under a causal mask, the work tiles with the longest loops start first.
 
-Under a causal mask without documents, the directions alternate from head group to head group. In a forwards group, short work
-tiles end first, so the long work tiles of the next group start one after another, and all programs end at nearly the same time.
+Under a causal mask without documents, consecutive head groups have opposite directions. In a forwards group, short work tiles
+end first, so the long work tiles of the next group start one after another. All programs then end at nearly the same time.
 """
 
 import torch
 from torch import Tensor
 
-# With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less. With fewer, the
-# operands and the sums of dq stay in the L2 cache. ALTERNATING_TILES query tiles let neighbours start about four steps apart.
+# With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less for each other.
+# With fewer query heads, the operands and dq stay in the L2 cache. If directions alternate, about ALTERNATING_TILES query tiles
+# per head group let neighbours start four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -59,12 +60,13 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all start at the same time. All chains then run forwards, which staggers them.
+    # If every program has at most one work tile, all work tiles start at the same time. Then all chains are forwards, so that
+    # each predecessor is ahead from the start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
     rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
-    # Heads of the same group take turns.
+    # The work tiles of the heads of a group are interleaved.
     num_tiles = tiles.shape[1]
     order = (head_group[:, None] * num_tiles + rank).flatten().argsort(stable=True)
     order = order[exists[mask].flatten()[order]]
@@ -85,15 +87,13 @@ def order_work_tiles(
 
 
 def predecessors(work_tiles: Tensor) -> Tensor:
-    """Return the number of the predecessor of each work tile from `order_work_tiles`, or -1."""
+    """Return the predecessor of each work tile in the order of `order_work_tiles`, or -1 if there is none."""
     num_steps, num_free = work_tiles[:, 4] + work_tiles[:, 5], work_tiles[:, 11]
     return work_tiles[:, 10].where(num_free < num_steps, -1)
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) by their first key, and tiles without steps to the end. Return (tiles, mask of tiles with
-    steps).
-    """
+    """Sort the tiles (B, T, 6) by their first key, with empty tiles last."""
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
     tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)
@@ -101,7 +101,6 @@ def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, ...]) -> Tensor:
-    """Return (B, T), whether each tile has a query in common with the tile before it."""
     lo = bounds[0].long().gather(1, tiles[..., 0])
     hi = bounds[1].long().gather(1, (tiles[..., 1] - 1).clamp(min=0))
     linked = torch.zeros_like(exists)
@@ -112,10 +111,10 @@ def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, ...]) -> Te
 def _order_chains(
     tiles: Tensor, begin: Tensor, stop: Tensor, exists: Tensor, linked: Tensor, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Order the tiles of a head in one direction. The query tiles of a tile are [begin, stop).
+    """Order the tiles of a head in one direction. Each tile loops over the query tiles [begin, stop).
 
     Returns:
-        rank: (B, T), the place of each tile in the order. Tiles that do not exist come last.
+        rank: (B, T), the place of each tile in the order. Empty tiles come last.
         columns: (B, T, 3): the first query tile, the index of the predecessor in `tiles`, and the steps before the first query
             tile that the predecessor also visits.
     """
@@ -125,8 +124,8 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Long chains come first. Work tiles of shorter chains separate the neighbours of a long chain, which then start at
-    # different times.
+    # Long chains come first. Work tiles of shorter chains come between the neighbours of a long chain, so that the neighbours
+    # start at different times.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))
@@ -143,6 +142,5 @@ def _order_chains(
 
 
 def _reduce(values: Tensor, chain: Tensor, operation: str) -> Tensor:
-    """Reduce the values (B, T) of every chain."""
     reduced = torch.zeros_like(values).scatter_reduce(1, chain, values, operation, include_self=False)
     return reduced.gather(1, chain)

@@ -1,7 +1,7 @@
-"""Compute the tables of tiles on the host, once per mask: the rows of every tile, its loop over columns, and its program.
+"""Compute, once per mask, the tables that tell the programs of a kernel which tiles to compute.
 
-Row i of batch entry b has the number b * N + i. An entry of a table has the six numbers of `Intervals.tiles`. A work tile is a
-tile of one head, whose entry also has the head and the batch entry.
+In this module, row i of batch entry b has the number b * N + i. A tile is described by the six numbers of `Intervals.tiles`. A
+*work tile* is a tile of one head, which is described by the same numbers, the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -9,20 +9,21 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# The time of a work tile besides its steps.
+# The fixed time of a work tile, in units of the time of a step.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
 # Work tiles are reordered if the last program would end more than this fraction later than the mean.
 MARGIN = 0.04
 
-# The rows of a work tile per warpgroup of the Hopper forward. A warpgroup without rows skips the work tile.
+# Each consumer warpgroup of the Hopper forward computes this many rows of a work tile. A warpgroup without rows skips the work
+# tile.
 CONSUMER_ROWS = 64
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces at every row whose bound (B, N) exceeds the previous bound by at least `jump`, and between
-    batch entries.
+    """Split the rows into pieces, and return the (start, stop) of all pieces. A piece starts with a batch entry, or at a row
+    whose bound (B, N) exceeds the previous bound by at least `jump`.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -31,9 +32,9 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 
 
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
-    """Split pieces of rows [start, stop) into tiles. Return the (first, end) of all tiles.
+    """Split each piece of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    Only the last tile of a piece, or the first one with `from_end`, may have fewer than `rows` rows.
+    The last tile of a piece may have fewer than `rows` rows. With `from_end`, the first tile may have fewer instead.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -52,8 +53,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # Bounds never decrease from row to row, so any row attends only to columns in [lo of the first row, hi of the last row),
-    # and all rows attend to [lo of the last row, hi of the first row).
+    # Bounds never decrease from row to row. Therefore every row of a tile attends to [lo of the last row, hi of the first row),
+    # and to no column outside [lo of the first row, hi of the last row).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -61,7 +62,7 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
 
 
 def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: int, num_rows: int) -> ndarray:
-    """Return int32 (batch, T, 6), the tiles of each batch entry, longest loops first, and then zeros."""
+    """Return the tiles of each batch entry, int32 (batch, T, 6), the longest loops first. Missing tiles are zeros."""
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
     # np.lexsort sorts by its last key first.
@@ -76,8 +77,8 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
 def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
     """Return the work tiles of all heads, int32 (N, 8), in the order in which they should start.
 
-    Groups of heads start one after another, so that their operands stay in the L2 cache. Within a group, the longest loops
-    start first.
+    Groups of heads start one after another, so that the operands of a group stay in the L2 cache. Within a group, the work
+    tiles with the longest loops start first.
     """
     batch, num_tiles = tiles.shape[:2]
     all_heads = np.arange(batch * heads)
@@ -95,7 +96,7 @@ def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
     whole, last = np.split(work_tiles, [len(work_tiles) - remainder])
-    # The larger parts start first, and the smaller parts fill the idle programs.
+    # The larger parts start first. Programs that would be idle compute the smaller parts.
     larger, smaller = last.copy(), last.copy()
     larger[:, 1] = np.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
     smaller[:, 0] = larger[:, 1]
@@ -103,18 +104,19 @@ def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
 
 
 def forward_times(work_tiles: ndarray) -> ndarray:
-    """Estimate the times of work tiles. A step with half of the rows takes more than half of the time."""
+    """Estimate the time of each work tile. A step with half of the rows takes more than half of the time."""
     num_consumers = _ceil_div(work_tiles[:, 1] - work_tiles[:, 0], CONSUMER_ROWS)
     return (work_tiles[:, 4] + work_tiles[:, 5] + FORWARD_TILE_OVERHEAD) * (1 + num_consumers)
 
 
 def backward_times(work_tiles: ndarray, group: int) -> ndarray:
-    """Estimate the times of work tiles with `group` query heads. Few rows take as long as all rows."""
+    """Estimate the time of each work tile, which repeats its steps for `group` query heads. A tile with few rows takes as long
+    as a full tile.
+    """
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
 def most_tiles(num_rows: int, num_columns: int, rows: int, jump: int) -> int:
-    """Return an upper bound on the number of tiles of a batch entry."""
     return num_rows // rows + 1 + num_columns // jump
 
 
@@ -123,11 +125,12 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
-    In rotation, some programs would get a seventh more than their share. With packed documents, long work tiles of the last
-    head groups would start too late, so they are moved forward. `predecessors` has, for each work tile, the earlier work tile
-    that must stay in front of it, or -1. `limit` is the maximal number of work tiles of a program.
+    An assignment in rotation would give some programs a seventh more work than the mean. With packed documents, long work tiles
+    of the last head groups would start too late, so they are moved forward. The argument `predecessors` names, for each work
+    tile, the earlier work tile that must stay in front of it, or -1. The argument `limit` is the maximal number of work tiles
+    per program.
 
-    Return int32 (n, programs, c). The entries [:, p] are the work tiles of program p, followed by at least one row of zeros.
+    Return int32 (n, programs, c). The rows [:, p] are the work tiles of program p, followed by at least one row of zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -149,8 +152,7 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    """Assign each work tile to the program with the least work so far. Return the programs and the last end."""
-    # Integers (work so far) * programs + (index of the program) make the fastest heap.
+    # The elements of the heap are integers (work so far) * programs + (index of the program), because integers are the fastest.
     heap = list(range(programs))
     steps = (times.astype(np.int64) * programs).tolist()
     if limit is None:
@@ -168,7 +170,8 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times, but let none end later than (1 - MARGIN) times the mean time of all programs.
+    """Order work tiles by their start times, but start a work tile earlier if it would end later than (1 - MARGIN) times the
+    mean time of all programs.
 
     A predecessor starts no later than the work tiles that follow it.
     """
@@ -177,7 +180,8 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor has a smaller index, so a loop from the last work tile to the first passes on only final starts.
+        # A predecessor has a smaller index than its work tile. A loop from the last work tile to the first therefore reads only
+        # final starts.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
@@ -187,7 +191,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Given lists of counts[i] elements, return each element's list and its index in that list."""
+    """Enumerate the elements of lists with counts[i] elements. Return each element's list and its index in that list."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

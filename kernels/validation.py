@@ -1,10 +1,10 @@
 """Check the arguments of attention calls. A rule that several callers need is defined only here, with its error message.
 
-The public calls in `ringattn` check a user's arguments. `ringattn.kernels.dispatch` checks every kernel call, which catches
-mistakes in the code in between. The kernel modules check nothing.
+The public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check the arguments
+of every kernel call, which catches mistakes in the code between the two. The kernels themselves check nothing.
 
-A function whose name begins with `check` returns None or raises a ValueError. The message states the given value, the
-requirement and what to do.
+Functions whose names begin with `check` return None or raise ValueError. The message states the given value, the requirement
+and what to do.
 """
 
 import math
@@ -23,25 +23,25 @@ from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 
 MAX_HEAD_DIM = 256
 
-# A tile of keys has at least 16 rows, and must not cross pages.
+# A tile of keys has at least 16 rows and must lie within one page.
 MIN_PAGE_SIZE = 16
 
-# "tf32" lets the Triton kernels round fp32 operands of products to 11 bits of mantissa. "fp8" lets the forward round its
-# inputs, see `ringattn.kernels.fp8`.
+# With "tf32", the Triton kernels may round fp32 operands of products to 11 bits of mantissa. With "fp8", the forward rounds its
+# inputs to the format of `ringattn.kernels.fp8`.
 PRECISIONS = ("ieee", "tf32", "fp8")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def shown(value: object) -> str:
-    """Return the value as text for an error message, or its type if the text is long."""
+    """Return the value as text for an error message, or only its type if the text would be long."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def as_integer(name: str, value: Any, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
-    """Return `value` as an int with low <= value <= high (None for no limit). Integers of numpy and torch become Python
-    integers.
+    """Return `value` as an int with low <= value <= high, or raise ValueError. Integers of numpy and torch are converted. With
+    high=None, there is no upper limit.
     """
     number = value
     # torch.compile may pass a symbolic integer.
@@ -57,7 +57,7 @@ def as_integer(name: str, value: Any, low: int = 0, high: int | None = 2**63 - 1
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise ValueError. Numbers of numpy and tensors of one element become Python numbers."""
+    """Return `value` as a float, or raise ValueError. Numbers of numpy and tensors with one element are converted."""
     if type(value) is float:
         return value
     try:
@@ -82,13 +82,13 @@ def check_name(name: str, value: object, known: Sequence[str]) -> None:
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not type(q) is type(k) is type(v) is Tensor:
-        # The kernels must not import torch's modules for process groups, so recognise a DTensor by its method.
+        # A DTensor is recognised by its method, because the kernels must not import torch's modules for process groups.
         if any(hasattr(x, "to_local") for x in (q, k, v)):
             raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
             kinds = ", ".join(type(x).__name__ for x in (q, k, v))
             raise ValueError(f"q, k, v are {kinds}: give three tensors (batch, tokens, heads, head dim)")
-    # A nested tensor may have a strided layout, but it has no shape.
+    # A nested tensor may have the strided layout, but no kernel supports its shape.
     if not q.layout is k.layout is v.layout is torch.strided or q.is_nested or k.is_nested or v.is_nested:
         raise ValueError(
             f"q, k, v are {q.layout}, {k.layout}, {v.layout} or nested: give dense tensors; for packed documents, "
@@ -97,7 +97,6 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call."""
     check_dense(q, k, v)
     check_fit(q, k, v)
 
@@ -114,7 +113,6 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that the shapes of q, k and v fit together, and that Hkv divides Hq."""
     queries, keys, values = q.shape, k.shape, v.shape
     if not len(queries) == len(keys) == len(values) == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give four, (batch, tokens, heads, head dim)")
@@ -149,7 +147,6 @@ def check_precision(precision: str) -> None:
 
 
 def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
-    """Raise ValueError if a call with precision="fp8" has dropout or a block mask."""
     for name, is_given in (("dropout", has_dropout), ("a block mask", has_blocks)):
         if is_given:
             raise ValueError(f"precision='fp8' with {name}: FP8 attention does not support it; use precision='ieee'")
@@ -158,7 +155,7 @@ def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check the arguments that forward and backward have in common, as in `reference.forward`."""
+    """Check the arguments of `reference.forward` that the backward has as well."""
     check_shapes(q, k, v)
     (batch, num_queries, num_heads), num_keys, device = q.shape[:3], k.shape[1], q.device
     if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
@@ -179,7 +176,6 @@ def check_inputs(
 
 
 def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, intervals: Intervals) -> None:
-    """Check that FP8 inputs of a forward have the format of `ringattn.kernels.fp8`."""
     (batch, num_keys, num_key_heads), device = k.data.shape[:3], q.data.device
     tiles = batch, num_key_heads, num_blocks(num_keys), v.data.shape[3], BLOCK
     _require("v.data", v.data, tiles, DTYPE, device)
@@ -191,12 +187,11 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
         ("v", v, k.data.shape[:3]),
     ):
         _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
-    # The values are tiles, so a view of the keys takes the place of values (B, Nk, Hkv, Dv).
+    # FP8 values are stored as tiles, so pass a view of the keys that has the shape of values (B, Nk, Hkv, Dv).
     check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 
 def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], batch: int) -> None:
-    """Check that new keys and values have `batch` entries, and the heads, dtype and device of the `stored` ones."""
     for x, y in zip(new, stored, strict=True):
         if (x.shape[0], *x.shape[2:], x.dtype, x.device) != (batch, *y.shape[2:], y.dtype, y.device):
             raise ValueError(
@@ -206,9 +201,9 @@ def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], 
 
 
 def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
-    """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row below `capacity` for each token of `k` (B, N, Hkv, D).
+    """Check that `rows` is int64 (N,) or (B, N), with a cache row below `capacity` for each token of `k` (B, N, Hkv, D).
 
-    On a GPU, the values are not checked, because the host would have to wait.
+    On a GPU, the values of `rows` are not checked, because the host would have to wait for the GPU.
     """
     if not isinstance(rows, Tensor):
         raise ValueError(f"rows is a {type(rows).__name__}: it must be a tensor of int64, or None")
@@ -226,10 +221,7 @@ def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
 def check_cache(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
 ) -> None:
-    """Check the arguments of a decoding call, as for `reference.decode`.
-
-    The values of tensors are not checked, because the host would wait for the GPU.
-    """
+    """Check the arguments of `reference.decode`."""
     if page_table is None:
         check_shapes(q, k, v)
     else:
@@ -277,7 +269,6 @@ def check_gradients(
     given: Accumulators,
     grad_dtype: torch.dtype | None,
 ) -> None:
-    """Check the arguments of `dispatch.backward` that the forward does not have."""
     rows, dtype, exact, device = q.shape[:3], q.dtype, state_dtype(q.dtype), q.device
     outputs = {"dout": dout}
     scalars: dict[str, Tensor | None] = {"lse": lse}
