@@ -1,7 +1,8 @@
-"""The Triton backward: FlashAttention-2 (Dao 2023, algorithm 2) as two kernels without atomics, so it is deterministic.
+"""The Triton backward is FlashAttention-2 (Dao 2023, algorithm 2) in two kernels. They use no atomic additions, so the
+gradients are deterministic.
 
-One kernel computes dK and dV, and another one dQ. Both recompute the probabilities as p = exp(s - lse), so there are 7 products
-instead of 5.
+One kernel computes dK and dV, and the other computes dQ. Both recompute the probabilities p = exp(s - lse), so they need 7
+matrix products instead of 5.
 """
 
 import torch
@@ -16,9 +17,9 @@ from ringattn.kernels.triton.launcher import launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from `stats`, see `_interleave`."""
-    # Load every number twice. Otherwise, the tile has fewer numbers than the program has threads, and Triton lets each thread
-    # load all 32 numbers that it needs. This takes too many instructions, and at head dim 128 too many registers.
+    """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from the result of `_interleave`."""
+    # Load every number twice. Otherwise, the tile has fewer numbers than the program has threads, and Triton makes each thread
+    # load all 32 numbers that it needs. These loads take too many instructions, and at head dim 128 too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -30,7 +31,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the tile of queries at `start` to `sums`, which are dk / scale and dv / factor of the tile of keys."""
+    """Add the contributions of the query tile at `start` to `sums`, which are dk / scale and dv / factor of a key tile."""
     q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale = operands
     dk, dv = sums
     head = (key_head * CONFIG.group + head).to(tl.int64)
@@ -44,7 +45,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     if MASKED:
         p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
     grad = load_rows(dout, start, dout_strides[1], num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
-    # dv needs the probabilities after dropout, ds the probabilities before it.
+    # dv depends on the probabilities after dropout, and ds on the probabilities before dropout.
     dropped = p
     if dropout is not None:
         keep = common.draw_keep_mask(dropout, head, start, num_queries, CONFIG.queries, True, MASKED)
@@ -53,7 +54,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # The factor `scale` follows once, after the loop.
+    # The factor `scale` is applied once, after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
@@ -70,8 +71,8 @@ def _key_gradient_kernel(
 
     Args:
         stats: see `_interleave`.
-        query_lo, query_hi: (num_masks, Nk), the queries that see each key.
-        dk, dv: contiguous, written, or added to with ADD_DK and ADD_DV.
+        query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
+        dk, dv: contiguous. The kernel adds to them with ADD_DK and ADD_DV, and overwrites them otherwise.
 
     The other arguments are those of `forward._forward_kernel`.
     """
@@ -119,7 +120,9 @@ def _key_gradient_kernel(
 
 @triton.jit
 def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr):
-    """Write `tile` to the rows [first, end) of one head of a contiguous (rows, NUM_HEADS, DIM) tensor, or add it with ADD."""
+    """Store `tile` in the rows [first, end) of one head of a contiguous (rows, NUM_HEADS, DIM) tensor. With ADD, add it
+    instead.
+    """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
     pointers = base + (first + rows).to(tl.int64) * (NUM_HEADS * DIM) + columns
     mask = (rows < end - first) & (columns < DIM)
@@ -131,7 +134,7 @@ def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _add_keys(operands, dropout, dq, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the tile of keys at `start` to dq / scale of the tile of queries."""
+    """Add the contribution of the key tile at `start` to dq / scale of a query tile."""
     query, grad, k, v, k_stride, v_stride, num_keys, lo, hi, log2_lse, delta, head, log2_scale = operands
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
@@ -197,9 +200,7 @@ def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Write `stats` for ROWS queries of all heads of one batch entry, see `_interleave`. PADDED is NUM_HEADS padded to a power
-    of two.
-    """
+    """Compute `_interleave` for ROWS queries of all heads of one batch entry."""
     num_tiles = tl.cdiv(num_rows, ROWS)
     before = (tl.program_id(0) // num_tiles).to(tl.int64) * num_rows * NUM_HEADS  # numbers in earlier batch entries
     rows, heads = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -207,7 +208,7 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
     mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
     log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
     deltas = tl.load(delta + index, mask=mask, other=0.0)
-    # Loads are contiguous over heads, and stores over queries.
+    # The loads are contiguous over heads, and the stores are contiguous over queries.
     pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
     index = before + heads.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
@@ -215,10 +216,10 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
 
 
 def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
-    """Return stats, fp32 (B, Hq, Nq, 2), with lse (in log2 units) and delta (B, Nq, Hq) side by side.
+    """Combine lse (in log2 units) and delta, both (B, Nq, Hq), into one fp32 tensor (B, Hq, Nq, 2).
 
-    The kernels load these numbers in their inner loops. In the layout (B, Nq, Hq), every number of a head would lie in a
-    different 32-byte sector of memory.
+    The inner loops of the kernels load these numbers. In the layout (B, Nq, Hq), the numbers of one head would lie in different
+    32-byte sectors of memory.
     """
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
@@ -249,7 +250,7 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
 ):  # fmt: skip
-    """Compute `reference.backward`. `dispatch.backward` checks the arguments. The restrictions of `forward.forward` apply."""
+    """Compute `reference.backward`. The restrictions of `forward.forward` apply."""
     given = dq, dk, dv
     dq, dk, dv = common.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() == 0 or k.numel() == 0:

@@ -1,14 +1,16 @@
 """Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
-A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. Rows are queries and
-columns are keys. For dK and dV, they are swapped. The tuple `loop` describes the loop:
+A program computes one tile of rows of one head. It loops over the tiles of columns that these rows attend to. In the forward
+and for dQ, rows are queries and columns are keys. For dK and dV, rows are keys and columns are queries. The tuple `loop`
+describes the loop:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-Unmasked tiles and masked tiles have separate loops. In a helper with MASKED, i counts the tiles of one loop.
+The unmasked tiles are processed in one loop, and the masked tiles in another one. The argument MASKED selects the loop, in
+which i counts the tiles.
 """
 
 import math
@@ -28,7 +30,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
-# The number of heads at the end of the grid whose tiles are interleaved, see `program_tile`.
+# In `program_tile`, the tiles of this many heads at the end of the grid are interleaved.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
 # The stride of a token must be below this limit, because offsets inside a tile of up to 256 rows are int32.
@@ -42,14 +44,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The fastest tiles for fp16 and bf16 on sm_90, by padded head dim. Up to head dim 128, kernels do not spill, except for loop
-# constants of the key gradient. Accesses out of bounds have been reported for 4 warps and head dims below 64.
+# These tiles were the fastest for fp16 and bf16 on sm_90, for each padded head dim. Up to head dim 128, the kernels spill no
+# registers, except for loop constants of the key gradient. With 4 warps and head dims below 64, accesses out of bounds have
+# been reported.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-# Exact fp32 products run on the CUDA cores, and a thread keeps whole rows of the operands in registers.
+# Exact fp32 products run on the CUDA cores, where a thread keeps whole rows of the operands in registers. Therefore the tile is
+# small.
 _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
@@ -60,7 +64,6 @@ def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
-    """Return the tile. With a block mask, reduce its sides so that they divide the block size."""
     if blocks is None:
         return tile
     return tile._replace(queries=math.gcd(tile.queries, blocks.size), keys=math.gcd(tile.keys, blocks.size))
@@ -68,13 +71,14 @@ def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
 
 @triton.constexpr_function
 def pad_dim(dim: int) -> int:
-    """Return a head dim padded to a power of two of at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
 @dataclass(frozen=True)
 class Config:
-    """The constants of the kernels. `queries` and `keys` are the sides of a tile, and `block` is 0 without a block mask."""
+    """The constants of the kernels. The fields `queries` and `keys` are the sides of a tile. Without a block mask, `block` is
+    0.
+    """
 
     num_heads: int
     group: int
@@ -97,15 +101,14 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D) itself if the kernels can use its strides, or else a copy with heads before tokens."""
-    # With very many heads, the stride of a token would be too large in a contiguous copy.
+    """Return x (B, N, H, D) if the kernels can use its strides. Otherwise, return a copy that stores heads before tokens."""
+    # In a contiguous copy with very many heads, the stride of a token could be too large.
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def allocate_results(
     q: Tensor, v: Tensor, state: State | None, final: bool, dtype: torch.dtype | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return (m, l, o, out, lse) for a forward call, with None for tensors that it neither reads nor writes."""
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
     if final:
@@ -117,7 +120,7 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the accumulators, and for each None a new tensor, which is zero if no kernel will run."""
+    """Return the given accumulators, and a new tensor for each None. New tensors are zero if no kernel will run."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -131,11 +134,12 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
 
 
 def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, blocks, precision, **constants):
-    """Launch a forward kernel or a backward kernel. Each program computes one tile of one head.
+    """Launch a kernel of the forward or the backward with one program for each tile of each head.
 
     Args:
-        inputs: q, k and v, in the backward also dout and stats. All except stats must come from `as_addressable`.
-        intervals: the intervals of the queries, which are transposed for "key_gradient".
+        inputs: q, k and v, and in the backward also dout and the result of `_interleave`. The first four must come from
+            `as_addressable`.
+        intervals: the intervals of the queries. The function transposes them for "key_gradient".
         results: the tensors that the kernel reads or writes as results, each contiguous or None.
         constants: the constexpr arguments other than CONFIG.
     """
@@ -148,10 +152,10 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
     else:
         heads, mask, rows, columns = num_heads, intervals, config.queries, config.keys
         lists = None if blocks is None else blocks.query_lists
-    # With a block mask, tiles end where blocks end instead.
+    # With a block mask, tiles end where blocks end instead of where documents end.
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
-    # The stride of a dimension with one list for all is 0.
+    # If all batch entries or heads share a list, the stride is 0.
     list_strides = None if lists is None else lists.expand(batch, heads, -1, -1, -1).stride()[:2]
     kernel[(num_tiles * batch * heads,)](
         *inputs, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs[:4]),
@@ -164,10 +168,10 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    One head follows another, so that concurrent programs find the operands in the L2 cache. The last heads are interleaved:
-    their longest tiles start first, and their short tiles fill the SMs at the end.
+    The heads are processed one after another, so that concurrent programs find the operands in the L2 cache. The tiles of the
+    last heads are interleaved. Among them, the longest tiles start first, and the short tiles occupy the SMs at the end.
     """
-    # `width` is the number of heads whose tiles alternate.
+    # The variable `width` is the number of heads whose tiles alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
     head = tl.minimum(program // num_tiles, num_sequential)
@@ -177,12 +181,12 @@ def program_tile(num_tiles):
 
 @triton.jit
 def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load the rows from `first` on of a (num_rows, DIM) matrix, padded with zeros to pad_dim(DIM). Without MASKED, all rows
-    must exist.
+    """Load ROWS rows of a (num_rows, DIM) matrix, padded with zeros to pad_dim(DIM) columns. Without MASKED, all rows must
+    exist.
     """
     PADDED: tl.constexpr = pad_dim(DIM)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    # Offsets within the tile in 32 bits need fewer registers.
+    # Offsets within the tile have 32 bits, which takes fewer registers.
     pointers = base + first.to(tl.int64) * stride + (rows * stride + columns)
     if MASKED or DIM != PADDED:
         return tl.load(pointers, mask=(rows < num_rows - first) & (columns < DIM), other=0.0)
@@ -192,7 +196,6 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
 
 @triton.jit
 def load_tile(entry):
-    """Load (first, end, loop) of an entry of `Intervals.tiles`."""
     first, end = tl.load(entry), tl.load(entry + 1)
     begin, num_masked_prefix = tl.load(entry + 2), tl.load(entry + 3)
     num_unmasked, num_masked = tl.load(entry + 4), tl.load(entry + 5)
@@ -201,7 +204,9 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of a block of rows. A column is a block and one of GROUP heads."""
+    """Return the pointer to the list of kept blocks of one block of rows. A column of the list is a block and one of GROUP
+    heads.
+    """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
     return block_lists + row
@@ -209,15 +214,15 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 @triton.jit
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tuple `loop` of the rows [first, end) over a list of kept blocks, each of BLOCK // STEP tiles."""
+    """Return the tuple `loop` of the rows [first, end) for a list of kept blocks. Each block has BLOCK // STEP tiles."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
-    # The blocks [start, stop) contain every column that any row attends to, and all rows attend to the blocks [full, tail).
+    # The rows attend to no column outside the blocks [start, stop), and to all columns of the blocks [full, tail).
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
-    # The count of an entry is the number of kept columns before it.
+    # The first number of each list entry is the number of kept columns before this entry.
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
@@ -240,7 +245,7 @@ def loop_tile(loop, i, MASKED: tl.constexpr):
 
 @triton.jit
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Load the kept column of the i-th tile from the list of kept blocks. Return 0 if there is no block mask.
+    """Load the column of the i-th tile from the list of kept blocks. Return 0 if there is no block mask.
 
     Loops load the column one step ahead. Otherwise, Triton's software pipeline would spend one of its stages on this load.
     """
@@ -259,7 +264,7 @@ def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROU
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # The pipeline computes the first address even of an empty loop, so the divisor must not be 0.
+        # Even for an empty loop, the pipeline computes the first address. Therefore the divisor must not be 0.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:
@@ -272,16 +277,16 @@ def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROU
 def run_loop(
     add_tile: tl.constexpr, operands, dropout, sums, loop, blocks, STEP: tl.constexpr, GROUP: tl.constexpr, CONFIG: tl.constexpr
 ):  # fmt: skip
-    """Add all tiles of a program's loop to `sums`, the unmasked tiles first. Return the sums.
+    """Add the unmasked tiles and then the masked tiles of a program to `sums`. Return the sums.
 
     Args:
         add_tile: add_tile(operands, dropout, sums, start, head, MASKED, CONFIG) adds the tile at column `start` of a head of
             the group.
         dropout: None, or the tuple that `draw_keep_mask` takes.
-        loop, blocks: from `load_tile`, and None. With a block mask, from `block_loop` and `kept_blocks`.
+        loop, blocks: the loop from `load_tile`, and None. With a block mask, the results of `block_loop` and `kept_blocks`.
     """
     BLOCK: tl.constexpr = CONFIG.block
-    # Nested loops over heads would drain the pipeline of loads after every head and spill registers.
+    # One loop covers all heads, because nested loops would drain the pipeline of loads after every head and spill registers.
     HEADS: tl.constexpr = GROUP if blocks is None else 1
     for MASKED in tl.static_range(2):
         column = load_block_column(blocks, loop, 0, STEP, BLOCK, MASKED)
@@ -295,21 +300,18 @@ def run_loop(
 
 @triton.jit
 def visible(lo, hi, start, COLUMNS: tl.constexpr):
-    """Return a mask of the columns from `start` on that lie in [lo, hi) of each row."""
     columns = start + tl.arange(0, COLUMNS)[None, :]
     return (lo[:, None] <= columns) & (columns < hi[:, None])
 
 
 @triton.jit
 def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load one number per row from `first` on, or 0 from num_rows on."""
     rows = first + tl.arange(0, ROWS)
     return tl.load(base + rows, mask=rows < num_rows, other=0) if MASKED else tl.load(base + rows)
 
 
 @triton.jit
 def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Load `rows` of the contiguous matrices out and dout, or 0 for rows not `inside`."""
     columns = tl.arange(0, PADDED)
     index = rows[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
@@ -318,7 +320,7 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """Compute `reference.row_delta` from `load_outputs`. dlse has one number per row or is None."""
+    """Compute `reference.row_delta` from the tiles of `load_outputs`. If dlse is not None, it has one number per row."""
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:
@@ -328,16 +330,16 @@ def row_delta(outputs, dlse, rows, inside):
 
 @triton.jit
 def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
-    """Return the part (rows, STEP) of `dropout.keep_mask` for a tile of rows and the columns from `start` on.
+    """Return `dropout.keep_mask` for a tile of rows and STEP columns from `start` on.
 
     `dropout` is (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed, threshold,
-    factor). TRANSPOSED tells whether the rows are keys.
+    factor). If TRANSPOSED, the rows are keys.
     """
     row_positions, column_positions, batch, first_head, seed, threshold, _ = dropout
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # Without broadcasting, each product of the first round depends only on the row or only on the column. The compiler removes
-    # the computations of the other three words.
+    # The arguments are not broadcast, so that each multiplication of the first round depends only on the row or only on the
+    # column. The compiler removes the computation of the three unused words.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

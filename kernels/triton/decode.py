@@ -1,20 +1,23 @@
-"""Split-KV decoding: attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al. 2023).
+"""Split-KV decoding computes attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al.
+2023).
 
-A single query has too few rows to fill a GPU, so the keys are divided among the programs. The tiles of keys of all batch
-entries form one sequence, which is divided into runs of equal length. Every program processes one run of one key head:
+A few queries are too little work for a GPU, so the keys are divided among the programs. The key tiles of all batch entries form
+one sequence. This sequence is divided into *runs*, which are ranges of equal length. Each program processes one run of one key
+head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-A run computes one partial state, a part, for each entry whose keys it covers. The program that stores the last part of an entry
-and key head merges them all. If that would take too long, a second launch merges them. The rows of a tile are all queries of
-all query heads that share a key head.
+For each batch entry whose keys are in a run, the run's program stores one partial state, called a *part*. The program that
+stores the last part of a batch entry and key head merges all of these parts. If one program would take too long, a second
+launch merges the parts. The rows of a tile are the queries of all query heads that share a key head.
 
-While a program waits for the queries of an entry, it prefetches the first tile into the L2 cache. With two launches, it may
-start and prefetch even before earlier kernels on the stream have ended, if they allow this.
+While a program waits for queries, it prefetches its first key tile into the L2 cache. With two launches, the programs may start
+this prefetch before earlier kernels on the stream have ended, if these kernels allow an early start.
 
-The kernels read the intervals on the GPU, and the launches depend only on shapes, so a call can be captured in a CUDA graph.
+The kernels read the intervals on the GPU, and the launches depend only on shapes. Therefore a call can be captured in a CUDA
+graph.
 """
 
 import math
@@ -35,21 +38,21 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# Elements of o that a program of the second launch loads at once: the same columns of all parts of one row.
+# A program of the second launch loads this many elements of o at once. They are some columns of all parts of one row.
 MERGE_ELEMENTS = 4096
-# With more programs per SM, the second launch would occupy some SMs longer than others and the next kernel would be distributed
-# unevenly, so the next kernel does not start early.
+# If the second launch has more programs per SM, the next kernel does not start early. Otherwise, the second launch would end
+# later on some SMs than on others, and the programs of the next kernel would be distributed unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# Elements of o of all parts of a tile, which the program of the last part loads at once.
+# The program that stores the last part of a tile loads at most this many elements of o at once.
 MAX_MERGED_ELEMENTS = 8192
-# Up to this size of the cache, the host may take longer than the GPU, so one launch is better than two.
+# For caches up to this size, the host may take longer than the GPU, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# Above this number of bytes per second, as on an H200, an SM receives a tile as fast as a program computes it, so the SM needs
-# two programs or one more tile in flight.
+# With more memory bandwidth than this (bytes per second), as on an H200, an SM receives a tile as fast as one program computes
+# it. The SM then needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
-# Keys per run. With shorter runs, merging takes longer than splitting saves.
+# The minimum number of keys per run. With shorter runs, merging takes longer than splitting saves.
 MIN_RUN_KEYS = 128
-# With strides in this unit, Triton can generate loads of 16 bytes.
+# Strides are passed in this unit, so that Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
@@ -64,7 +67,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The fastest for fp16 and bf16 on sm_90, by padded head dim. Three stages keep two tiles of k and of v in flight.
+# These tiles were the fastest for fp16 and bf16 on sm_90, for each padded head dim. With three stages, two tiles of k and two
+# of v are in flight.
 TILES_16_BIT = {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 4, 3)}
 TILE_FP32 = Tile(16, 32, 4, 2)
 
@@ -74,14 +78,14 @@ class Config:
     """The constants of the two kernels.
 
     Args:
-        padded_batch, parts, merged_rows: the batch entries, the largest number of parts of a query, and the rows whose parts
-            one program of the first launch merges. All are padded to powers of two.
+        padded_batch, parts, merged_rows: the number of batch entries, the largest number of parts of a query, and the number of
+            rows that a program of the first launch merges. All are padded to powers of two.
         merged_columns: the columns of o that a program of the second launch computes.
         page_tiles: the tiles of keys per page, or 0.
         pdl: whether the kernels use programmatic dependent launch.
         prefetch: whether programs prefetch tiles, on NVIDIA GPUs without pages.
-        prefetch_early: whether programs prefetch a tile before they wait for earlier kernels, and the second launch starts the
-            next kernel early.
+        prefetch_early: whether programs prefetch a tile before they wait for earlier kernels, and whether the second launch
+            lets the next kernel start early.
     """
 
     queries: int
@@ -106,14 +110,14 @@ class Config:
 
 @triton.jit
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Return which tiles of keys the queries of a batch entry, or of a tensor of entries, attend to.
+    """Return which key tiles the queries of a batch entry, or of a tensor of batch entries, attend to.
 
-    These are the keys [0, num_sinks) in the tiles [0, sink_tiles), and keys before `end` in the tiles from `first_tile` on. One
-    tile may be in both ranges.
+    The first range is the keys [0, num_sinks) in the tiles [0, sink_tiles). The second range is the keys before `end` in the
+    tiles from `first_tile` on. A tile may be in both ranges.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
-        VOLATILE: whether the L1 cache must not keep the bounds, because another kernel may be writing them.
+        VOLATILE: whether another kernel may be writing the bounds, so that the L1 cache must not keep them.
 
     Returns:
         (num_sinks, sink_tiles, first_tile, end, number of tiles in both ranges).
@@ -137,9 +141,10 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 
 @triton.jit
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Divide the tiles of all batch entries into at most `num_runs` runs of equal length.
+    """Divide the key tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    Return the indices and the numbers of tiles of the entries, (padded_batch,), and the number of tiles per run.
+    Return (index of each batch entry, number of tiles of each batch entry, number of tiles per run). The first two are
+    (padded_batch,).
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
@@ -155,7 +160,6 @@ def _query_index(entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
-    """Load query rows of a key head, zeros beyond the last query, and their lo and hi (rows,)."""
     columns = tl.arange(0, pad_dim(CONFIG.dim))
     inside = row < CONFIG.queries * CONFIG.group
     pointers = q + _query_index(entry, head, row, CONFIG).to(tl.int64)[:, None] * CONFIG.dim + columns[None, :]
@@ -168,28 +172,30 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
-    """Return the index in the cache of tile t of an entry, where the tiles of the sinks come first."""
+    """Return the position in the cache of tile t of a batch entry. The tiles of the sinks come first."""
     _, sink_tiles, first_tile, _, _ = ranges
     return tl.where(t < sink_tiles, t, first_tile + t - sink_tiles) if HAS_SINKS else first_tile + t
 
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Move the address x of a head from page 0 to `page`, so that `add_tile` can count rows from the start of the sequence."""
+    """Move the address x of a head from page 0 to `page`, such that row numbers of the whole sequence can be added to it."""
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
 
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements from row `first` on, but none from `end` on. If no row remains, prefetch row 0."""
+    """Prefetch ROWS rows of DIM elements from row `first` on, except for rows from `end` on. If no row remains,
+    prefetch row 0.
+    """
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
     i = tl.arange(0, ROWS * SEGMENTS)
     row = tl.maximum(tl.minimum(first + i // SEGMENTS, end - 1), 0)
     column = tl.minimum(i % SEGMENTS * (PREFETCH_BYTES // ELEMENT_BYTES), DIM - 1)
     pointers = x + row.to(tl.int64) * row_stride + column
-    # An inline instruction must have a result, so the second one writes a 0.
+    # An inline assembly call must have a result, so the second instruction writes a 0.
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -210,7 +216,7 @@ def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constex
 def _attend_to_tiles(
     query, cache, strides, ranges, entry, head, begin, end, scale, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Return the state (m, l, o) of query rows for the tiles [begin, end) of an entry, counted as in `_tile_at`.
+    """Return the state (m, l, o) of query rows over the tiles [begin, end) of a batch entry, numbered as in `_tile_at`.
 
     `cache` is (k, v, page_table, table_stride), and `strides` is (k_batch, k_row, k_head, v_batch, v_row, v_head).
     """
@@ -243,11 +249,11 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the page one tile ahead. Otherwise, Triton would wait for this load and all earlier ones before it loads the
-            # tile.
+            # Load the number of the page one tile ahead. Otherwise, Triton would wait for this load and all earlier loads
+            # before it loads the tile.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
-        # Masking every tile costs no time, because memory limits the kernel. Rows from `end_key` on may contain NaN and are not
-        # read.
+        # Masking every tile costs no time, because memory bandwidth limits the kernel. Rows from `end_key` on may contain NaN
+        # and are not read.
         operands = (
             query_tile, tile_k, tile_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key, tile_lo, tile_hi,
             head, scale * LOG2_E,
@@ -260,7 +266,8 @@ def _attend_to_tiles(
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
     """Prefetch the first tile of a run while earlier kernels may still write the bounds and the cache.
 
-    If the bounds change, a wrong tile is prefetched, which costs little time. The loads must bypass the L1 cache.
+    If the bounds change after this load, a wrong tile is prefetched, which costs little time. The loads must bypass the L1
+    cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -272,7 +279,6 @@ def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS
 
 @triton.jit
 def _entry_of_tile(tiles, t):
-    """Return the batch entry of tile number t, where the tiles (padded_batch,) of all entries are numbered consecutively."""
     return tl.sum((tl.cumsum(tiles, 0) <= t).to(tl.int32), 0)
 
 
@@ -284,7 +290,9 @@ def _find_parts(tiles_before, num_tiles, length):
 
 @triton.jit
 def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
-    """Load and merge parts of rows of a key head. Return m, l (rows,) and o (rows, columns), m in log2 units."""
+    """Load and merge the parts of some rows of a key head. Return m (in log2 units) and l, both (rows,), and o
+    (rows, columns).
+    """
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     index = tl.arange(0, CONFIG.parts)[:, None]
     used = (index < num_parts) & (row < ROWS)[None, :]
@@ -296,14 +304,12 @@ def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns,
     elements = part_row.to(tl.int64)[:, :, None] * CONFIG.value_dim + columns[None, None, :]
     part_o = tl.load(parts + elements, mask=mask, other=0.0)
     m = tl.max(part_m, 0)
-    # If m is -inf, subtract 0, because exp2(-inf + inf) is NaN.
     weight = tl.exp2(part_m - tl.where(m == float("-inf"), 0.0, m)[None, :])
     return m, tl.sum(part_l * weight, 0), tl.sum(part_o * weight[:, :, None], 0)
 
 
 @triton.jit
 def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constexpr):
-    """Store the merged state, from `_load_parts`, of rows of a key head in (m, l, o, lse), as for `_attend_kernel`."""
     result_m, result_l, result_o, lse = results
     m, l, o = state
     inside = row < CONFIG.queries * CONFIG.group
@@ -323,7 +329,6 @@ def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constex
 
 @triton.jit
 def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constexpr):
-    """Store the state (m, l, o) of rows of a key head as a part, m in log2 units."""
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     m, l, o = state
     part_row = (part * CONFIG.key_heads + head) * ROWS + row
@@ -337,12 +342,12 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a part that this program has stored, and return whether it is the last one.
+    """Count a part that this program has stored, and return whether it was the last part to be stored.
 
-    The counter has the semantics of a release and an acquire, so the last program can read all parts. That program resets the
-    counter.
+    The atomic addition has release and acquire semantics, so the program of the last part can read all parts. This program sets
+    the counter to 0 again.
     """
-    # After this barrier, the release of one thread covers the stores of all.
+    # After this barrier, the release by one thread covers the stores of all threads.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
     if is_last:
@@ -354,7 +359,7 @@ def _is_last_part(counter, num_parts):
 def _finish_entry(
     parts, num_part_rows, counter, results, state, run, first_run, num_parts, entry, head, row, CONFIG: tl.constexpr
 ):
-    """Store the part of a run, or the results if it is the only or the last part of this entry."""
+    """Store the part of a run. If this was the last part of the batch entry, store the merged results."""
     if num_parts == 1:
         _store_results(results, state, entry, head, row, tl.arange(0, pad_dim(CONFIG.value_dim)), CONFIG)
     elif num_parts > 1:
@@ -389,18 +394,18 @@ def _attend_kernel(
     batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, table_stride,
     k_batch, k_row, k_head, v_batch, v_row, v_head, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute the parts of one run for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
+    """Compute the parts of one run, for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
 
     Args:
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are
             their first three strides in units of CONFIG.stride_unit.
-        page_table: int32 (B, table_stride), the page of each CONFIG.page_tiles tiles of an entry, or None.
+        page_table: int32 (B, table_stride) or None. Each page contains CONFIG.page_tiles tiles.
         lo, hi, sinks: see `reference.decode`. bound_stride is 0 or Nq, and sink_stride 0 or 1.
-        parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,). A row is a part, a key head and a
-            query row, in this order.
+        parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,). The rows are ordered by part, key
+            head and query row.
         counters: int32 (B * Hkv * tiles of rows,), zeros before and after the launch. If None, `_merge_kernel` merges the
             parts, and m, l, o and lse must be None.
-        m, l: receive the merged state. If they are None, `o` receives o / l.
+        m, l: the merged state is stored here. If m and l are None, o / l is stored in `o`.
     """
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
@@ -409,8 +414,8 @@ def _attend_kernel(
     if CONFIG.prefetch_early:
         _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, sinks is not None, CONFIG)
     if CONFIG.pdl:
-        gdc_wait()  # Wait for the kernels that write the inputs.
-        # The next kernel may start now. It waits for the end of this kernel before it reads results.
+        gdc_wait()  # Wait until earlier kernels have written the inputs.
+        # The next kernel may start now, because it waits for the end of this kernel before it reads the results.
         gdc_launch_dependents()
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     if counters is not None and run == 0:
@@ -454,10 +459,11 @@ def _merge_kernel(
     num_tiles = tl.sum(tl.where(entries == entry, tiles, 0), 0)
     first_run, num_parts = _find_parts(tiles_before, num_tiles, length)
     if CONFIG.pdl:
-        # The intervals were written before `_attend_kernel` started, but its parts are complete only after this wait.
+        # The intervals are complete before `_attend_kernel` starts, but the parts of `_attend_kernel` are complete only after
+        # this wait.
         gdc_wait()
         if CONFIG.prefetch_early:
-            gdc_launch_dependents()  # The next kernel may start now, and prefetch its first tiles.
+            gdc_launch_dependents()  # the next kernel may start now and prefetch its first tiles
     rows = row + tl.arange(0, 1)
     state = _load_parts(parts, num_part_rows, first_run + entry, num_parts, head, rows, columns, CONFIG)
     _store_results((m, l, o, lse), state, entry, head, rows, columns, CONFIG)
@@ -466,7 +472,7 @@ def _merge_kernel(
 @dataclass(frozen=True)
 class _Plan:
     config: Config
-    attend: dict[str, PreparedLaunch]  # by what the call computes: "state", "out" or "out and lse"
+    attend: dict[str, PreparedLaunch]  # the keys are the results of the call: "state", "out" or "out and lse"
     merge: dict[str, PreparedLaunch]
     parts_size: int  # the number of elements of `parts`
     num_counters: int  # the number of elements of `counters`, or 0 if the second launch merges the parts
@@ -479,7 +485,8 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 def choose_num_runs(num_sms: int, programs: int) -> int:
     """Return the number of runs, each with `programs` programs.
 
-    One program per SM reads fastest. If this would leave more than a quarter of the SMs idle, two programs share an SM.
+    Memory is read fastest with one program per SM. If more than a quarter of the SMs would then be idle, the function plans for
+    two programs per SM.
     """
     num_runs = max(num_sms // programs, 1)
     return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)
@@ -499,8 +506,8 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Plan:
-    """Plan a call. `pages` is the number of pages per batch entry, or 0. `bounds` and `sinks` are the rows of `lo` and of
-    `sinks`.
+    """Plan a call. The argument `pages` is the number of pages per batch entry, or 0. The arguments `bounds` and `sinks` are
+    the numbers of rows of `lo` and of `sinks`.
     """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
@@ -513,7 +520,7 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # The runs of the minimum length that the tiles of one entry fill. With sinks, one tile may occur twice.
+    # The tiles of one batch entry fill at most this many runs of the minimum length. With sinks, one tile may occur twice.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
     num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
@@ -521,11 +528,11 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # The keys of an entry may start and end inside a run.
+    # The keys of a batch entry may start and end inside a run, which adds one part.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # With as many entries as runs, a second launch would usually only copy one part.
+    # With at least as many batch entries as runs, most batch entries have one part, which a second launch would only copy.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -559,7 +566,7 @@ def _plan(
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Return whether the device has programmatic dependent launch: an NVIDIA GPU of sm_90 or newer."""
+    """Return whether the device supports programmatic dependent launch, as NVIDIA GPUs since sm_90 do."""
     # Some AMD GPUs, which also have the type "cuda", report 9.0 or more.
     if device.type != "cuda" or torch.version.cuda is None:
         return False
@@ -570,7 +577,7 @@ def has_fast_memory(device: torch.device) -> bool:
     if not supports_pdl(device):
         return False
     properties = torch.cuda.get_device_properties(device)
-    # The clock rate is in kHz, with two transfers per cycle, and the width in bits.
+    # The memory clock is in kHz and has two transfers per cycle. The bus width is in bits.
     return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 > FAST_MEMORY
 
 
@@ -579,10 +586,10 @@ def _num_sms(device: torch.device) -> int:
 
 
 class Decoder:
-    """Decoding calls with one cache, one shape of the queries and one scale.
+    """A callable for repeated decoding calls with the same cache, the same shape of queries and the same scale.
 
-    For a short cache, a call takes longer on the host than on the GPU, so the constructor computes everything that calls share.
-    The last dimension of k and v must be contiguous.
+    For a short cache, a call takes longer on the host than on the GPU. Therefore the constructor computes everything that is
+    the same for all calls. The last dimension of k and v must be contiguous.
     """
 
     def __init__(
@@ -655,11 +662,12 @@ def decode(
 ) -> State | tuple[Tensor, Tensor] | Tensor:
     """Compute `reference.decode` in one or two launches. The host does not wait for the GPU.
 
-    After one call, calls with the same shapes can be captured in a CUDA graph, whose replays read the current `lo`, `hi` and
-    `sinks`. Head dims are at most 256. Keys are read once for every 64 query rows (32 if a head dim is above 128), where a row
-    is a query of one of the heads that share a key head. k and v are copied if their last dimension is not contiguous. Rows
-    from the largest `hi` of an entry on are not read. The page size must be a multiple of 16. Multiples of 64, or of 128 for
-    head dims of up to 64, are the fastest. With `final` and `return_lse`, the result is (out, lse).
+    After one call, calls with the same shapes can be captured in a CUDA graph. Replays of the graph read the current `lo`, `hi`
+    and `sinks`. Head dims are at most 256. The kernel reads the keys of a key head once for every 64 queries of the heads that
+    share it (32 queries if a head dim is above 128). If the last dimension of k or v is not contiguous, the tensor is copied.
+    Rows of the cache from the largest `hi` of a batch entry on are not read. The page size must be a multiple of 16. The
+    fastest page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is
+    (out, lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

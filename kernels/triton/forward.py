@@ -10,29 +10,29 @@ from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars
 
 @triton.jit
 def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the tile of keys at `start` to the state (m, l, o) of the tile of queries, with m in log2 units.
+    """Add the key tile at `start` to the state (m, l, o) of a query tile. The m is in log2 units.
 
-    `ringattn.kernels.triton.common.run_loop` explains the arguments. After the last tile, the caller multiplies o by the factor
-    of the dropout.
+    The function `common.run_loop` explains the arguments. After the last tile, the caller must multiply o by the dropout
+    factor.
     """
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # The scores are scaled when p is computed, in one fused operation.
+    # Scale the scores below, where the scaling is fused with the subtraction of the maximum.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
-    # Subtract 0 if m is -inf, because exp2(-inf + inf) is NaN. All scores are then -inf, and p is 0.
+    # Subtract 0 if m is -inf, because exp2(-inf + inf) is NaN. In this case, all scores are -inf and p is 0.
     reference_max = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
     p = tl.exp2(scores * log2_scale - reference_max[:, None])
     alpha = tl.exp2(m - reference_max)
-    # l sums all probabilities, o only the kept ones.
+    # l sums all probabilities, but o sums only the kept ones.
     dropped = p
     if dropout is not None:
         dropped = tl.where(common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
-    # alpha rescales earlier sums. Passing o to tl.dot as the accumulator saves an addition.
+    # The factor alpha rescales earlier sums. Passing o to tl.dot as the accumulator saves an addition.
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=CONFIG.precision)
     return new_m, l * alpha + tl.sum(p, 1), o
 
@@ -70,7 +70,7 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
-    # Triton generates no code for block masks or dropout that are None.
+    # If a call has no block mask or no dropout, Triton generates no code for it.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
@@ -82,7 +82,7 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, PADDED], tl.float32)
-    # The online softmax does not depend on the order of the tiles.
+    # The result of the online softmax does not depend on the order of the tiles.
     operands = query, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, head, log2_scale
     m, l, o = common.run_loop(add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
     if dropout is not None:
@@ -94,7 +94,7 @@ def _forward_kernel(
     mask = row_mask[:, None] & (columns[None, :] < CONFIG.value_dim)
     row_index = (batch * num_queries + rows) * CONFIG.num_heads + head
     index = row_index[:, None] * CONFIG.value_dim + columns[None, :]
-    # The factor of the dropout applies only to the sum of this loop, so the given state is merged after it.
+    # The given state already contains the dropout factor, so it is merged after the multiplication above.
     if HAS_STATE:
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
@@ -118,7 +118,7 @@ def _forward_kernel(
 
 
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
-    """Compute `reference.forward`. `dispatch.forward` checks the arguments.
+    """Compute `reference.forward`.
 
     q, k and v are fp16, bf16 or fp32, with head dims up to 256. Without `final`, a given `state` is updated in place. Tensors
     whose strides the kernel cannot use are copied.

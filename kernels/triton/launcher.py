@@ -1,4 +1,4 @@
-"""Launch Triton kernels faster, without the work that Triton repeats on the host for every launch."""
+"""Launch Triton kernels without the work that Triton repeats on the host for every launch."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -20,24 +20,24 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch, which takes as long as a short kernel. This function finds the compiled kernel
-    under a short key. This function calls no launch hooks and does not detect tensors on another device.
+    Triton inspects all arguments of a launch, which takes as long as a short kernel. This function looks up the compiled kernel
+    with a short key instead. It calls no launch hooks and does not detect tensors on another device.
 
     Args:
-        operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of
-            the descriptors.
-        numbers: integers below 2**31 and floats, always of the same types. The kernel must not specialize them.
+        operands: tensors, TMA descriptors and None, with at least one tensor. Launches with the same constants must have
+            descriptors with the same block shapes.
+        numbers: integers below 2**31 and floats. Their types must never change, and the kernel must not specialize them.
         cooperative: whether the GPU must run all programs at the same time.
     """
     key, arguments = [id(kernel), cooperative, *constants.values()], []
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
-            # Triton compiles a special kernel for pointers that are multiples of 16.
+            # For addresses that are multiples of 16, Triton compiles a special kernel.
             key += x.dtype, address % 16
             arguments.append(address)
         else:
-            # The compiled kernel depends on the dtype of a TMA descriptor, and on operands that are None.
+            # The compiled kernel depends on the dtype of each TMA descriptor, and on which operands are None.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()
@@ -48,15 +48,16 @@ def launch(
         options = {"launch_cooperative_grid": True} if cooperative else {}
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **options)
         return
-    # The grid, the stream, the kernel, three launch hooks, which are disabled, and the arguments.
+    # The three None arguments below disable the launch hooks.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())
 
 
 class PreparedLaunch:
-    """Launches of one kernel on one device, with even less work. Grid, numbers, constants, options and dtypes never change.
+    """Repeated launches of one kernel on one device with the same grid, numbers, constants, options and dtypes.
 
-    The arguments are those of `launch`, with Triton's launch `options`.
+    This takes even less time than `launch`, which explains the arguments. The argument `options` contains launch options of
+    Triton.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PreparedLaunch:
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
     def __call__(self, stream: int | None, *operands: Tensor | None) -> None:
-        """Launch the kernel on the stream with this address. In every call, the same operands are None."""
+        """Launch the kernel on the stream with this address. The same operands must be None in every call."""
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
         for address in addresses:
@@ -80,7 +81,7 @@ class PreparedLaunch:
         compiled = self._compiled
         if compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
-            # Triton compiles a special kernel for addresses that are multiples of 16, and only this one is kept.
+            # For addresses that are multiples of 16, Triton compiles a special kernel. Only this kernel is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled.run(

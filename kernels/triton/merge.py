@@ -10,12 +10,11 @@ from torch import Tensor
 from ringattn.kernels.triton.launcher import launch
 
 BLOCK = 2048  # elements per program
-MAX_PARTS = 3  # parts that one launch adds; the kernel has a parameter for each
+MAX_PARTS = 3  # the kernel has parameters for three parts, so one launch adds at most three
 
 
 @triton.jit
 def _add_part(x, part, tokens, i, inside, WIDTH: tl.constexpr):
-    """Add one part, which covers the tokens [first, end), to the elements i of the sum."""
     if part is not None:
         first, end = tokens
         index = i - first.to(tl.int64) * WIDTH
@@ -38,7 +37,7 @@ def _sum_kernel(
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """Compute `reference.sum_partials` for fp32 tensors of one batch entry."""
-    # An fp32 sum may overwrite `base`, because the same thread reads and writes an element.
+    # An fp32 sum may overwrite `base`, because each element is read and written by the same thread.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
     # Only the last launch rounds the sum.
     while len(parts) > MAX_PARTS:

@@ -11,12 +11,11 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton.launcher import launch
 
 ELEMENTS = 4096  # elements of o per program
-MAX_PARTS = 3  # states that one launch merges into the base; the kernel has a parameter for each
+MAX_PARTS = 3  # the kernel has parameters for three states, so one launch merges at most three into the base
 
 
 @triton.jit
 def _merge_part(state, part, tokens, batch, row, columns, inside, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Merge one part, which covers the tokens [first, end), into the state of the rows `row`."""
     m, l, o = state
     part_m, part_l, part_o = part
     if part_m is not None:
@@ -28,7 +27,6 @@ def _merge_part(state, part, tokens, batch, row, columns, inside, HEADS: tl.cons
         elements = index[:, None] * DIM + columns[None, :]
         other_o = tl.load(part_o + elements, mask=covered[:, None] & (columns < DIM)[None, :], other=0.0)
         new_m = tl.maximum(m, other_m)
-        # If both states are empty, subtract 0, because exp(-inf + inf) is NaN.
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, other_alpha = tl.exp(m - reference_max), tl.exp(other_m - reference_max)
         m = new_m
@@ -55,7 +53,8 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # The attention kernel has just written the parts. "evict_first" keeps the base from replacing the parts in the L2 cache.
+    # The parts are still in the L2 cache, because the attention kernel has just written them. The policy "evict_first" prevents
+    # the base from replacing the parts there.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
@@ -66,7 +65,8 @@ def _merge_kernel(
     state = _merge_part(state, (c_m, c_l, c_o), (c_first, c_end), batch, row, columns, inside, HEADS, DIM)
     new_m, new_l, new_o = state
     if out is None:
-        # Several warps load the same elements of m and l, so no warp may store its result before all warps have loaded them.
+        # Several warps load the same elements of m and l. No warp may store its result before all warps have loaded these
+        # elements.
         tl.debug_barrier()
         tl.store(m + index, new_m, mask=inside)
         tl.store(l + index, new_l, mask=inside)
@@ -80,13 +80,13 @@ def _merge_kernel(
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute `reference.merge_states` in one pass over memory, for fp32 and contiguous states."""
+    """Compute `reference.merge_states` for contiguous fp32 states in one pass over memory."""
     while len(parts) > MAX_PARTS:
         base, parts = merge_states(base, parts[:MAX_PARTS]), parts[MAX_PARTS:]
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # Without `dtype`, tokens that no part covers stay unchanged.
+    # Without `dtype`, only tokens that are covered by a part change.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:
@@ -107,7 +107,7 @@ def merge_states(
 def _merge_packed_kernel(
     states, out, num_rows, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):
-    """Merge the states of all ranks of one row, which is a token and a head. The grid is (num_rows,)."""
+    """Merge the states of all ranks for one row. A row is a token and a head. The grid is (num_rows,)."""
     row, rank, columns = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_RANKS), tl.arange(0, PADDED_DIM)
     used = rank < RANKS
     o = states + rank.to(tl.int64) * num_rows * (DIM + 2)
@@ -117,7 +117,6 @@ def _merge_packed_kernel(
     inside = columns < DIM
     part_o = tl.load(o[:, None] + row * DIM + columns[None, :], mask=used[:, None] & inside[None, :], other=0.0)
     new_m = tl.max(part_m, 0)
-    # If no rank has a key of this row, subtract 0, because exp(-inf + inf) is NaN.
     weight = tl.exp(part_m - tl.where(new_m == float("-inf"), 0.0, new_m))
     new_l = tl.sum(part_l * weight, 0)
     new_o = tl.sum(part_o * weight[:, None], 0) / tl.where(new_l == 0.0, 1.0, new_l)
@@ -125,7 +124,7 @@ def _merge_packed_kernel(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the fp32 states of several ranks in one launch, as `ringattn.kernels.reference.merge_packed` specifies."""
+    """Compute `reference.merge_packed` for fp32 states in one launch."""
     out = states.new_empty(shape, dtype=dtype)
     if out.numel() > 0:
         num_rows, dim = shape[:3].numel(), shape[3]

@@ -1,8 +1,9 @@
-"""Convert q, k and v to e4m3 in a single launch, see `ringattn.kernels.fp8`. A program converts one block of 128 tokens of one
-head.
+"""Convert q, k and v to the FP8 format of `ringattn.kernels.fp8` in a single launch. Each program converts one block of 128
+tokens of one head.
 
-The rotation adds numbers in another order than PyTorch. A result may therefore be a neighbouring e4m3 number. A scale may
-differ if the largest element of a block is close to a power of two times 448.
+This kernel adds the terms of the rotation in another order than PyTorch. Therefore a result may be rounded to the next larger
+or smaller e4m3 number. A scale may differ from PyTorch's if the largest element of the block is close to a power of two times
+448.
 """
 
 import torch
@@ -16,13 +17,13 @@ from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
-# Warps per program, the fastest on an H200.
+# These numbers of warps per program were the fastest on an H200.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
 
-# Registers per thread for inputs of 16 bits: room for three programs per SM instead of two.
+# With this limit of registers per thread, an SM can run three programs instead of two (inputs of 16 bits).
 MAX_REGISTERS = {128: 168}
 
-# Rows of the Hadamard matrices. Larger matrices would need more shared memory and L2 bandwidth.
+# The number of rows of each Hadamard matrix. Larger matrices would need more shared memory and L2 bandwidth.
 PART = 64
 
 # Up to this exponent, the scale and its inverse are normal fp32 numbers.
@@ -31,10 +32,10 @@ MAX_EXPONENT = tl.constexpr(126)
 
 @triton.jit
 def _scales(largest):
-    """Return the scale of a block and its inverse. `largest` is the largest magnitude of a finite element of the block."""
+    """Return the scale of a block and its inverse. The argument `largest` is the largest magnitude of a finite element."""
     bits = largest.to(tl.int32, bitcast=True)
-    # 448 is 2**8 * 1.75. The scale of the largest element 2**e * 1.f is 2**(e - 8), or twice this if 1.f exceeds 1.75, whose 23
-    # bits of mantissa are 0x600000.
+    # 448 is 2**8 * 1.75. If the largest element is 2**e * x with 1 <= x < 2, the scale is 2**(e - 8). If x exceeds 1.75, the
+    # scale is 2**(e - 7). The 23 mantissa bits of 1.75 are 0x600000.
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(largest == 0.0, 0, tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT))
     return ((127 + exponent) << 23).to(tl.float32, bitcast=True), ((127 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -49,13 +50,15 @@ def _largest(x):
 
 @triton.jit
 def _round(x):
-    """Round x to e4m3. The conversion itself would round infinity to 448 instead of NaN."""
+    """Round x to e4m3. Without the `where`, infinity would become 448 instead of NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan")).to(tl.float8e4nv)
 
 
 @triton.jit
 def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
-    """Return part INDEX of a tile times its matrix, in fp32. `x` is (pointers to the first column, mask of the rows)."""
+    """Return part INDEX of a tile times its matrix, in fp32. The argument `x` is (pointers to the first column, mask of the
+    rows).
+    """
     pointers, mask = x
     columns = tl.arange(0, PART)
     matrix = tl.load(matrices + (INDEX * PART + columns[:, None]) * PART + columns[None, :])
@@ -73,7 +76,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Return the parts of a rotated tile, not yet divided by sqrt(DIM)."""
+    """Return the parts of a rotated tile, multiplied by sqrt(DIM)."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)
@@ -90,7 +93,6 @@ def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _pointers(x, strides, batch, tokens, head):
-    """Return pointers (tokens, 1) to tokens of one head of x, which may have more than 2**31 elements."""
     return x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head.to(tl.int64) * strides[2]
 
 
@@ -100,7 +102,8 @@ def _quantize_rows(
 ):  # fmt: skip
     """Rotate and round one block of queries or keys.
 
-    `position` is (batch entry, block, head), `strides` are those of x without the last one, and FACTOR is 1 / sqrt(DIM).
+    The argument `position` is (batch entry, block, head), and `strides` leaves out the last stride of x. FACTOR is 1 /
+    sqrt(DIM).
     """
     batch, block, head = position
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -120,12 +123,12 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: tl.constexpr):
-    """Round one block of values. `out` is (B, C, H, DIM, 128) and contiguous.
+    """Round one block of values, and store it in `out` (B, C, H, DIM, 128).
 
     The other arguments are as for `_quantize_rows`.
     """
     batch, block, head = position
-    # Load the keys in the order of the tile, see `ringattn.kernels.fp8`.
+    # Load the keys in the order that `ringattn.kernels.fp8` defines for a tile of values.
     position_in_tile = tl.arange(0, BLOCK)
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2
@@ -145,7 +148,7 @@ def _split_index(index, heads, num_tokens):
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# Strides stay specialized: Triton generates 16-byte loads only for multiples of 16.
+# The strides stay specialized, because Triton generates 16-byte loads only for strides that are known to be multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
@@ -171,7 +174,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the Hadamard matrices of 1 and -1 for the parts of a row, times the signs of the rotation."""
+    """Return one matrix for each part of a row. It is a Hadamard matrix of 1 and -1 times the signs of the rotation."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])
@@ -184,7 +187,6 @@ def _options(dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the e4m3 data and the scales of q, k and v. All have the same dtype and the same head dim in HEAD_DIMS."""
     (batch, num_queries, query_heads, dim), (num_keys, key_heads) = q.shape, k.shape[1:3]
     device, query_blocks, key_blocks = q.device, fp8.num_blocks(num_queries), fp8.num_blocks(num_keys)
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -205,7 +207,9 @@ def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
-    """Compute `fp8.quantize` for equal head dims in HEAD_DIMS. The tiles of values have blocks before heads in memory."""
+    """Compute `fp8.quantize`. If the head dims are equal and in HEAD_DIMS, a single kernel is launched, and the tiles of values
+    are stored with blocks before heads.
+    """
     if q.shape[3] != v.shape[3] or q.shape[3] not in HEAD_DIMS:
         return fp8.quantize(q, k, v)
     (q, k, v), scales = _convert(q, k, v)

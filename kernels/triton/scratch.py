@@ -1,4 +1,4 @@
-"""Keep scratch memory between calls, because an allocation takes as long on the host as half a launch."""
+"""Keep scratch memory between calls, because on the host an allocation takes half as long as a launch."""
 
 import threading
 from typing import NamedTuple
@@ -6,16 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 32 * 2**20  # larger scratch memory belongs to long calls, in which an allocation takes no noticeable time
+MAX_KEPT_BYTES = 32 * 2**20  # long calls need more scratch memory, and their allocation takes no noticeable time
 MAX_COUNTERS = 4096  # per call
-CHUNK_COUNTERS = 2**18  # the counters of captured calls are allocated in chunks of this size, which are 1 MiB
+CHUNK_COUNTERS = 2**18  # the counters of captured calls are allocated in chunks of this size (1 MiB)
 
 Key = tuple[int, int]  # the index of a GPU and the address of one of its streams
 
 
 class Scratch(NamedTuple):
-    """Scratch memory of one call: uninitialised fp32 numbers, and int32 zeros or None. The kernels must set the counters to 0
-    again.
+    """Scratch memory of one call. The fp32 numbers are uninitialised. The int32 counters are zeros, and the kernels must set
+    them to 0 again.
     """
 
     numbers: Tensor
@@ -25,8 +25,9 @@ class Scratch(NamedTuple):
 class ScratchPool:
     """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
 
-    A call takes the memory of its stream, or new memory if another thread has it. After its launches, the call gives the memory
-    back. A captured call always receives new memory, because a graph may be replayed on any stream.
+    A call takes the memory of its stream, or new memory if another thread is using it. After its launches, the call gives the
+    memory back. During the capture of a CUDA graph, a call always receives new memory, because the graph may be replayed on any
+    stream.
     """
 
     def __init__(self) -> None:
@@ -34,8 +35,8 @@ class ScratchPool:
         self._chunks = CounterChunks()
 
     def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
-        """Return memory for `size` numbers and `num_counters` counters, and the key for `give_back`. `stream` is the address of
-        the current stream, or None on a CPU.
+        """Return the key for `give_back`, and memory for `size` numbers and `num_counters` counters. The argument `stream` is
+        the address of the current stream, or None on a CPU.
         """
         if stream is None:
             counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
@@ -44,7 +45,7 @@ class ScratchPool:
             counters = self._chunks.take(num_counters, like) if num_counters else None
             return None, Scratch(like.new_empty(size, dtype=torch.float32), counters)
         key = like.get_device(), stream
-        # `pop` is atomic, so no other thread receives the same memory.
+        # No other thread receives the same memory, because `pop` is atomic.
         scratch = self._kept.pop(key, None)
         if scratch is None or scratch.numbers.numel() < size:
             counters = like.new_zeros(MAX_COUNTERS, dtype=torch.int32)
@@ -61,15 +62,15 @@ class ScratchPool:
 
 
 class CounterChunks:
-    """Counters of captured calls. They are zeros before the first replay, and every replay leaves them as zeros.
+    """Counters for calls that are captured in a CUDA graph. They are zeros before and after every replay.
 
-    If a graph zeroed its own counters, this would take as long as a short kernel in every replay. Each captured call therefore
-    receives its own part of a chunk of zeros, which is never freed, because nobody knows when the graph is deleted.
+    If a graph set its own counters to zero, this would take as long as a short kernel in every replay. Therefore each captured
+    call receives its own part of a chunk of zeros. Chunks are never freed, because it is unknown when a graph is deleted.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: list[Tensor] = []  # graphs refer to the memory of all chunks
+        self._chunks: list[Tensor] = []  # captured graphs use the memory of these chunks
         self._unused: dict[int, Tensor] = {}  # the unused counters of the newest chunk, by the index of the GPU
 
     def reserve(self, like: Tensor) -> None:
@@ -85,6 +86,6 @@ class CounterChunks:
         with self._lock:
             unused = self._unused.get(like.get_device())
             if unused is None or len(unused) < padded:
-                return like.new_zeros(count, dtype=torch.int32)  # Every replay sets these counters to 0.
+                return like.new_zeros(count, dtype=torch.int32)  # every replay sets these counters to 0
             self._unused[like.get_device()] = unused[padded:]
             return unused[:count]
