@@ -1,7 +1,8 @@
-"""The host code of the Hopper backward: constants of the kernels, and their launches. It implements `reference.backward`.
+"""The host code of the Hopper backward, which implements `reference.backward`. It chooses the constants of the kernels and
+launches them.
 
-`backward_rows` has the kernels before and after the main kernels in `backward_narrow` (head dims up to 128) and
-`backward_wide`.
+The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The kernels that run before and after them
+are in `backward_rows`.
 """
 
 from dataclasses import dataclass, replace
@@ -27,13 +28,13 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# The maximal bytes of K and V of a head group of the wide kernel for dq, so that they stay in the L2 cache.
+# In the wide kernel for dq, K and V of a head group have at most this many bytes, so that they stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class NarrowConfig(hopper_common.KernelConfig):
-    """The constants of `backward_narrow`. `deterministic` tells whether dQ is summed in a fixed order."""
+    """The constants of `backward_narrow`. If `deterministic`, dq is summed in a fixed order."""
 
     head_dim: int
     add_dq: bool
@@ -43,20 +44,18 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def entry_size(self) -> int:
-        """The integers of a work tile in the table of work tiles."""
         return 12 if self.deterministic else 8
 
     @property
     def columns(self) -> int:
-        """The columns of a tile that the products use, see `column_parts`."""
         return used_columns(self.head_dim, self.value_dim)
 
     @property
     def keeps_operands(self) -> bool:
         """Whether a consumer keeps K and the first part of V of a work tile in registers.
 
-        The products then read mainly Q and dO from shared memory, whose bandwidth limits this kernel. With 64 or 128 columns,
-        the registers do not suffice, because there are more queries per step or larger gradients.
+        Then the products read mainly Q and dO from shared memory, whose bandwidth limits this kernel. With 64 or 128 columns,
+        there are too few registers, because there are more queries per step or larger gradients.
         """
         return self.columns == 96
 
@@ -66,8 +65,8 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """The columns of a chunk (64, chunk_columns). A chunk is the half of a step's dQ, by columns or rows, that one consumer
-        computes.
+        """A chunk (64, chunk_columns) is the half of a step's dQ that one consumer computes, that is, half of its columns or
+        rows.
         """
         return self.dim * self.queries // KEYS.value
 
@@ -77,7 +76,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def used_size(self) -> int:
-        """The elements of both chunks of a query tile, without the second chunk's columns of zeros."""
+        """The number of elements of both chunks, without the columns of zeros in the second chunk."""
         return self.queries * self.columns
 
 
@@ -87,13 +86,13 @@ class WideConfig:
 
     Args:
         dim, padded_value_dim: the head dims of the tiles.
-        part, value_part: the columns of a part of Q and K, and of a part of V and dO.
-        queries: the queries per step of the kernel for dk and dv.
-        q_slots, dout_slots, p_slots: slots of the rings in the kernel for dk and dv.
-        k_slots, v_slots: slots of the rings in the kernel for dq. K needs slots for two tiles, because a step issues products
-            with its own tile of K and with that of the previous step.
-        pass_after_scores: whether a consumer of the kernel for dq passes its turn after the scores of its step, instead of
-            after the product that ends the previous step.
+        part, value_part: the number of columns of a part of Q and K, and of a part of V and dO.
+        queries: the number of queries per step of the kernel for dk and dv.
+        q_slots, dout_slots, p_slots: the number of slots of each ring in the kernel for dk and dv.
+        k_slots, v_slots: the number of slots of each ring in the kernel for dq. K needs slots for two tiles, because a step
+            issues products with its own tile and with the previous tile.
+        pass_after_scores: whether a consumer of the kernel for dq passes its turn after the scores of a step are complete,
+            instead of after the last product of the previous step is complete.
     """
 
     head_dim: int
@@ -125,10 +124,10 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """The layout of P (64 keys, queries) in shared memory, which is the order of its elements in the registers.
+        """The layout of P (64 keys, queries) in shared memory, which is the order of the elements in registers.
 
-        In every 16 columns, a thread has eight numbers, and the numbers of the next thread follow, so there are no bank
-        conflicts.
+        For every 16 columns, the eight numbers of a thread are contiguous, followed by the numbers of the next thread. This
+        avoids bank conflicts.
         """
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
@@ -150,7 +149,9 @@ WIDE_TILES = {
 def configure(
     dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False
 ) -> NarrowConfig | WideConfig:
-    """Return the constants for (D, Dv) and (Hq, Hkv). `add` tells which of dq, dk and dv are accumulators."""
+    """Return the constants for the head dims (D, Dv) and the heads (Hq, Hkv). `add` states which of dq, dk and dv are
+    accumulators.
+    """
     group = heads[0] // heads[1]
     if max(dims) > NARROW_DIM:
         padded = hopper_common.padded_wide_dims(*dims)
@@ -162,10 +163,10 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee", shares_sms=False,
 ):  # fmt: skip
-    """Compute `reference.backward` on one sm_90 GPU. `dispatch.backward` checks the arguments.
+    """Compute `reference.backward` on one sm_90 GPU.
 
-    The restrictions of `forward.forward` apply. `delta` may be (out, dlse). For head dims up to 128, the fp32 sums of dq have
-    no fixed order, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
+    The restrictions of `forward.forward` apply. `delta` may be (out, dlse). For head dims up to 128, dq is summed in no fixed
+    order, except under `torch.use_deterministic_algorithms(True)`, which is slower.
     """
     if q.numel() == 0 or k.numel() == 0:
         return triton_common.allocate_gradients(q, k, v, (dq, dk, dv), grad_dtype)
@@ -175,7 +176,7 @@ def backward(
 def incremental(
     q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool = False
 ) -> "NarrowBackward | WideBackward":
-    """Begin a `dispatch.IncrementalBackward`."""
+    """Return the object that computes a `dispatch.IncrementalBackward`."""
     wide = max(q.shape[3], dout.shape[3]) > NARROW_DIM
     return (WideBackward if wide else NarrowBackward)(q, dout, lse, delta, scale, shares_sms)
 
@@ -183,20 +184,22 @@ def incremental(
 class _Backward:
     def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool) -> None:
         self._queries, self._scale, self._shares_sms = (q, dout, lse, delta), float(scale), shares_sms
-        self._packed: tuple[Tensor, Tensor] | None = None  # the results of the kernel that prepares the queries
+        self._packed: tuple[Tensor, Tensor] | None = None  # the lse and delta that a kernel has prepared
 
     def add(
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None = None, dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Add the contribution of one block of keys to dq, and return its (dk, dv), as `dispatch.IncrementalBackward`."""
+        """Do the same as `dispatch.IncrementalBackward.add`."""
         if dropout is not None:
             raise ValueError("the Hopper backward has no dropout: use dispatch.IncrementalBackward(..., plain=False)")
         return self._accumulate(k, v, intervals, dk, dv, torch.float32)
 
 
 class NarrowBackward(_Backward):
-    """The backward for head dims up to 128. PyTorch's setting at creation of the object decides whether it is deterministic."""
+    """The backward for head dims up to 128. If PyTorch requires deterministic algorithms when the object is created, dq is
+    deterministic.
+    """
 
     def __init__(self, *operands) -> None:
         super().__init__(*operands)
@@ -206,7 +209,6 @@ class NarrowBackward(_Backward):
     def compute(
         self, k: Tensor, v: Tensor, intervals: Intervals, given: Accumulators, grad_dtype: torch.dtype | None
     ) -> Gradients:
-        """Return all gradients of a single block. `given` are the accumulators, or None."""
         dk, dv = self._accumulate(k, v, intervals, *given[1:], grad_dtype)
         return self.finish(given[0], grad_dtype), dk, dv
 
@@ -233,7 +235,7 @@ class NarrowBackward(_Backward):
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
                 *map(hopper_common.with_base, scratch, (*self._packed, self._packed[1])),
             )
-            # The programs of a deterministic backward wait for each other, so all must run at the same time.
+            # In the deterministic backward, programs wait for each other. Therefore all programs must run at the same time.
             launch(
                 _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles, progress),
                 (by_key.batch, num_tiles, num_keys, self._scale), config.deterministic and not self._shares_sms, CONFIG=config,
@@ -292,7 +294,6 @@ class WideBackward(_Backward):
         q, k, _v, _dout = tensors
         batch, num_queries = q.shape[:2]
         num_keys, num_key_heads = k.shape[1:3]
-        # For short sequences, a group of many heads balances the load better.
         num_head_groups = -(-batch * num_key_heads // max(1, 32768 // num_queries))
         programs = hopper_common.num_programs(q.device, self._shares_sms)
         work_tiles = by_key.work_tiles(
@@ -326,14 +327,14 @@ class WideBackward(_Backward):
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """Set a new gradient to zero if rows have empty intervals, because no program writes these rows."""
+    """Set a new gradient to zero if some rows have empty intervals, because no program writes these rows."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
 
 @lru_cache(maxsize=256)
 def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
-    """Return the TMA descriptor for loading `queries` of `size` numbers. `with_base` adds the tensor."""
+    """Return a TMA descriptor for loading `queries` of `size` numbers. The function `with_base` sets the tensor."""
     no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     return TensorDescriptor(no_tensor, [size], [1], [queries], SCALARS_LAYOUT)
 
@@ -356,7 +357,7 @@ def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config
 def _work_tiles(
     by_key: Intervals, batch: int, num_key_heads: int, num_queries: int, programs: int, config: NarrowConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the table of work tiles, and zeros for their progress (None without a fixed order)."""
+    """Return the table of work tiles, and zeros for their progress (None if the order is not fixed)."""
     heads_per_group = _heads_per_group(num_queries)
     if config.deterministic:
         table = by_key.ordered_work_tiles(
@@ -373,7 +374,7 @@ def _work_tiles(
 def _heads_per_group(num_queries: int) -> int:
     """Return the maximal number of key heads in a head group.
 
-    For short sequences, many heads balance the load better, and their sums of dq stay in the L2 cache.
+    For short sequences, many heads per group balance the load better, and their dq still fits into the L2 cache.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 
@@ -390,7 +391,7 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: NarrowC
 
 
 def _prepare_wide(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: WideConfig) -> tuple[Tensor, Tensor]:
-    """Return (log2_lse, row_delta) of `_prepare_wide_kernel`, both (B * Hq, Nq rounded up to whole query tiles)."""
+    """Return (log2_lse, row_delta), both (B * Hq, Nq), with Nq rounded up to whole query tiles."""
     batch, num_queries, num_heads, _ = q.shape
     padded_queries = -(-num_queries // config.queries) * config.queries
     packed = tuple(lse.new_empty(batch * num_heads, padded_queries) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The device functions of both Hopper backwards."""
+"""Functions that both Hopper backward kernels use."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# A lo that is larger than all queries, for keys that do not exist.
+# Keys that do not exist get this lo, which is larger than every query index.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -18,20 +18,20 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 def opaque_zero():
     """Return a 0 whose value the compiler cannot know.
 
-    The compiler would compute the address of a constant index before the loops and keep it in registers, and the kernel would
-    spill. With this 0 added to the index, the compiler computes the address only when needed.
+    For a constant index, the compiler would compute the address before the loops and keep it in registers, so that the kernel
+    would spill. If this 0 is added to the index, the compiler computes the address only when it is needed.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 
 
 @gluon.jit
 def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Compute the probabilities exp2(scores - lse), and set those outside the intervals to 0.
+    """Compute the probabilities exp2(scores - lse). Probabilities outside the intervals are 0.
 
     Args:
         scores: (64, COLUMNS), before the multiplication by `log2_scale`.
         lse: one number per query, in log2 units.
-        row_bounds: (lo, hi, num_own): pointers to the bounds of the first row, and the number of rows that exist.
+        row_bounds: (lo, hi, num_own), which are pointers to the bounds of the first row, and the number of rows that exist.
         start: the first column.
         TRANSPOSED: whether the rows are keys.
     """
@@ -48,16 +48,16 @@ def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS
 
 @gluon.jit
 def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
-    """Return the intervals of up to 64 keys from key `own` on, as (row_bounds for `probabilities`, first_unmasked,
-    last_unmasked).
+    """Return (row_bounds, first_unmasked, last_unmasked) for up to 64 keys from key `own` on. `row_bounds` is for
+    `probabilities`.
 
-    A step with QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. With
-    fewer than 64 keys, this range is empty.
+    A step of QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. With fewer
+    than 64 keys, this range is empty.
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # Bounds never decrease from key to key, so the last key has the largest lo, and the first key the smallest hi.
+    # Bounds never decrease from key to key. Therefore the last key has the largest lo, and the first key has the smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES
@@ -66,9 +66,10 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store the rows [own, end) of a tile (64, n), whose first row is `own`, or add them to memory.
+    """Store the rows [own, end) of a tile (64, n), whose first row is `own`. With ADD, add them to memory instead.
 
-    `base` points to the first row of a head of a contiguous tensor (rows, NUM_HEADS, DIM), and FIRST is the first column.
+    The pointer `base` is the address of row `own` of a head in a contiguous tensor (rows, NUM_HEADS, DIM). FIRST is the first
+    column.
     """
     LAYOUT: gl.constexpr = tile.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))

@@ -1,9 +1,9 @@
 """The backward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 2),
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-A work tile is up to 128 keys of one key head. For every query head of the group, its loop covers the query tiles that see these
-keys. One warp of a program is the producer. The two consumers are warpgroups, each of which keeps dk and dv of 64 keys in
-registers. Scores are transposed: rows are keys and columns are queries.
+A work tile is up to 128 keys of one key head. For every query head of the group, its loop covers the query tiles that attend to
+these keys. A program has one producer and two consumers. The producer is a single warp. Each consumer is a warpgroup that keeps
+dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are queries.
 
       PRODUCER                               SHARED MEMORY                       CONSUMERS
 
@@ -30,16 +30,17 @@ One step of a consumer:
       send dQ                             while dK runs
       release the stage
 
-dQ is a sum over all 128 keys. Each step computes the dQ of the previous step, so that no consumer waits for the other's dS of
-the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage. When the other
-consumer arrives there, it has written its dS of the previous step, and no longer reads the dS of two steps ago, which this step
-overwrites.
+dQ is a sum over all 128 keys, so it needs dS of both consumers. Each step computes dQ of the previous step, so that no consumer
+waits for dS of the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage.
+When the other consumer has arrived there, it has written its dS of the previous step. It also no longer reads dS of two steps
+ago, which this step overwrites.
 
 The first step of a work tile computes the last dQ of the previous work tile, so K has two slots. The first dQ of a program is
-the product of uninitialised memory and goes to a spare chunk. The last dQ is computed after the loop.
+computed from uninitialised memory and added to a spare chunk. The last dQ is computed after the loop.
 
 The sums of dq are stored in the order of a consumer's registers. This avoids bank conflicts in shared memory, whose bandwidth
-limits this kernel. If a product were still in flight at the end of a loop iteration, ptxas would serialise all products.
+limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler ptxas would then serialise
+all products.
 """
 
 from triton.experimental import gluon
@@ -79,28 +80,30 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# Stages of Q, dO and dS. The other stage is computed as `stage ^ 1`.
+# The number of stages of Q, dO and dS. The code relies on two stages when it computes the other stage as `stage ^ 1`.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# The spare chunk lies in front of the sums of dq. It receives the first dQ of every program and is never read.
+# The spare chunk is stored before the sums of dq. The first dQ of every program is added to it, and it is never read.
 SPARE_CHUNK = gl.constexpr(0)
 
 
 @gluon.constexpr_function
 def dq_columns(config, consumer: int) -> int:
-    """Return the columns of a chunk of dQ that a consumer computes. With 96 columns, 32 of the second chunk are zeros."""
+    """Return the number of columns of its chunk that a consumer computes. With 96 columns, 32 columns of the second chunk are
+    zeros.
+    """
     return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
 
 
 @gluon.constexpr_function
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
-    """Return the layout of dQ (64, columns) in shared memory, which is the order of its elements in a warpgroup's registers.
+    """Return the layout of dQ (64, columns) in shared memory, which is the order of the elements in a warpgroup's registers.
 
-    In every 8 columns, a thread has four numbers, and those of the next thread follow, so the stores have no bank conflicts.
-    Basis vector i is the (row, column) of the element at offset 2**i. TMA's 128-byte swizzle, which replaces bits 2 to 4 of an
-    offset by their exclusive or with bits 5 to 7, cancels the swizzle of this layout.
+    For every 8 columns, the four numbers of a thread are contiguous, followed by the numbers of the next thread. This avoids
+    bank conflicts. Basis vector i is the (row, column) of the element at offset 2**i. The 128-byte swizzle of TMA combines bits
+    2 to 4 of an offset with bits 5 to 7 by an exclusive or, which cancels the swizzle of this layout.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -113,10 +116,10 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     """Load the work tile with number `index` of this program.
 
     Return (batch entry, key head, first key, end of the keys or 0, first query tile, num_steps, direction). The direction is 1,
-    or -1 if each step goes back to the previous query tile.
+    or -1 if the loop runs from the last query tile to the first.
     """
     if CONFIG.deterministic:
-        # `_main_kernel` has already added the number of the program to the pointer.
+        # The number of the program is already added to the pointer.
         entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
         direction = gl.load(entry + 8)
     else:
@@ -131,7 +134,9 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the previous step, in the other stage. `stage` and `phase` are of this step."""
+    """Wait until both consumers have finished the previous step, which used the other stage. `stage` and `phase` are of this
+    step.
+    """
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
@@ -158,7 +163,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
     batch, key_head, first, end, begin, num_steps, direction = _load_work_tile(work_tiles, index, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    # The steps of the previous work tile, over all heads of the group.
+    # The number of steps of the previous work tile, over all heads of the group.
     previous_steps = gl.to_tensor(0)
     while end > 0:
         coordinates = batch, first, key_head
@@ -174,8 +179,8 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot holds the keys of two work tiles ago. They were last read in the first step of the previous work
-                    # tile, which has finished unless that work tile has no other step.
+                    # The slot holds the keys of the work tile before the previous one. They were last read in the first step of
+                    # the previous work tile. This step has finished if the previous work tile has more than one step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
@@ -203,7 +208,6 @@ def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: g
 
 @gluon.jit
 def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue grad_q = dS^T K, or grad_q += dS^T K with ADD, over the 64 keys of consumer `half`, for the chunk of CONSUMER."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     ds, key = ds_tiles.index(2 * stage + half), keys.index(slot + half)
     if CONFIG.queries == KEYS:
@@ -215,7 +219,7 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 
 @gluon.jit
 def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dS^T K over all 128 keys, for the chunk of CONSUMER, with the dS of `stage` and the keys of `slot`."""
+    """Issue dS^T K over all 128 keys, for the chunk of CONSUMER, with dS of `stage` and the keys in `slot`."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     own = CONSUMER + opaque_zero()
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
@@ -225,7 +229,7 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until TMA has read the last dQ of this consumer. `stage` belongs to the current step."""
+    """Wait until TMA has read the previous dQ of this consumer. `stage` belongs to the current step."""
     if CONFIG.deterministic:
         # A consumer sends one dQ per step, so the phase changes with the stage.
         mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)
@@ -235,7 +239,7 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, the writer of this stage adds the chunk."""
+    """Start to add a chunk of dQ to the sums of dq. The deterministic backward leaves this to a writer."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     fence_async_shared()
@@ -250,16 +254,16 @@ def _step(
     operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one query tile to grad_k and grad_v, and send the dQ of the previous step. Return (grad_k,
-    grad_v).
+    """Add the contributions of one query tile to grad_k and grad_v, and add dQ of the previous step to the sums of dq. Return
+    (grad_k, grad_v).
 
     Args:
         operands: from `_load_operands`.
-        grad_k, grad_v: (64, columns), the parts of the sums of dk / scale and of dv.
+        grad_k, grad_v: the parts of dk / scale and dv (64, columns).
         dq_sums: TMA descriptors of the sums of dq, one per consumer.
         key_bounds: from `load_key_bounds`.
         start: the first query of the step.
-        previous_chunk: the chunk of the dQ of the previous step.
+        previous_chunk: the chunk to which dQ of the previous step is added.
     """
     QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
@@ -284,24 +288,25 @@ def _step(
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # If delta were loaded before the wait, the kernel for D = 64 would not have enough registers.
+    # Load delta only after the wait. Otherwise, the kernel for D = 64 would not have enough registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
-    # The other consumer now has written its dS of the previous step, and no longer reads the memory that this dS overwrites.
+    # After this wait, the other consumer has written its dS of the previous step, and no longer reads the memory that this dS
+    # overwrites.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
-    # wgmma reads shared memory through the same proxy as TMA.
+    # The fence is needed because wgmma reads shared memory through another proxy than the threads.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # This wait is short. Here, the barrier of threads that the compiler adds to the wait also serves the stores of dS.
+        # This wait is short. The thread barrier that the compiler adds to the wait also covers the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
     pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
     grad_v, grad_q = pending[:-1], pending[-1]
     if CONFIG.deterministic:
-        # The writer may still wait for another work tile, so wait for it as late as possible.
+        # The writer may still be waiting for another work tile. Therefore wait for the writer as late as possible.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     grad_k = wait_for_parts(grad_k, 0, num_parts(CONFIG.columns))
@@ -311,8 +316,8 @@ def _step(
 
 @gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """With `keeps_operands`, load this consumer's K and the first part of its V into registers. Return (parts of K, part of V),
-    or ().
+    """With `keeps_operands`, load this consumer's K and the first part of its V into registers, and return (parts of K, part of
+    V).
     """
     if CONFIG.keeps_operands:
         _queries, _douts, _row_scalars, keys, values, _ds_tiles, _staging = buffers
@@ -331,7 +336,7 @@ def _compute_work_tile(
     work_tile, key_bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, whose keys are in `slot`, except for the dQ of the last step.
+    """Compute all steps of a work tile whose keys are in `slot`, except for dQ of the last step.
 
     Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase).
     """
@@ -340,7 +345,7 @@ def _compute_work_tile(
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer computes the chunks itself. A single loop needs fewer registers.
+        # The writer computes the chunks itself, so that a single loop suffices, which needs fewer registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             grad_k, grad_v = _step(
@@ -353,10 +358,10 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # If the compiler knew the number of iterations, every step would take a few more instructions.
+    # Hide the number of iterations from the compiler, which would otherwise generate a few more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
-        # The "+ 0" creates a new value. Gluon does not carry a second name of a variable through a loop.
+        # The "+ 0" creates a new value, because Gluon does not carry a second name of a variable through a loop.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
@@ -393,7 +398,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # Load these numbers again, so that they do not occupy registers during the steps.
+        # These numbers are loaded again, so that they do not occupy registers during the steps.
         batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
@@ -410,15 +415,15 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     if not CONFIG.deterministic:
-        # The end of the program frees its shared memory, so wait until TMA has read the last dQ. In the deterministic backward,
+        # Shared memory is freed when the program ends, so wait until TMA has read the last dQ. In the deterministic backward,
         # the writer waits.
         hopper_common.tma_store_wait(0)
 
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write or add a tile (64, dim) to grads (B, num_keys, Hkv, COLUMNS). 16-bit gradients are rearranged in the unused chunk
-    `staging`.
+    """Store a tile (64, dim) in grads (B, num_keys, Hkv, COLUMNS), or add it. 16-bit tiles are rearranged in `staging`, which
+    is unused at this point.
 
     `row_range` is (batch entry, key head, first key of the consumer, end).
     """
@@ -428,8 +433,8 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # Four threads of an accumulator hold 8 neighbouring columns: in fp32 a whole 32-byte sector, in 16 bits half of one.
-    # Rearrange 16-bit tiles, so that the threads store whole rows.
+    # In an accumulator, four threads hold 8 neighbouring columns. These are a whole 32-byte sector in fp32, but only half a
+    # sector in 16 bits. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
@@ -457,11 +462,11 @@ def _main_kernel(
     """Compute dk and dv of all work tiles, and sum dq.
 
     Args:
-        q, k, v, dout, scalars: TMA descriptors. `_prepare_kernel` writes the scalars.
+        q, k, v, dout, scalars: TMA descriptors. The scalars come from `_prepare_kernel`.
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, one for each consumer's chunks.
-        dk, dv: written or added to.
-        query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
-        progress: zeros, int32, `HEADER` and two numbers per work tile, or None if dq has no fixed order.
+        dk, dv: the results, overwritten or added to.
+        query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
+        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. If the order of the sums is not fixed, None.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
@@ -478,18 +483,19 @@ def _main_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # Barriers count partitions: the producer at `full`, and both consumers at `empty`.
+    # The producer arrives once at each `full` barrier, and both consumers arrive at each `empty` barrier.
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # `staged` (per consumer and stage): the staging buffer is full. `released` (per consumer): the buffer has been sent.
+        # The barrier `staged` (per consumer and stage) signals that the staging buffer is full, and `released` (per consumer)
+        # that it has been sent.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size
     fence_async_shared()
-    # If a tuple is a variable, Gluon turns its constants into tensors, so constants are separate arguments.
+    # Gluon turns the constants in a tuple variable into tensors. Therefore constants are separate arguments.
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty

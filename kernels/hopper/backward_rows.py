@@ -1,7 +1,7 @@
 """The Triton kernels that run before and after the main kernels of the Hopper backward.
 
-A query that sees no key or does not exist gets lse = inf. Its probabilities exp2(s - inf) are then 0 for every finite score s,
-so the main kernels need no mask for it.
+A query that attends to no key or does not exist gets lse = inf. Its probabilities exp2(s - inf) are then 0 for every finite
+score s, so the main kernels need no mask for this query.
 """
 
 import triton
@@ -17,12 +17,12 @@ PREPARED_ROWS = gl.constexpr(32)
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
-    """Pack lse, in log2 units, and delta of one query tile of one head, and set the tile's sums of dq to zero.
+    """Pack lse (in log2 units) and delta of one query tile of one head, and set the sums of dq for this tile to zero.
 
     Args:
         delta: (B, Nq, Hq), or None to compute delta from out, dout and dlse.
         scalars: (B * Hq * num_tiles, 2, queries), written.
-        dq_sums: the spare chunk, which is not written, and the sums (B * Hq * num_tiles, queries * dim).
+        dq_sums: the spare chunk, followed by the sums of dq (B * Hq * num_tiles, queries * dim).
     """
     program = tl.program_id(0)
     tile, pair = program % num_tiles, program // num_tiles
@@ -36,7 +36,7 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
     if delta is None:
         outputs = triton_common.load_outputs(out, dout, index, inside, CONFIG.value_dim, CONFIG.dim)
-    # Store the zeros while the loads are in flight.
+    # The zeros are stored while the loads are in flight.
     element = tl.arange(0, SIZE)
     zeros = tl.zeros([SIZE], tl.float32)
     tl.store(dq_sums + CONFIG.chunk_size + offset * SIZE + element, zeros, mask=element < CONFIG.used_size)
@@ -50,9 +50,9 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_blocks, num_queries, CONFIG: tl.constexpr):
-    """Pack lse, in log2 units, and delta of PREPARED_ROWS queries of one head, see `_prepare_kernel`.
+    """Pack lse (in log2 units) and delta of PREPARED_ROWS queries of one head, like `_prepare_kernel`.
 
-    log2_lse and row_delta (B * Hq, num_blocks * PREPARED_ROWS) are written.
+    The results log2_lse and row_delta are (B * Hq, num_blocks * PREPARED_ROWS).
     """
     program = tl.program_id(0)
     block, pair = program % num_blocks, program // num_blocks
@@ -74,7 +74,7 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Bring one chunk of dq into row order, multiply it by `scale`, and write it or add it to the contiguous dq."""
+    """Convert one chunk of dq to row order, multiply it by `scale`, and store it in the contiguous dq, or add it."""
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads
@@ -92,8 +92,7 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     index = ((pair // NUM_HEADS * num_queries + rows) * NUM_HEADS + pair % NUM_HEADS)[:, None] * CONFIG.head_dim
     index += columns[None, :]
     mask = (rows < num_queries)[:, None] & (columns < CONFIG.head_dim)[None, :]
-    # The dimensions of the register order are (group of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2
-    # columns).
+    # A chunk has the dimensions (group of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2 columns).
     in_registers = tl.reshape(flat, (COLUMNS // 8, 4, 8, 4, 2, 2))
     grad = tl.reshape(tl.permute(in_registers, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS)) * scale
     if CONFIG.add_dq:

@@ -1,15 +1,16 @@
 """The backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
 
-At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A kernel that computes all gradients at once, as
-`backward_narrow` does, would add up dq for every 64 keys, and this traffic would limit its speed. Here, one kernel computes dk
-and dv and another one dq. Both compute the scores, so there are 7 products instead of 5. In return, every sum has a fixed
-order.
+At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A kernel that computes all gradients together, like
+`backward_narrow`, would add to dq in memory for every 64 keys, and this traffic would limit its speed. Therefore one kernel
+computes dk and dv, and another kernel computes dq. Both compute the scores, so there are 7 products instead of 5. In return,
+every sum has a fixed order.
 
-A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. A "ring" is the
-tuple (tiles, full, empty) of a ring buffer whose slots hold one part each. Every consumer uses and releases every part.
+A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. In this module, a
+*ring* is the tuple (tiles, full, empty) of a ring buffer, each slot of which holds one part. Every consumer uses and releases
+every part.
 
-THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. Its loop covers the query tiles that see these keys, for
-every query head of the group. Scores are transposed: rows are keys. Each consumer keeps one gradient in registers.
+THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. For every query head of the group, its loop covers the
+query tiles that attend to these keys. Scores are transposed, so rows are keys. Each consumer keeps one gradient in registers.
 
       PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0, OF dv               CONSUMER 1, OF dk
 
@@ -19,12 +20,14 @@ every query head of the group. Scores are transposed: rows are keys. Each consum
                                                 ----------------------------------->  load P; dS = P (dP - delta)
       load dO, delta --------> [ ring of dO   ] ------------------------------------> dK += dS Q
 
-THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. Its loop covers the keys that they see:
+THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. Its loop covers the keys to which these
+queries attend:
 
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
-In both kernels, a step issues the product that ends the previous step together with its own first products. The consumers take
-turns to issue products, so that one's products keep the tensor cores busy while the other computes in registers.
+In both kernels, a step issues the last product of the previous step together with its own first products. The consumers issue
+products in turns, so that the products of one consumer keep the tensor cores busy while the other consumer computes in
+registers.
 """
 
 from triton.experimental import gluon
@@ -54,18 +57,18 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# Keys per step of the kernel for dq.
+# The number of keys per step of the kernel for dq.
 STEP_KEYS = gl.constexpr(64)
 
-# Queries of a work tile of the kernel for dq, 64 per consumer.
+# The number of queries per work tile of the kernel for dq, 64 per consumer.
 QUERIES = gl.constexpr(128)
 
 
 @gluon.jit
 def _locate(step, part, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Return the slot of one part of the tile of a step in a ring, and the phase of the slot's barriers.
+    """Return the slot of a ring that holds one part of a step's tile, and the phase of this slot's barriers.
 
-    `step` (uint32) counts the steps of all work tiles of the program.
+    The argument `step` (uint32) counts the steps of all work tiles of the program.
     """
     position = step * PARTS + part
     return (position % SLOTS).to(gl.int32), (position // SLOTS & 1).to(gl.int32)
@@ -96,7 +99,7 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """Load the tile of a step into a ring. `scalars`, the lse of Q or the delta of dO, arrive with the first part."""
+    """Load the tile of a step into a ring. The lse of Q or the delta of dO (`scalars`) arrives together with the first part."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -113,9 +116,9 @@ def _load_into_ring(
 def _issue_scores(
     left, first_part, ring, step, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Issue the product (64, COLUMNS) of a tile and the transposed tile of a step in a ring.
+    """Issue the product (64, COLUMNS) of `left` and the transposed tile of a step in a ring.
 
-    `left` contains the parts of the left operand in shared memory, from `first_part` on.
+    The parts of the left operand are in shared memory, in `left` from `first_part` on.
     """
     tiles, full, _empty = ring
     scores = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
@@ -130,7 +133,7 @@ def _issue_scores(
 
 @gluon.jit
 def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Issue sums += left * tile for the tile of a step in a ring. `left` is in registers."""
+    """Issue sums += left * tile for the tile of a step in a ring. The left operand is in registers."""
     tiles, full, _empty = ring
     pending = ()
     for part in gl.static_range(PARTS):
@@ -153,7 +156,7 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Write factor * sums to up to 64 rows of one head. With ADD, add it to an accumulator instead.
+    """Store factor * sums in up to 64 rows of one head. With ADD, add it to these rows instead.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).
@@ -172,9 +175,8 @@ def _write_gradient(
 
 @gluon.jit
 def _query_loop(loop):
-    """Return the first query and the number of steps of the loop of a work tile, for one query head."""
     begin, _, num_unmasked, num_masked = loop
-    # The `maximum` tells the compiler that the number is never 0, which removes a test in front of the loops.
+    # The `maximum` tells the compiler that the number of steps is never 0, so that no test is needed before the loops.
     return begin, gl.maximum(num_unmasked + num_masked, 1)
 
 
@@ -219,9 +221,9 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_scale, CONFIG: gl.constexpr):
-    """Wait for the scores (64 keys, queries) of a step, compute P, and pass P to the other consumer.
+    """Wait for the scores (64 keys, queries) of a step, compute P, and send P to the other consumer.
 
-    `step` counts the steps of all work tiles. Return P as the left operand of the product for dV.
+    Return P as the left operand of the product for dV.
     """
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     _keys, _values, lse_tiles, _delta_tiles, p_tiles = buffers
@@ -243,7 +245,7 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
 
 @gluon.jit
 def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
-    """Wait for the dP (64 keys, queries) of a step and for P. Return dS as the left operand of the product for dK."""
+    """Wait for dP (64 keys, queries) of a step and for P. Return dS as the left operand of the product for dK."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     _keys, _values, _lse_tiles, delta_tiles, p_tiles = buffers
     _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
@@ -265,7 +267,6 @@ def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
 def _compute_left(
     scores, buffers, barriers, rings, key_bounds, start, step, log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Return P of a step for the consumer of dv, and dS for the consumer of dk, as the left operand of their products."""
     if CONSUMER == 0:
         return _compute_p(scores, buffers, barriers, rings[0], key_bounds, start, step, log2_scale, CONFIG)
     else:
@@ -274,7 +275,6 @@ def _compute_left(
 
 @gluon.jit
 def _issue_key_scores(buffers, rings, step, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue S = K Q^T for the consumer of dv, and dP = V dO^T for the consumer of dk."""
     if CONSUMER == 0:
         return _issue_scores(buffers[0], 0, rings[0], step, CONFIG.queries, CONFIG.parts, CONFIG.q_slots)
     else:
@@ -283,10 +283,9 @@ def _issue_key_scores(buffers, rings, step, CONSUMER: gl.constexpr, CONFIG: gl.c
 
 @gluon.jit
 def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a consumer of the kernel for dk and dv. Consumer 0 computes P and dv, and consumer 1 computes dS and dk."""
+    """Run a consumer. Consumer 0 computes P and dv, and consumer 1 computes dS and dk."""
     bounds, work_tiles, sizes, grads, scale, buffers, barriers, rings = arguments
     _num_masks, _num_tiles, num_keys = sizes
-    # The ring whose tiles are multiplied by P or dS, its parts and slots, and the barriers of the keys or the values.
     FOR_DV: gl.constexpr = CONSUMER == 0
     ring = rings[1 - CONSUMER]
     PARTS: gl.constexpr = CONFIG.value_parts if FOR_DV else CONFIG.parts
@@ -345,7 +344,6 @@ def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 def _allocate_ring(
     dtype: gl.constexpr, ROWS_OF_TILE: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Return a ring of SLOTS parts, each released by CONSUMERS consumers."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_TILE, COLUMNS], dtype)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS_OF_TILE, COLUMNS], LAYOUT)
     full, empty = allocate_barriers(SLOTS, 1, CONSUMERS)
@@ -360,7 +358,7 @@ def _key_gradient_kernel(
     """Compute dk and dv of all work tiles.
 
     Args:
-        log2_lse, row_delta: TMA descriptors of the tensors that `_prepare_wide_kernel` writes.
+        log2_lse, row_delta: TMA descriptors of the results of `_prepare_wide_kernel`.
 
     The other arguments are those of `backward_narrow._main_kernel`.
     """
@@ -433,7 +431,6 @@ def _compute_query_ds(
     scores, dp, scalars, row_bounds, start, is_masked, v_empty, step, log2_scale,
     dtype: gl.constexpr, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Wait for S and dP of a step. Return dS as the left operand of the product for dQ."""
     lse, delta = scalars
     scores = warpgroup_mma_wait(CONFIG.value_parts, deps=(scores,))
     if CONFIG.pass_after_scores:
@@ -447,7 +444,7 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release all parts of a work tile in which this consumer has no rows, and take all turns. Return the next step."""
+    """Skip a work tile in which this consumer has no rows. Release all parts and take all turns. Return the next step."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring
@@ -551,9 +548,9 @@ def _query_gradient_kernel(
     """Compute dq of all work tiles.
 
     Args:
-        log2_lse, row_delta: (B * Hq, padded_queries), which `_prepare_wide_kernel` writes.
-        dq: written or added to.
-        lo, hi: (num_masks, Nq), the interval of keys that each query sees.
+        log2_lse, row_delta: (B * Hq, padded_queries), the results of `_prepare_wide_kernel`.
+        dq: the result, overwritten or added to.
+        lo, hi: (num_masks, Nq), the interval of keys to which each query attends.
 
     The other arguments are those of `backward_narrow._main_kernel`.
     """

@@ -1,10 +1,10 @@
-"""Products of the Hopper kernels for head dims up to 128, with 64, 96 or 128 columns of a tile.
+"""Matrix products of the Hopper kernels for head dims up to 128, with tiles of 64, 96 or 128 columns.
 
-The sides of a tensor in Gluon must be powers of two, so a tile for a head dim of 96 has 128 columns, of which the last 32 are
-zeros. To multiply only the first 96 columns, these functions issue a product with 64 columns and one with 32 columns, and a
-result with 96 columns consists of two parts. With 64 or 128 columns, there is one product and one part.
+The sides of a tensor in Gluon must be powers of two. A tile for a head dim of 96 therefore has 128 columns, of which the last
+32 are zeros. To multiply only the first 96 columns, these functions issue one product with 64 columns and one with 32 columns,
+so the result consists of two parts. With 64 or 128 columns, there is one product and one part.
 
-COLUMNS is the number of used columns. A result is a tuple of its parts.
+COLUMNS is the number of columns that are multiplied. Every result is a tuple of parts.
 """
 
 from triton.experimental import gluon
@@ -15,13 +15,12 @@ from ringattn.kernels.hopper.common import ROWS, accumulator_layout, as_left, pa
 
 
 def used_columns(head_dim: int, value_dim: int) -> int:
-    """Return the number of columns that the products use for head dims (D, Dv) up to 128."""
     return 96 if 64 < max(head_dim, value_dim) <= 96 else padded_dim(head_dim, value_dim)
 
 
 @gluon.constexpr_function
 def num_parts(columns: int) -> int:
-    """Return the number of parts, which is also the number of wgmma groups that `warpgroup_mma_wait` counts per product."""
+    """Return the number of parts. The function `warpgroup_mma_wait` counts each part as one product."""
     return 2 if columns == 96 else 1
 
 
@@ -35,7 +34,7 @@ def split_tile(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load the parts of a tile (64, columns) into registers, as left operands of a product (64, N)."""
+    """Load the parts of a tile (64, columns) into registers as left operands of a product (64, N)."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(N), k_width=2)
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(tile, COLUMNS)
@@ -47,9 +46,7 @@ def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def multiply_rows(left, right, COLUMNS: gl.constexpr):
-    """Issue the product (64, n) of `left` (64, columns), in registers or in shared memory, and the transposed tile `right` (n,
-    columns).
-    """
+    """Issue the product left * right^T (64, n). `left` (64, columns) is in registers or in shared memory."""
     N: gl.constexpr = right.shape[0]
     PARTS: gl.constexpr = num_parts(COLUMNS)
     product = gl.full([ROWS, N], 0.0, gl.float32, accumulator_layout(N))
@@ -61,7 +58,9 @@ def multiply_rows(left, right, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def add_product(left, right, sums, COLUMNS: gl.constexpr):
-    """Issue sums += left * right, and return them. `left` (64, n) is in registers, and `right` (n, columns) is a tile."""
+    """Issue sums += left * right, and return the sums. `left` (64, n) is in registers, and `right` (n, columns) in shared
+    memory.
+    """
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(right, COLUMNS)
     pending = ()
@@ -84,7 +83,7 @@ def zero_parts(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def wait_for_parts(parts, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until only IN_FLIGHT later products are in flight, and return the complete parts."""
+    """Wait until all but the last IN_FLIGHT products are complete. Return the complete parts."""
     if PARTS == 1:
         return (warpgroup_mma_wait(IN_FLIGHT, deps=parts),)
     else:
@@ -93,7 +92,7 @@ def wait_for_parts(parts, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def join_parts(parts, COLUMNS: gl.constexpr):
-    """Return a result as one tensor, (64, 64) or (64, 128). With 96 columns, its last 32 columns are zeros."""
+    """Join the parts of a result to one tensor, (64, 64) or (64, 128). With 96 columns, its last 32 columns are zeros."""
     if num_parts(COLUMNS) == 1:
         return parts[0]
     else:
@@ -103,7 +102,6 @@ def join_parts(parts, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _join_columns(left, right):
-    """Return a tile of the columns of `left` and `right`, without moving numbers between threads."""
     COLUMNS: gl.constexpr = 2 * left.shape[1]
     tile = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
     return gl.convert_layout(tile, accumulator_layout(COLUMNS))

@@ -1,9 +1,10 @@
-"""What all Hopper kernels share: differences between Triton releases, TMA descriptors, barriers, and supported cases.
+"""This module contains what all Hopper kernels use: differences between Triton releases, TMA descriptors, barriers, and the
+conditions under which the kernels can run.
 
-Vocabulary of sm_90: TMA copies tiles between global and shared memory without using registers. A TMA descriptor contains the
-shape and strides of a tensor and the size of a tile. A warpgroup is 128 threads, and wgmma is its instruction for products of
-matrices. An mbarrier in shared memory counts arrivals and bytes copied by TMA. A named barrier is one of the 16 hardware
-barriers of a program (CTA).
+Hopper GPUs (sm_90) have the following features. TMA copies tiles between global and shared memory without using registers. A
+TMA descriptor contains the shape and strides of a tensor and the size of a tile. A warpgroup is 128 threads, and the
+instruction wgmma lets a warpgroup multiply matrices. An mbarrier is a barrier in shared memory, which counts arrivals and bytes
+that TMA has copied. A named barrier is one of the 16 hardware barriers of a program (CTA).
 """
 
 from dataclasses import dataclass
@@ -26,29 +27,29 @@ from ringattn.kernels.triton.common import load_tile
 
 MAX_DIM = 256
 
-# The names in Gluon of the dtypes of q, k and v, and of all dtypes that TMA copies.
+# Gluon's names of the dtypes of q, k and v, and of all dtypes that TMA copies.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 TMA_DTYPES = DTYPES | {torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
-# The number of rows of a wgmma, and therefore of a consumer.
+# A wgmma has 64 rows, so each consumer computes 64 rows.
 ROWS = gl.constexpr(CONSUMER_ROWS)
 
-# The kernels keep scores in log2 units, because the GPU has an instruction for exp2 but none for exp.
+# Scores are in log2 units, because the GPU has an instruction for exp2 but not for exp.
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# The named barrier of consumer 0 for ping-pong. Triton itself uses the lower numbers.
+# Consumer 0 uses this named barrier for ping-pong. Triton itself uses the barriers with lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# Threads at a named barrier for ping-pong: of the waiting consumer and of the previous one.
+# The threads of two consumers, the waiting one and the previous one, use a named barrier for ping-pong.
 PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# Triton 3.8 renames the functions for asynchronous copies from and to global memory.
+# Triton 3.8 renamed the functions for asynchronous copies from and to global memory.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
@@ -84,13 +85,12 @@ class KernelConfig:
 def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
     """Return the register layout of a wgmma product (64, columns) of operands with `bits` per element.
 
-    `bits` does not change the positions of the product's elements.
+    The positions of the product's elements do not depend on `bits`.
     """
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
 def padded_dim(head_dim: int, value_dim: int) -> int:
-    """Return the head dim of the tiles in shared memory, 64 or 128."""
     return 64 if max(head_dim, value_dim) <= 64 else NARROW_DIM
 
 
@@ -99,7 +99,7 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return contiguous (delta, out, dout, dlse) for a kernel that reads delta, or computes delta from the other three."""
+    """Return contiguous (delta, out, dout, dlse) for a kernel that reads delta, or computes it from the other three."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
@@ -120,7 +120,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
 
 @lru_cache(maxsize=64)
 def num_programs(device: torch.device, shares_sms: bool) -> int:
-    """Return the maximal number of programs of a call: one per SM, or one per work tile if other kernels occupy some SMs."""
+    """Return the maximal number of programs of a kernel: one per SM, or unlimited if other kernels occupy some SMs."""
     return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -130,7 +130,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x itself if TMA can address it, or else a contiguous copy."""
+    """Return x if TMA can address it. Otherwise, return a contiguous copy."""
     if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride(), 16 // x.element_size())):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -138,15 +138,17 @@ def as_addressable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
-    """Return whether TMA accepts these strides: 1 for the last dimension, and positive multiples of `unit` (16 bytes) for
-    others.
+    """Return whether TMA accepts these strides. The last stride must be 1, and the others positive multiples of `unit` (16
+    bytes).
     """
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % unit == 0 for stride in outer)
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """Return a copy of `descriptor` for the memory of `x`. The constructor is slow, because it checks all of its arguments."""
+    """Return a copy of `descriptor` for the memory of `x`. Calling the constructor would be slow, because it checks all
+    arguments.
+    """
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
@@ -165,7 +167,7 @@ def _descriptor_template(
 
 
 def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x (B, N, H, D), a result of
+    """Return a descriptor for copying tiles (rows, dim) of one head of x (B, N, H, D). The tensor x must come from
     `as_addressable`.
     """
     return block_descriptor(x, (1, rows, 1, dim))
@@ -181,13 +183,12 @@ def _tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-# TMA's reduce-add adds a tile of shared memory to global memory in the L2 cache. Only Triton 3.8 and later export it.
+# TMA's reduce-add adds a tile in shared memory to global memory. Triton exports this operation since release 3.8.
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
 @_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """View the shared memory of `buffer` as a tile with another dtype, shape and layout."""
     # In Triton 3.9 and later, the name of this method has no underscore.
     change = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
@@ -200,13 +201,12 @@ def tile_view(buffer, desc):
 
 @gluon.jit
 def as_left(tile, COLUMNS: gl.constexpr):
-    """Return a tile (64, K) in registers as the left operand of a product (64, COLUMNS)."""
     return gl.convert_layout(tile, gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(COLUMNS), k_width=2))
 
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots. A partition makes one arrival for all of its threads."""
+    """Return the barriers `full` and `empty` of SLOTS slots. Each partition arrives once, for all of its threads."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -219,8 +219,8 @@ def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: g
 def load_work_tile(work_tiles, index):
     """Load the entry `index` of `Intervals.work_tiles`. Return (batch entry, head, first row, end of the rows, loop).
 
-    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). An end of 0 means that the program has no more work tiles.
-    Every partition loads the entry itself, so that the producer can be ahead of the consumers.
+    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). If `end` is 0, the program has no more work tiles. Every
+    partition loads the entry itself, so that the producer can be ahead of the consumers.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)
@@ -230,7 +230,7 @@ def load_work_tile(work_tiles, index):
 
 @gluon.jit
 def step_start(loop, step, STEP: gl.constexpr):
-    """Return the first key of a step of the KV loop. Masked tiles come first, so that a step needs a mask if `step <
+    """Return the first key of a step of the KV loop. The masked tiles come first, so a step is masked if `step <
     num_masked`.
     """
     begin, num_masked_prefix, num_unmasked, num_masked = loop
@@ -242,7 +242,7 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions with side effects, and return the int32 that they write to $0. The operand $1 is 0.
+    """Execute PTX instructions with side effects. Return the int32 that they write to $0. The operand $1 is 0.
 
     An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;".
     """

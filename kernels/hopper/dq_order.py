@@ -1,8 +1,9 @@
-"""Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
+"""Sum dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
 
-Programs reach TMA's reduce-add in any order, so the host fixes the order in which work tiles add to a query tile, see
-`ringattn.kernels.tile_order`. A program has two more partitions, the writers, each a single warp. They wait for other programs
-in place of the consumers. The writers take turns, because sending one dQ takes them about as long as a step.
+Programs would call TMA's reduce-add in any order. Therefore the host fixes the order in which work tiles add to each query tile
+(`ringattn.kernels.tile_order`). A program has two additional partitions, called writers, each of which is a single warp. The
+writers wait for other programs, so that the consumers need not wait. The writers send dQ in turns, because sending one dQ takes
+about as long as a step.
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -14,11 +15,11 @@ in place of the consumers. The writers take turns, because sending one dQ takes 
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-Each work tile has two numbers in global memory, its progress in even and in odd steps, which only ever grow. A writer increases
-one of them after every step, and the writers of the next work tile in the order poll them.
+Each work tile has two numbers in global memory, its progress in even steps and in odd steps. A writer increases one of the
+numbers after every step, and the writers of the next work tile in the order poll it.
 
-There is no deadlock, because a program waits only for earlier work tiles of the table. Either a cooperative launch runs all
-programs at the same time, or `take_number` makes them start in the order of the table.
+There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
+Either a cooperative launch runs all programs at the same time, or `take_number` numbers them in the order of their start.
 """
 
 from triton.experimental import gluon
@@ -28,30 +29,31 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# The number of integers before the progress of all work tiles. The first counts the started programs, the second is unused.
+# The progress of all work tiles is stored after two integers. The first counts the programs that have started, and the second
+# is unused.
 HEADER = gl.constexpr(2)
 
-# The progress is one more than the last finished step of the current query head, plus this number for each finished query head.
-# This number exceeds the steps of a query head.
+# The progress is the last finished step of the current query head plus 1, plus this number for each finished query head. This
+# number is larger than the number of steps per query head.
 PER_HEAD = gl.constexpr(2**20)
 
-# Registers per thread of a writer, which is a warp of the producer's warpgroup.
+# The number of registers per thread of a writer.
 WRITER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one. This number replaces the index in the grid."""
+    """Return how many programs have started before this one. This number is used in place of the index in the grid."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton sends the number to all threads through shared memory. Without the barrier, a fast thread would overwrite it with
-    # the arguments of the partitions.
+    # Triton sends the number to all threads through shared memory. Without the barrier, a fast thread would overwrite this
+    # memory with the arguments of the partitions.
     hopper_common.thread_barrier()
     return number
 
 
 @gluon.jit
 def _load_progress(pointer):
-    """Load the progress of a work tile, before any later access to memory."""
+    """Load the progress of a work tile. Later memory accesses happen after this load."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -59,13 +61,13 @@ def _load_progress(pointer):
 
 @gluon.jit
 def _publish(pointer, progress):
-    """Store the progress of a work tile after everything that this warp has sent has been added to dq.
+    """Store the progress of a work tile after everything that this warp has sent is added to dq.
 
-    `wait_group` alone does not suffice: without the release, the store became visible before the additions, and the sums had
-    different bits in almost every run.
+    The instruction `wait_group` alone does not suffice. Without the release, the store became visible before the additions, and
+    the sums had different bits in almost every run.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # All threads store the progress, but only one has sent the additions and waited for them.
+    # All threads store the progress, but only one thread has sent the additions and waited for them.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -75,7 +77,7 @@ def _publish(pointer, progress):
 
 @gluon.jit
 def _load_order(work_tiles, index, CONFIG: gl.constexpr):
-    """Load (end of the keys, first query head of the batch, first query tile, steps of a query head, order) of a work tile.
+    """Load (end of the keys, first query head, first query tile, steps per query head, order) of a work tile.
 
     `order` is (direction, number of the work tile, number of the predecessor, number of steps without a predecessor).
     """
@@ -91,8 +93,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # The first dQ of a program is the product of uninitialised memory and belongs to writer 0. `skip` is the first step of the
-    # current query head that this writer handles, 0 or 1.
+    # The first dQ of a program is computed from uninitialised memory, and writer 0 discards it. The variable `skip` is the
+    # first step of the current query head that this writer handles, 0 or 1.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):
@@ -106,7 +108,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # All awaited steps of the predecessor are even, or all are odd.
+            # Either all steps of the predecessor for which this writer waits are even, or all are odd.
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)
             for step in range(skip, num_steps, 2):
@@ -125,7 +127,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add the dQ of both consumers to `chunk` and the following chunk, and let each consumer store its next dQ."""
+    """Start to add the dQ of both consumers to two consecutive chunks. Then let each consumer store its next dQ."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

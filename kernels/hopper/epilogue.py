@@ -1,4 +1,4 @@
-"""The end of a work tile in the Hopper forward. It merges the incoming state and then writes the new state or the output.
+"""The end of a work tile in the Hopper forward merges the incoming state, and then writes the new state or the output.
 
     incoming state   result   what happens to o
     no               output   o / l goes through the shared memory of Q and is stored by TMA
@@ -6,9 +6,9 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-State stages are stages of K and V after the last keys of a work tile. The threads load and store o themselves if a work tile
-has fewer rows than TMA would write, or if an update in place must rescale, because a row has overflowed or its reference max
-was raised.
+State stages are the pipeline stages of K and V after the last keys of a work tile. In two cases, the threads load and store o
+without TMA: if a work tile has fewer rows than TMA would write, or if an update in place must rescale a row or skip a row that
+has overflowed.
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# The kernel sets the sign bit of the l of a row that has overflowed.
+# For each row that has overflowed, the kernel sets the sign bit of l.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 
@@ -32,10 +32,10 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
+    """Transfer the K or V buffer of a state stage to the consumer that needs it, by arriving at the barrier `full`.
 
-    Buffers are numbered K, V, K, V and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of consumer NUMBER //
-    o_parts. If the output is returned, TMA loads this part of the incoming o.
+    The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of consumer
+    NUMBER // o_parts. If the call returns an output, TMA loads this part of the incoming o.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -49,14 +49,12 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
 
 @gluon.jit
 def release_keys(k_empty, stage, CONFIG: gl.constexpr):
-    """Release K of a stage, unless the arrival that releases V also releases K."""
     if not CONFIG.joint_release:
         mbarrier.arrive(k_empty.index(stage), count=1)
 
 
 @gluon.jit
 def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
-    """Release the state stage, unless it is -1."""
     _, _, _, k_empty, _, v_empty = barriers
     if CONFIG.state_stages > 0 and state_stage >= 0:
         release_keys(k_empty, state_stage, CONFIG)
@@ -65,7 +63,7 @@ def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def row_index(row_range, results, CONFIG: gl.constexpr):
-    """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the existing rows.
+    """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the rows that exist.
 
     `row_range` is (batch entry, head, first row of the consumer, end of the work tile's rows).
     """
@@ -76,7 +74,6 @@ def row_index(row_range, results, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_ref_max(results, row_range, CONFIG: gl.constexpr):
-    """Load the m of the incoming state in log2 units. Without a state, return UNSET_REF_MAX."""
     index, inside = row_index(row_range, results, CONFIG)
     if CONFIG.has_state:
         return gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
@@ -86,7 +83,7 @@ def load_ref_max(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
-    """Load (m in log2 units, l) of the incoming state. Without a state, return those of a row that has not seen a key."""
+    """Load m (in log2 units) and l of the incoming state. Without a state, return the numbers of an empty state."""
     index, inside = row_index(row_range, results, CONFIG)
     m = load_ref_max(results, row_range, CONFIG)
     return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
@@ -94,7 +91,7 @@ def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def split_columns(tile):
-    """Split an accumulator into its left and right half, without moving numbers between threads."""
+    """Split an accumulator into its left half and its right half without moving numbers between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
 
@@ -102,7 +99,8 @@ def split_columns(tile):
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the left and the right part of a consumer's o in its state stage.
 
-    If one buffer can hold a whole o, the left view is the whole o. Even consumers then use the K buffer, odd ones the V buffer.
+    If one buffer can hold a whole o, the left view is the whole o. Consumers with even numbers then use the K buffer, and the
+    others use the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -133,7 +131,7 @@ def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
 @gluon.jit
 def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     left, right = _state_views(buffers, CONSUMER, CONFIG)
-    # TMA accesses shared memory through another proxy, so the stores need a fence.
+    # The stores need a fence, because TMA accesses shared memory through another proxy.
     if CONFIG.o_parts == 1:
         left.store(o)
         fence_async_shared()
@@ -153,7 +151,6 @@ def _by_output_row(numbers, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _elements(index, rows, CONFIG: gl.constexpr):
-    """Return the indices of a consumer's elements in (B, Nq, Hq, Dv), and a mask of those in `rows` and below Dv."""
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_output_row(rows, CONFIG) & (columns < CONFIG.value_dim)
     return _by_output_row(index, CONFIG) * CONFIG.value_dim + columns, mask
@@ -161,7 +158,7 @@ def _elements(index, rows, CONFIG: gl.constexpr):
 
 @gluon.jit
 def merge_scalars(ref_max, l, state_m, state_l):
-    """Return (m, l, alpha, beta) of the merged state. The o of the merged state is o * alpha + state_o * beta."""
+    """Return (m, l, alpha, beta). The merged state is (m, l, o * alpha + state_o * beta)."""
     m = gl.maximum(ref_max, state_m)
     alpha = gl.exp2(ref_max - m)
     beta = gl.exp2(state_m - m)
@@ -171,7 +168,7 @@ def merge_scalars(ref_max, l, state_m, state_l):
 @gluon.jit
 def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
     if CONFIG.final:
-        # A row that has not seen a key has l = 0 and lse = -inf.
+        # A row that attends to no key has l = 0 and lse = -inf.
         gl.store(results[4] + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
     else:
         gl.store(results[0] + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
@@ -182,13 +179,13 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse, or a state that is not updated in place, through the shared memory `query` of Q."""
+    """Write out = o / l and lse, or a new state. The output passes through `query`, the shared memory of Q."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
     if CONFIG.final:
-        # A row that has not seen a key has l = o = 0 and the output 0. One division per row takes fewer instructions than one
-        # per element.
+        # A row that attends to no key has l = o = 0 and the output 0. One division per row takes fewer instructions than one
+        # division per element.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
     if first_row + ROWS <= end:
@@ -199,7 +196,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # Store without TMA, which would also write rows of another work tile.
+        # Do not store by TMA, which would also write rows of another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -208,32 +205,33 @@ def _write_result(
 def update_scalars(
     ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Merge the scalars of the result into those of the incoming state in place.
+    """Merge m and l of the result into the incoming state, in place.
 
-    The retry pass recomputes all rows, but must add only overflowed rows. The first pass therefore only sets the sign bit of l
-    in these rows, and the retry pass updates the rows with this bit.
+    The retry pass recomputes all rows, but must update only the rows that have overflowed. Therefore the first pass sets the
+    sign bit of l in these rows and changes nothing else. The retry pass updates only rows with this bit.
 
-    Return (written, alpha, beta, stays): `written` masks the rows whose o must become o * alpha + state_o * beta, and `stays`
-    the written rows for which both factors have no effect.
+    Return (written, alpha, beta, stays). The new o of the rows in the mask `written` is o * alpha + state_o * beta. The mask
+    `stays` selects those of these rows whose factors have no effect.
     """
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # UPDATE_REF_MAX is true in the retry pass. Test the sign bit itself, because the l of a row without keys is 0, and -0.0
-        # < 0 is false.
+        # UPDATE_REF_MAX is true in the retry pass. Test the sign bit itself, because l of a row without keys may be -0.0, which
+        # is not below 0.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Converting an unchanged m to log2 units and back would change its last bits on every hop of a ring.
+    # Do not store an unchanged m, because its conversion to log2 units and back would change its last bits on every hop of a
+    # ring.
     gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
     else:
-        # Triton compiles -incoming_l to 0 - incoming_l, whose sign bit is not set if incoming_l is 0. Set it by an integer
-        # operation.
+        # Set the sign bit by an integer operation. Triton compiles -incoming_l to 0 - incoming_l, which has no sign bit if
+        # incoming_l is 0.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # If the incoming row has not seen a key, its o is 0, so its beta does not matter.
+    # If the incoming row has attended to no key, its o is 0, so its beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 
@@ -247,7 +245,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA adds all 64 rows, and it cannot multiply them by a factor.
+    # TMA can only add all 64 rows without a factor.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
@@ -261,7 +259,7 @@ def finish_work_tile(
     ref_max, l, o, query, buffers, incoming, results, row_range,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Merge the incoming state and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
+    """Merge the incoming state, and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
 
     Args:
         query: the shared memory of this consumer's Q.
@@ -270,7 +268,8 @@ def finish_work_tile(
         results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq), where state_tiles and out_tiles are TMA
             descriptors.
 
-    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. Its results are invalid until the retry pass.
+    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results of this row are invalid until the retry pass
+    rewrites them.
     """
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

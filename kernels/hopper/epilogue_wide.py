@@ -1,4 +1,4 @@
-"""The end of a work tile in the Hopper forward for head dims above 128 and FP8. The threads load and store o without TMA.
+"""The end of a work tile in the Hopper forward for head dims above 128 and for FP8. The threads load and store o without TMA.
 
 incoming state   result   what happens to o
 no               output   the threads store o / l
@@ -22,10 +22,10 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """Store part * alpha + source * beta, or part * alpha if no state comes in.
+    """Store part * alpha + source * beta. Without an incoming state, store part * alpha.
 
-    `part` has the columns of o from FIRST on. alpha and beta (64,) are factors per row, `index` (64,) is the index of each row
-    in (B, Nq, Hq), and `rows` (64,) is a mask.
+    The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) are per row, `index` (64,) is
+    the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask.
     """
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns
@@ -41,7 +41,7 @@ def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, tar
 @gluon.jit
 def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     if CONFIG.has_state and CONFIG.dim > 64:
-        # Merge 64 columns at a time, because the whole incoming o would need as many registers as o.
+        # Merge 64 columns at a time. The whole incoming o would need as many registers as o.
         left, right = split_columns(o)
         if CONFIG.dim == 128:
             _merge_part(left, 0, alpha, beta, index, rows, source, target, CONFIG)
@@ -61,7 +61,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
     """Add o to the target (B, Nq, Hq, Dv). An atomic addition needs no registers for the old value.
 
-    No two threads add to the same number, so the order of the additions does not matter.
+    The result is deterministic, because no two threads add to the same number.
     """
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)
@@ -74,7 +74,7 @@ def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
 def finish_work_tile(
     ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Do the same as `epilogue.finish_work_tile`, without shared memory and TMA descriptors."""
+    """Do the same as `epilogue.finish_work_tile`, but without shared memory and TMA."""
     _state_m, _state_l, state_o, _state_tiles, _lse, out, _out_tiles, _num_queries = results
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)
@@ -94,7 +94,6 @@ def finish_work_tile(
             ref_max, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
         write_scalars(ref_max, l, results, index, inside, CONFIG)
         if CONFIG.final:
-            # A row that has not seen a key has l = o = 0 and the output 0.
             inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
             _merge_o(o, alpha * inverse, beta * inverse, index, inside, state_o, out, CONFIG)
         else:

@@ -1,7 +1,8 @@
-"""The host code of the Hopper forward: constants of the kernels, and their launches. It implements `reference.forward`.
+"""The host code of the Hopper forward, which implements `reference.forward`. It chooses the constants of the kernels and
+launches them.
 
-Start reading with `forward_narrow`, the kernel for head dims up to 128. `forward_wide` is the kernel for larger head dims, and
-`forward_fp8` reads FP8 inputs.
+Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
+and the kernel in `forward_fp8` reads FP8 inputs.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,15 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# The assembler of Triton 3.8 would serialise all matrix products of a kernel that uses `fence_softmax`.
+# With Triton 3.8, the assembler would serialise all matrix products of a kernel that uses `fence_softmax`.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# The maximal bytes of K and V of a head group, so that K and V stay in the L2 cache next to the output. The limit is halved for
-# an incoming state, and for head dims above 128, where half was faster on an H100.
+# K and V of a head group have at most this many bytes, so that they stay in the L2 cache next to the output. The smaller limit
+# is for calls with an incoming state, and for head dims above 128, for which it was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
-# A call with at most this number of rows that see keys, over all heads and batch entries, uses TILES_FEW_ROWS.
+# Calls with at most this many rows that attend to keys, over all heads and batch entries, use TILES_FEW_ROWS.
 FEW_ROWS = 2**16
 
 
@@ -42,9 +43,9 @@ class ForwardConfig(hopper_common.KernelConfig):
     Args:
         has_state: whether the call continues from an incoming state.
         final: whether (out, lse) is written instead of a state.
-        keys, stages: the number of keys per step, and of stages of the K/V pipeline.
-        registers: per thread of a consumer.
-        ping_pong: whether consumers take turns to issue their products.
+        keys, stages: the number of keys per step, and the number of stages of the K/V pipeline.
+        registers: the number of registers per thread of a consumer.
+        ping_pong: whether the consumers issue their products in turns.
         fence_softmax: whether to use `softmax.fence_softmax`.
         update_ref_max: whether the first pass updates the reference max in every step, so that there is no retry pass.
     """
@@ -73,7 +74,7 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     @property
     def partitions(self) -> gl.tuple:
-        """The numbers of the consumers and of the producer, as constants that Gluon can iterate over."""
+        """Return the numbers of the consumers and the producer as constants, over which Gluon can iterate."""
         return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
 
     @property
@@ -90,8 +91,8 @@ class NarrowConfig(ForwardConfig):
     """The constants of `forward_narrow`.
 
     Args:
-        columns: the columns of a tile that the products use, see `column_parts`.
-        joint_release: whether consumers release K and V of a stage with one arrival, after P V.
+        columns: the number of columns of a tile that are multiplied (64, 96 or 128).
+        joint_release: whether consumers release K and V of a stage together, after P V.
     """
 
     columns: int
@@ -103,19 +104,19 @@ class NarrowConfig(ForwardConfig):
     def q_in_registers(self) -> bool:
         """Whether a consumer keeps the Q of a work tile in registers.
 
-        S = Q K^T then reads only K from shared memory. With 64 keys per step, the bandwidth of shared memory limits this
-        product. With 128 columns, the registers do not suffice.
+        Then S = Q K^T reads only K from shared memory, whose bandwidth limits this product with 64 keys per step. With 128
+        columns, there are too few registers.
         """
         return self.columns == 96
 
     @property
     def q_slots(self) -> int:
-        """At most two slots, because one bit selects the slot and the phase of its barriers."""
+        """There are at most two slots, because one bit selects the slot and the phase of its barriers."""
         return 2 if self.final else 1
 
     @property
     def o_parts(self) -> int:
-        """The parts of a consumer's o in fp32, each as large as the K buffer or the V buffer of a stage."""
+        """Return how many buffers for a K tile or a V tile are as large as a consumer's fp32 o."""
         return 2 * ROWS.value // self.keys
 
     @property
@@ -128,15 +129,15 @@ class WideConfig(ForwardConfig):
     """The constants of `forward_wide`.
 
     Args:
-        dim: columns of a stage and of o, 128 or 256, to which Dv is padded.
-        key_dim: columns of Q and K, 192 or 256, to which D is padded.
+        dim: the number of columns of a stage and of o, 128 or 256, to which Dv is padded.
+        key_dim: the number of columns of Q and K, 192 or 256, to which D is padded.
         overlap: whether the softmax of a step overlaps with P V of the previous step.
     """
 
     key_dim: int
     overlap: bool
 
-    loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile during its last product
+    loads_early: ClassVar[bool] = True
     stages_per_step: ClassVar[int] = 2
 
     @property
@@ -145,7 +146,7 @@ class WideConfig(ForwardConfig):
 
     @property
     def tails(self) -> int:
-        """The largest number of tiles of K in the stages, including the tile that is being loaded."""
+        """Return the largest number of K tiles in the stages, including the tile that is being loaded."""
         return (self.stages + self.overlap + 1) // 2
 
     @property
@@ -158,7 +159,7 @@ class Fp8Config(ForwardConfig):
     """The constants of `forward_fp8`.
 
     Args:
-        part_columns: the columns of one product P V.
+        part_columns: the number of columns of one product P V.
         overlap: whether the softmax of a step overlaps with P V of the previous step. With overlap, O has one part.
         stages: the number of stages, each with a tile of K and a tile of V.
     """
@@ -187,21 +188,23 @@ class Fp8Config(ForwardConfig):
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of probabilities as the left operand of P V, which does not depend on the columns of the product."""
+        """Return the layout of probabilities as the left operand of P V, which does not depend on the columns of
+        the product.
+        """
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# The fastest tiles by `NarrowConfig.columns`, on an H200 (96 columns: on an H100).
+# These tiles were the fastest on an H200 (with 96 columns, on an H100), for each number of columns.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
-# Work tiles of 128 rows instead of 192 leave fewer SMs idle.
+# If there are few rows, work tiles of 128 rows instead of 192 leave fewer SMs idle.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# The fastest tiles by the padded (D, Dv), on average over causal and full masks on an H100.
+# These tiles were the fastest on an H100, on average over causal and full masks, for each padded (D, Dv).
 WIDE_TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
     (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
@@ -232,7 +235,7 @@ def configure(
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
         return Fp8Config(dims[0], **call, **FP8_TILES[dims[0]], **FP8_SETTINGS)
-    # fp16 cannot represent probabilities up to OVERFLOW_LIMIT.
+    # Without updates, probabilities may be as large as OVERFLOW_LIMIT, which fp16 cannot represent.
     call["update_ref_max"] = dtype != torch.bfloat16
     if max(dims) > NARROW_DIM:
         key_dim, dim = hopper_common.padded_wide_dims(*dims)
@@ -240,8 +243,8 @@ def configure(
     columns = used_columns(*dims)
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # While the consumers use the state stages, the producer loads keys of the next work tile into one more stage. With one slot
-    # of Q, shared memory has room for two more stages.
+    # While the consumers use the state stages, the producer loads keys of the next work tile into another stage. With one slot
+    # of Q, shared memory has room for two such stages.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -249,9 +252,9 @@ def forward(
     q, k, v, intervals, scale, state=None, final=False,
     *, dropout=None, blocks=None, precision="ieee", shares_sms=False,
 ):  # fmt: skip
-    """Compute `reference.forward` on one sm_90 GPU. `dispatch.forward` checks the arguments.
+    """Compute `reference.forward` on one sm_90 GPU.
 
-    q, k and v are fp16 or bf16, and have at least one key and head dims that are multiples of 8 up to 256. Tensors whose
+    q, k and v are fp16 or bf16. There must be at least one key, and head dims must be multiples of 8 up to 256. Tensors whose
     strides TMA cannot use are copied.
     """
     m, l, o, out, lse = results = triton_common.allocate_results(q, v, state, final)
@@ -292,7 +295,7 @@ def forward_quantized(
     dtype: torch.dtype = torch.bfloat16,
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute `dispatch.forward_fp8` on one sm_90 GPU, for equal head dims that are keys of FP8_TILES."""
+    """Compute `dispatch.forward_fp8` on one sm_90 GPU. The head dims must be equal and in FP8_TILES."""
     results = triton_common.allocate_results(q.data, k.data, state, final, dtype)
     if q.data.numel() > 0:
         (_, _, num_heads, dim), num_key_heads = q.data.shape, k.data.shape[2]
@@ -330,14 +333,12 @@ def _launch(
 def _assign_work_tiles(
     config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool, aligned: bool = False
 ) -> Tensor:
-    """Return `Intervals.work_tiles`. Of v, only the shape matters. `aligned` tells whether loops begin at multiples of
-    `config.keys`.
-    """
+    """Return `Intervals.work_tiles` for this call. With `aligned`, every loop begins at a multiple of `config.keys`."""
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)
-    # An in-place update does not change rows that see no key.
+    # An update in place does not change rows that attend to no key.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

@@ -1,11 +1,11 @@
-"""The parts that all Hopper forward kernels share: the loops over work tiles, ping-pong, overflow reports, rows of a consumer.
+"""Functions that all Hopper forward kernels use: the loops over work tiles, ping-pong, and the reports of overflow.
 
-A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail): the next stage of
-the K/V pipeline and the phase of its barriers. It continues from one work tile to the next, so the producer can load the next
-work tile while the consumers finish the previous one.
+A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). It contains the
+next stage of the K/V pipeline and the phase of the stage's barriers. Positions continue from one work tile to the next, so the
+producer can load the next work tile while the consumers finish the previous one.
 
-The bit `slot` flips with every work tile. Consumers wait for phase `slot` of `q_full`, and the producer for phase `slot ^ 1` of
-`q_empty`. The slot of Q in shared memory is `slot % q_slots`.
+The bit `slot` changes with every work tile. Consumers wait for phase `slot` of the barrier `q_full`, and the producer waits for
+phase `slot ^ 1` of the barrier `q_empty`. The slot of Q in shared memory is `slot % q_slots`.
 """
 
 from triton.experimental import gluon
@@ -47,7 +47,7 @@ def allocate_overflow(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until every consumer has reported, and return whether any row has overflowed. The partition has WARPS warps."""
+    """Wait until every consumer has reported, and return whether any row has overflowed."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -80,11 +80,11 @@ def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load a work tile and this consumer's rows of it.
+    """Load a work tile and the bounds of this consumer's rows.
 
     Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds). row_bounds is
-    (lo, hi, all_initialised, ref_max): the intervals (64,) of the rows, whether the first step sets the reference max of every
-    row that sees any key, and the initial reference max (64,).
+    (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the initial
+    reference max. all_initialised states whether the first step sets the reference max of every row that attends to any key.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -94,8 +94,8 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
     start = step_start(loop, 0, CONFIG.keys)
-    # Bounds never decrease from row to row. Every interval that is not empty therefore contains a key of the first tile if the
-    # hi of the first row is above the start of the tile and the lo of the last row is below its end.
+    # Bounds never decrease from row to row. If hi of the first row is above the start of the first tile, and lo of the last row
+    # is below its end, every non-empty interval contains a key of this tile.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -136,7 +136,7 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    # A wait for phase 1 of a new barrier returns at once, so the producer finds all stages empty.
+    # A wait for phase 1 of a new barrier returns immediately, so all stages are empty for the producer.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_work_tiles(LOAD, arguments, slot, position, CONFIG)
@@ -150,7 +150,7 @@ def _compute_work_tiles(
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
-    # The state stage that this consumer used in the previous work tile, or -1.
+    # This consumer used the state stage with this number in the previous work tile, or none if the number is -1.
     state_stage = gl.to_tensor(-1)
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)
@@ -171,7 +171,7 @@ def _compute_work_tiles(
             tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
         slot ^= 1
     if CONFIG.stores_by_tma:
-        # TMA must have read all results from shared memory before the program ends or a retry pass overwrites them.
+        # TMA must have read all results from shared memory before the program ends or a retry pass overwrites this memory.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
     return slot, position, overflowed
@@ -188,15 +188,17 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # The invalid results must be in memory before the retry pass rewrites them. Unlike `tma_store_wait`, this
-                # instruction, without ".read", also waits until TMA has written to global memory.
+                # The invalid results must be in global memory before the retry pass rewrites them. This instruction waits until
+                # TMA has written them, but `tma_store_wait` only waits until TMA has read shared memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
 
 @gluon.jit
 def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """In a work tile without rows of this consumer, release all stages and take all turns, as the barriers require."""
+    """Skip a work tile in which this consumer has no rows. The barriers require that it releases all stages and takes all
+    turns.
+    """
     _, q_empty, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     mbarrier.arrive(q_empty, count=1)
@@ -216,7 +218,7 @@ def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr
 def run_partitions(
     LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr, loading, computing, overflow, CONFIG: gl.constexpr
 ):
-    """Run a producer and `CONFIG.consumers` consumers.
+    """Run the producer and the consumers of a forward kernel.
 
     Args:
         LOAD: LOAD(loading, (batch entry, head, first row), loop, slot, position, CONFIG) -> next position.
@@ -227,8 +229,8 @@ def run_partitions(
         computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
-    # The lists of warps and registers omit the first partition, Gluon's default. This partition has four warps and gets the
-    # registers that the others do not use.
+    # The lists of warps and registers omit the first partition, which is Gluon's default partition. It has four warps and the
+    # registers that the other partitions do not use.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

@@ -1,7 +1,7 @@
-"""The forward kernel for Hopper GPUs (sm_90) with FP8 inputs, for head dims 64, 128 and 256.
+"""The forward kernel for Hopper GPUs (sm_90) that reads FP8 inputs, for head dims 64, 128 and 256.
 
 Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers.
-A step processes one block of 128 keys, which has one scale for K and one scale for V.
+Each step processes one block of 128 keys, with one scale for K and one scale for V.
 
       PRODUCER                               SHARED MEMORY            CONSUMERS
 
@@ -11,21 +11,22 @@ A step processes one block of 128 keys, which has one scale for K and one scale 
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate stages would need more arrivals, and each
-arrival costs two barriers of a consumer's threads. The first stage of a work tile has no V, and the last one has no K. As in
-`forward_wide`, there are two orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step. With separate stages, the consumers would arrive twice
+as often at `empty` barriers, and each arrival synchronises the threads of a consumer twice. The first stage of a work tile has
+no V, and the last stage has no K. As in `forward_wide`, the products have one of two orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
 Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, sums of positive values would
-lose several percent. The tensor cores therefore add only the products of one step, and the threads add the result to O in fp32.
-At D = 256, O needs 128 registers per thread, so P V is split into products of `part_columns` columns, of which at most two are
-in flight.
+lose several percent. Therefore the tensor cores add only the products of one step, and the threads add the result to O in fp32.
+At D = 256, O needs 128 registers per thread. P V is then split into products of `part_columns` columns, at most two of which
+are in flight.
 
-Probabilities. `softmax_fp8` rounds P to e4m3. The row sums, a product of P and a tile of ones, add the rounded probabilities.
+Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
+P and a tile of ones.
 
-Scales. The scale of a block of V is a power of two, whose exponent is added to the scores of the block. P V then needs no other
+Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. Then P V needs no
 factor, and the row sums of the block are divided by the scale.
 """
 
@@ -51,7 +52,7 @@ from ringattn.kernels.hopper.forward_common import (
 BLOCK = gl.constexpr(fp8.BLOCK)
 E4M3 = gl.constexpr(gl.float8e4nv)
 
-# The number of columns of the tile of ones. A wgmma has at least 8 columns.
+# The number of columns of the tile of ones. The instruction wgmma requires at least 8 columns.
 SUM_COLUMNS = gl.constexpr(8)
 
 
@@ -59,9 +60,9 @@ SUM_COLUMNS = gl.constexpr(8)
 def _load_stage(
     tiles, k_start, v_block, heads, ring, barriers, position, HAS_K: gl.constexpr, HAS_V: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Load the K that begins with key `k_start` and the V of block `v_block` into the next stage. Return the next position.
+    """Load K from key `k_start` on and V of block `v_block` into the next stage. Return the next position.
 
-    HAS_K and HAS_V are 1, or 0 if a tile is not loaded.
+    If HAS_K or HAS_V is 0 instead of 1, the tile is not loaded.
     """
     _q, k, v = tiles
     _q_full, _q_empty, full, empty = barriers
@@ -85,7 +86,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     _, _, num_unmasked, num_masked = loop
     mbarrier.expect(barriers[0], CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, barriers[0], CONFIG)
-    # Even a work tile whose rows see no key has one step. TMA loads zeros beyond the last key.
+    # Even a work tile whose rows attend to no key has one step. TMA loads zeros beyond the last key.
     start = step_start(loop, 0, CONFIG.keys)
     heads = batch, head // CONFIG.group
     position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
@@ -111,8 +112,8 @@ def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). `product` provides the result's
-    registers.
+    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). The result uses the registers of
+    `product`.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
@@ -131,10 +132,10 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Issue the product of P and ones, and P V with the V of a stage. Add all parts of P V except for the last to O.
+    """Issue the product of P and ones, and P V for one stage. Add all parts of P V except for the last one to O.
 
-    Return (parts of O, last part of P V, row sums). The last part may still be in flight. If P V has only one part, so may the
-    row sums.
+    Return (parts of O, last part of P V, row sums). The last part may still be in flight. If P V has only one part, the row
+    sums may be in flight, too.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -156,7 +157,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the last part of P V, but not for IN_FLIGHT later products, and add that part to O. Return (parts of O, row
+    """Wait for the last part of P V, but not for the IN_FLIGHT products after it. Add this part to O. Return (parts of O, row
     sums).
     """
     LAST: gl.constexpr = CONFIG.num_parts - 1
@@ -178,7 +179,7 @@ def _zero_parts(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """Return NUMBER parts from part FIRST on as one tensor, without moving numbers between threads."""
+    """Join NUMBER parts from part FIRST on to one tensor without moving numbers between threads."""
     if NUMBER == 1:
         return parts[FIRST]
     else:
@@ -189,9 +190,8 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
-    """Return (scale of K, bits of the scale of V) of the block that begins with key `start`."""
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # A work tile whose rows see no key has one step, whose block may not exist.
+    # A work tile whose rows attend to no key has one step, whose block may not exist.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -199,7 +199,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return the factor (64,) that converts q k^T, times the scale of K, to scores in log2 units."""
+    """Return the factor (64,) of each row. A score in log2 units is q k^T times this factor and the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -214,12 +214,12 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
     _, _, num_unmasked, num_masked = loop
     k_scale, v_scale_bits = block_scales
     v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
-    # A work tile whose rows see no key has one step, in which all scores are masked.
+    # A work tile whose rows attend to no key has one step, in which all scores are masked.
     if (step < num_masked) | (num_masked + num_unmasked == 0):
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # After step num_masked, in which every row sees all keys of the tile, every ref_max is set.
+    # In step num_masked, every row attends to all keys of the tile. After this step, every ref_max is set.
     if step <= num_masked:
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
@@ -229,9 +229,9 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
 
 @gluon.jit
 def _scale_sums(sums, block_scales, l):
-    """Convert the row sums (64, SUM_COLUMNS) of a step to numbers like l (64, 4)."""
+    """Convert the row sums (64, SUM_COLUMNS) of a step to the units and the layout of l (64, 4)."""
     _, v_scale_bits = block_scales
-    # The exponent bits of 2^e contain e + 127, and those of its inverse 127 - e.
+    # The exponent bits of 2^e are e + 127, and the exponent bits of 2^-e are 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
     sums = gl.max(gl.max(softmax.by_thread(sums, SUM_COLUMNS), axis=3), axis=1)
     return gl.convert_layout(sums, l.type.layout) * inverse_v_scale
@@ -250,7 +250,7 @@ def _overlapped_steps(
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
-    # P V and the row sums of the block before the last one. o and l do not contain them yet.
+    # P V and the row sums of the previous step, which o and l do not include yet.
     product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
     for step in range(1, num_masked + num_unmasked):
         previous_scales = block_scales
@@ -259,7 +259,7 @@ def _overlapped_steps(
         stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
         scores = _issue_scores(query, ring, stage, CONFIG)
-        # During S, add the previous product, which is relative to the previous reference max.
+        # While S runs, add the previous product, which is relative to the previous reference max.
         l = (l + row_sums) * alpha
         o = softmax.rescale(o + product, alpha)
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
@@ -282,7 +282,6 @@ def _overlapped_steps(
 
 @gluon.jit
 def _last_output(words, o, buffers, barriers, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Add P V of the last step to O. Return (parts of O, row sums, next position)."""
     _q_full, _q_empty, full, empty = barriers
     _, phase = position
     stage = _wait_for_stage(full, position)
@@ -302,8 +301,8 @@ def _sequential_steps(
 ):  # fmt: skip
     """Compute all steps of a work tile, in the order without overlap. Return (ref_max, l, parts of o, next position).
 
-    `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head). Every thread of a row has the
-    same numbers in ref_max, factors and l (64, 4).
+    The arguments `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head). All four threads
+    of a row have the same numbers in ref_max, factors and l (64, 4).
     """
     _queries, ring, _ones = buffers
     _q_full, q_empty, full, empty = barriers
@@ -316,7 +315,7 @@ def _sequential_steps(
         rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
         p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
         o = softmax.rescale_parts(o, alpha, CONFIG.num_parts)
-        # The scales arrive only after hundreds of cycles, so load them early.
+        # Load the scales early, because the load takes hundreds of cycles.
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step + 1, CONFIG.keys), CONFIG)
         _, phase = position

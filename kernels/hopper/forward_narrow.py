@@ -1,9 +1,9 @@
 """The forward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 1),
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-A work tile is a tile of queries of one head. One partition of a program, the producer, is a single warp that loads Q, K and V.
-The two or three consumers are warpgroups. Each computes 64 rows of every work tile and keeps scores, probabilities and o in
-registers.
+A work tile is a tile of queries of one head. A program has one producer and two or three consumers. The producer is a single
+warp that loads Q, K and V. Each consumer is a warpgroup that computes 64 rows of every work tile and keeps scores,
+probabilities and o in registers.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -27,14 +27,15 @@ In a consumer, the softmax of one step overlaps with the second product of the p
       step j        issue S(j) = Q K(j)^T | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V
       tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
 
-A `full` barrier counts one arrival of the producer and the bytes that TMA has copied, and an `empty` barrier one arrival of
-every consumer. With a joint release, `k_empty` is `v_empty`.
+A `full` barrier waits for one arrival of the producer and for the bytes that TMA copies. An `empty` barrier waits for one
+arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
-An output passes through the shared memory of its Q. A call that returns an output therefore has a second slot for the next Q,
-and releases a slot after the first product of the next work tile. The o of a state, in fp32, does not fit there and passes
-through the next stages of K and V, see `epilogue`.
+TMA stores an output from the shared memory of its Q. Therefore a call that returns an output has a second slot for the next Q,
+and releases a slot after the first product of the next work tile. The fp32 o of a state is larger than Q. It passes through the
+next stages of K and V, as `epilogue` explains.
 
-With ping-pong, a consumer waits until the previous one has issued its products, so that their softmaxes do not coincide.
+With ping-pong, a consumer waits until the previous consumer has issued its products, so that they compute the softmax at
+different times.
 """
 
 from triton.experimental import gluon
@@ -85,7 +86,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     mbarrier.expect(q_full, CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, q_full, CONFIG)
     key_head = head // CONFIG.group
-    # Even a work tile whose rows see no key has one step.
+    # Even a work tile whose rows attend to no key has one step.
     for step in range(gl.maximum(num_masked + num_unmasked, 1)):
         start = step_start(loop, step, CONFIG.keys)
         mbarrier.wait(k_empty.index(stage), phase)
@@ -109,12 +110,12 @@ def _step(
     query, buffers, barriers, carry, row_bounds, loop, step, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of this step while the tensor cores compute P V of the previous step. Return the next `carry`.
+    """Compute the probabilities of this step while the tensor cores compute P V of the previous step. Return the new `carry`.
 
     Args:
         query: the parts of the consumer's Q (64, dim), in shared memory or in registers.
-        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). l already contains p of the previous step. o, a
-            tuple of parts, does not contain P V of that step yet.
+        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). l already includes p of the previous step, but
+            the parts of o do not include P V of that step.
         row_bounds, loop: from `load_consumer_tile`.
         step: at least 1.
     """
@@ -123,7 +124,7 @@ def _step(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    # Products finish in the order in which they are issued, and the softmax only needs S.
+    # Products finish in the order in which they are issued. S is issued first, because the softmax needs only S.
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
@@ -137,9 +138,9 @@ def _step(
     o = wait_for_parts(pending_o, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # P V of the previous step is relative to the previous reference max.
+        # P V of the previous step is relative to the old reference max.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
-    # Convert only after the wait, because P V reads the previous p from the same registers.
+    # Convert p only after the wait, because P V reads the previous p from the same registers.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
@@ -157,7 +158,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Release the shared memory of the previous result only now. During one product, TMA had time to read that memory.
+    # Only now release the shared memory of the previous result, which TMA has read during the product.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -172,7 +173,7 @@ def _first_step(
 
 @gluon.jit
 def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Do `forward_common.skip_tile` for separate rings of K and V, and release all state stages."""
+    """Do the same as `forward_common.skip_tile`, but for separate rings of K and V. Also release all state stages."""
     _, q_empty, k_full, k_empty, v_full, v_empty = barriers
     stage, phase = position
     hopper_common.tma_store_wait(0)
@@ -192,9 +193,9 @@ def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexp
 
 @gluon.jit
 def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the state stages of a work tile, and release all of them except the stage of this consumer.
+    """Wait for the state stages of a work tile, and release all of them except for the one of this consumer.
 
-    CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, its phase).
+    If the consumer skips the work tile, CONSUMER is -1. Return (own stage, next stage, its phase).
     """
     _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
@@ -243,7 +244,7 @@ def _compute_tile(
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
-    # Combine the four threads of a row only once per work tile.
+    # Sums and maxima of the four threads of a row are combined only once per work tile.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)
     state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
@@ -265,8 +266,8 @@ def _forward_kernel(
         q, k, v, state_tiles, out_tiles: TMA descriptors of q, k, v, state_o and out, or None.
         lo, hi: (num_masks, Nq), the interval of each query.
         work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
-        state_m, state_l, state_o: the state that is read, written or both, or None.
-        lse, out: written, or None if a state is returned.
+        state_m, state_l, state_o: the incoming state, the returned state, or None.
+        lse, out: the results, or None if a state is returned.
         num_masks: 1 or B.
         log2_scale: converts q k^T to scores in log2 units.
     """

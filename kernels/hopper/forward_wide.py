@@ -1,6 +1,6 @@
 """The forward kernel for Hopper GPUs (sm_90) and head dims above 128.
 
-Read `forward_narrow` first. This kernel has two consumers, and differs as follows:
+Read `forward_narrow` first. This kernel has two consumers and the following pipeline:
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -10,20 +10,21 @@ Read `forward_narrow` first. This kernel has two consumers, and differs as follo
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-A stage holds one tile of K or V with 256 or 128 columns. Tiles arrive in the order of use. With 192 columns of K and 128 of V,
-the last 64 columns of K arrive in a second ring, the tails, with the barriers of the stage of their K.
+A stage holds one tile of K or V with 256 or 128 columns. The tiles arrive in the order in which they are used. With 192 columns
+of K and 128 columns of V, the last 64 columns of K arrive in a second ring, called the tails. The tails use the barriers of the
+stages with the first columns of K.
 
-Few registers are left, so the config chooses between two orders of a step:
+Because few registers are left, the config chooses between two orders of a step:
 
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
-With overlap, the stages hold K(0), K(1), V(0), K(2), V(1) and so on, and otherwise K(0), V(0), K(1), V(1) and so on. Without
-overlap, the softmax runs during the products of the other consumer, so a consumer passes the ping-pong only when its O is
-complete.
+With overlap, the tiles arrive in the order K(0), K(1), V(0), K(2), V(1) and so on. Without overlap, the order is K(0), V(0),
+K(1), V(1) and so on, and the softmax runs during the products of the other consumer. Therefore a consumer passes its ping-pong
+turn only when its O is complete.
 
-With 64 keys per step, Q in shared memory would cost as many bytes per step as K, so half of Q is in registers. The threads
-write o without shared memory, see `epilogue_wide`.
+With 64 keys per step, reading Q from shared memory would cost as many bytes per step as reading K. Therefore half of Q is in
+registers. The threads write o without shared memory, as `epilogue_wide` explains.
 """
 
 from triton.experimental import gluon
@@ -116,8 +117,8 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue S = Q K^T as two products with the K of the next stage. `query` is (columns of Q in registers, Q in shared memory,
-    tail of Q).
+    """Issue S = Q K^T as two products with K of the next stage. The argument `query` is (columns of Q in registers, Q in shared
+    memory, tail of Q).
 
     Return (S, next position).
     """
@@ -141,7 +142,6 @@ def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue O += P V with the V of the next stage. Return (O, next position)."""
     _queries, _query_tails, ring, _key_tails = buffers
     stage, phase, tail = position
     mbarrier.wait(full.index(stage), phase)
@@ -159,7 +159,7 @@ def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
     first_stage, _, _ = position
-    # Products finish in the order in which they are issued. S consists of two products.
+    # Products finish in the order in which they are issued. Waits count two products for S.
     if CONFIG.overlap:
         scores, position = _issue_scores(query, buffers, full, position, CONFIG)
         second_stage, _, _ = position
@@ -184,12 +184,11 @@ def _step(
     query, buffers, barriers, carry, row_bounds, loop, step, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the probabilities of the previous step by V, and compute those of this step. Return the next `carry`.
+    """Multiply the probabilities of the previous step by V, and compute the probabilities of this step. Return the new `carry`.
 
     Args:
         query: see `_issue_scores`.
-        carry: (p, ref_max, l, o, position). l already contains p of the previous step, but o does not contain P V of that step
-            yet.
+        carry: (p, ref_max, l, o, position). l already includes p of the previous step, but o does not include P V of that step.
         row_bounds, loop: from `load_consumer_tile`.
         step: at least 1.
     """
@@ -206,9 +205,7 @@ def _step(
     else:
         o = pending_o
     if UPDATE_REF_MAX:
-        # P V of the previous step is relative to the previous reference max.
         o = softmax.rescale(o, alpha)
-    # Convert only after the wait, because P V reads the previous p from the same registers.
     p = gl.convert_layout(weights.to(p.dtype), CONFIG.p_layout)
     return p, ref_max, l, o, position
 
@@ -253,7 +250,6 @@ def _compute_tile(
     mbarrier.arrive(q_empty, count=1)
     value_stage = position[0]
     o, position = _issue_output(p, o, buffers, full, position, CONFIG)
-    # While P V of the last step runs, load the scalars of the incoming state and the next work tile.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = warpgroup_mma_wait(0, deps=(o,))
@@ -271,7 +267,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`.
 
-    q_tail and k_tail are TMA descriptors for the columns of q and k that do not fit into a stage, or None.
+    The TMA descriptors q_tail and k_tail are for the columns of q and k that do not fit into a stage, or None.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)

@@ -1,16 +1,17 @@
-"""The softmax of the Hopper forward. It converts a tile of scores to probabilities in the registers of a consumer.
+"""The softmax of the Hopper forward converts a tile of scores to probabilities in the registers of a consumer.
 
-FlashAttention subtracts the running maximum of the row, so that exp2 never overflows. Any other number gives the same softmax,
-so this kernel computes p = exp2(score - ref_max) with an optimistic reference max, in log2 units:
+FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. Subtracting any other number gives the
+same softmax. This kernel computes p = exp2(score - ref_max), with a reference max in log2 units that usually does not change:
 
-- It starts as the m of the incoming state, or as the maximum of the first tile in which the row sees a key, and does not change
-later. No other step computes maxima or rescales l and o. fp32 and bf16 represent a p of 2**40 as precisely as 1.
-- A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then repeats all of its work tiles in a retry pass.
-- In the retry pass, and in fp16 already in the first pass, `update_ref_max` raises the reference max to the running maximum if
-that is higher by more than RESCALE_THRESHOLD.
+- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. No
+other step computes maxima or rescales l and o. In fp32 and bf16, a p of 2**40 is as precise as a p of 1.
+- A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
+pass.
+- In the retry pass, the function `update_ref_max` raises the reference max to the running maximum whenever this is higher by
+more than RESCALE_THRESHOLD. For fp16 inputs, the first pass does the same.
 
-A wgmma accumulator spreads every row over the four threads of a quad. Sums and maxima are kept per thread, as tensors (64, 4),
-which saves an exchange between threads in every step.
+In a wgmma accumulator, each row is distributed over four threads. Sums and maxima are stored per thread, as tensors (64, 4), so
+that no step exchanges numbers between threads.
 """
 
 from triton.experimental import gluon
@@ -18,10 +19,11 @@ from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.hopper.common import ROWS, step_start
 
-# The reference max of a row that has not seen a key: finite, so that exp2(-inf - UNSET_REF_MAX) is 0 and not NaN.
+# This is the reference max of a row that has not attended to any key. It is finite, so that exp2(-inf - UNSET_REF_MAX) is 0
+# instead of NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
-# Below this limit of l, o fits into fp32 for values of V up to 2**79.
+# If l is below this limit, o fits into fp32 for values of V up to 2**79.
 OVERFLOW_LIMIT = gl.constexpr(2.0**48)
 
 # This limit is in log2 units. Even fp16 represents probabilities up to 2**8 precisely.
@@ -30,7 +32,7 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 @gluon.jit
 def by_thread(tile, COLUMNS: gl.constexpr):
-    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2). The third dimension counts the threads that share a
+    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2). The third dimension is the four threads that share a
     row.
     """
     return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
@@ -38,14 +40,13 @@ def by_thread(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _along_row(numbers, tile):
-    """Broadcast numbers (64, 4), one per row and thread, over a tile from `by_thread`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     return gl.convert_layout(numbers, LAYOUT).expand_dims(1).expand_dims(3)
 
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return one word per row and thread (64, 4), whose bit i is 1 if the thread's i-th column of the row lies below the bound
+    """Return one word (64, 4) per row and thread. Bit i is 1 if the thread's i-th column of this row lies below the row's bound
     (64,).
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
@@ -58,7 +59,7 @@ def _bits_below(bound, tile):
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return the index of every column among the columns of a row that its thread holds."""
+    """Return the index of each column among those columns of the row that the same thread holds."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -69,7 +70,7 @@ def _index_in_thread(tile):
 def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
 
-    One word of bits per row and thread takes two instructions per score, and comparisons would take four.
+    The mask has one word of bits per row and thread. It takes two instructions per score, whereas comparisons would take four.
     """
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores_layout
@@ -81,7 +82,7 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread has two rows. Of every four registers of its accumulator, the first two belong to one row.
+    # A thread has two rows. Of every four consecutive registers of its accumulator, two belong to each row.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -93,13 +94,12 @@ def _rescale_assembly(count):
 
 @gluon.constexpr_function
 def in_place_constraints(count, kind):
-    """Return the constraints of instructions that change `count` registers and read `count` others."""
     return ",".join([f"={kind}"] * count + [str(i) for i in range(count)] + [kind] * count)
 
 
 @gluon.jit
 def rescale(o, alpha):
-    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). A warp whose factors are all 1, the usual case,
+    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). If all factors of a warp are 1, as usual, the warp
     skips the products.
     """
     COUNT: gl.constexpr = o.shape[1] // 2
@@ -121,11 +121,11 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # Operands come in pairs, because a thread has two rows: the new reference maxima, the maxima of the thread's scores, the
-    # old reference maxima, and the thresholds.
+    # A thread has two rows, so each operand is a pair. The operands are the new reference max, the maximum of the thread's
+    # scores, the old reference max, and the threshold.
     exchange, choose = "", ""
     for row in ("0", "1"):
-        # After two butterfly shuffles, all four threads of a row have the maximum of the row.
+        # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
         for lane in ("1", "2"):
             exchange += f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.f32 top{row}, top{row}, other;"
     for new, top, old, limit in (("$0", "top0", "$4", "$6"), ("$1", "top1", "$5", "$7")):
@@ -140,7 +140,7 @@ def raise_assembly():
 
 @gluon.jit
 def _raise_ref_max(ref_max, thread_max):
-    """Raise ref_max (64, 4) to the row's maximum of `thread_max` (64, 4) if it is higher by more than RESCALE_THRESHOLD."""
+    """Raise ref_max (64, 4) to the maximum of the row if this is higher by more than RESCALE_THRESHOLD."""
     ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
     return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
@@ -148,16 +148,14 @@ def _raise_ref_max(ref_max, thread_max):
 
 @gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Set every reference max (64, 4) that is still unset to the maximum of the row's scores, if the row sees a key of this
-    tile.
-    """
+    """Set each unset reference max (64, 4) to the maximum of the row's scores if the row attends to a key of this tile."""
     row_max = gl.max(gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1), axis=1) * log2_scale
     return gl.where(ref_max == UNSET_REF_MAX, gl.maximum(row_max, UNSET_REF_MAX).expand_dims(1), ref_max)
 
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Raise the reference max with the scores of this tile. Return (ref_max, alpha), both (64, 4).
+    """Raise the reference max if the scores of this tile require it. Return (ref_max, alpha), both (64, 4).
 
     The caller must multiply the l and o of earlier tiles by alpha.
     """
@@ -167,7 +165,7 @@ def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
-    """Return (exp2(score - ref_max), the given l (64, 4) plus their sums)."""
+    """Return the probabilities exp2(score - ref_max), and l (64, 4) plus the sums of these probabilities."""
     tile = by_thread(scores, CONFIG.keys)
     p = gl.exp2(tile * log2_scale - _along_row(ref_max, tile))
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout), l + gl.sum(gl.sum(p, axis=3), axis=1)
@@ -178,7 +176,7 @@ def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl
     """Compute the first step of a work tile. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
-    If no row sees a key, the keys of this step may lie beyond the tensor, but all scores are masked.
+    If no row attends to a key, the keys of this step may lie beyond the tensor, but all scores are masked.
     """
     lo, hi, _, ref_max = row_bounds
     _, _, num_unmasked, num_masked = loop
@@ -197,8 +195,8 @@ def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl
 
 @gluon.jit
 def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute a later step. Return (probabilities (64, keys), ref_max, l, alpha). With UPDATE_REF_MAX, o must be multiplied by
-    alpha.
+    """Compute a later step. Return (probabilities (64, keys), ref_max, l, alpha). With UPDATE_REF_MAX, the caller must multiply
+    o by alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
     _, _, _, num_masked = loop
@@ -208,8 +206,8 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # A row may see its first key in any masked step. In step num_masked, the first unmasked step, every row sees all keys of
-    # the tile, so every reference max is then set.
+    # The first key of a row may be in any masked step. In step num_masked, the first unmasked step, every row attends to all
+    # keys, so every reference max is set by then.
     elif (step <= num_masked) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -223,11 +221,11 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 
 @gluon.jit
 def fence_softmax(l, CONFIG: gl.constexpr):
-    """Return l unchanged, and prevent the assembler from moving later instructions in front of the computation of l.
+    """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
 
-    The wait for a wgmma has no operands, so ptxas moves the wait for P V in front of the softmax, and the two no longer
-    overlap. ptxas never moves a wait across a possible exit of the thread. The exit here requires one particular NaN, which no
-    sum is.
+    The wait for a wgmma has no operands. Therefore the assembler ptxas would move the wait for P V in front of the softmax, and
+    the two would not overlap. But ptxas never moves a wait across a possible exit of the thread. The exit here is never taken,
+    because it requires one particular NaN.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -1,30 +1,30 @@
 """The softmax of the Hopper forward with FP8 inputs: the reference max, and the rounding of probabilities to e4m3.
 
-e4m3 represents numbers from 2^-9 to 448, so an optimistic reference max as in `softmax` would overflow soon. This softmax
-raises the reference max in every step in which a probability would exceed 448. p = exp2(score - ref_max + TOP) is mostly in the
-range in which e4m3 has four significant bits. TOP leaves room for larger probabilities in later steps. Scores are in log2
-units, and contain the exponent of the scale of V.
+The format e4m3 represents numbers from 2^-9 to 448. A constant reference max, as in `softmax`, would soon overflow. Therefore
+this softmax raises the reference max in every step in which a probability would exceed 448. Most probabilities p = exp2(score -
+ref_max + TOP) are in the range in which e4m3 has four significant bits. TOP leaves room for larger probabilities in later
+steps. Scores are in log2 units and include the exponent of the scale of V.
 
-Rounding. The unit for exponentials (MUFU) would limit the speed, so the kernel rounds the score x, relative to the reference
-max and including TOP. e4m3 has 3 bits of mantissa and the exponent bias 7, so the byte of the e4m3 number next to 2^x is about
+Rounding. The hardware unit for exponentials (MUFU) would limit the speed. Instead, the kernel rounds x = score - ref_max + TOP.
+The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the e4m3 number nearest to 2^x is about
 
     byte(x) = round(8 x + 56 - 0.46)
 
-This replaces the exponential by a straight line between two powers of two. The error of a probability is at most 8%, and 3.0%
-in the root mean square (6.25% and 2.5% with rounding to nearest), and its mean is 0. Below 2^-6, the byte of a subnormal number
-is p times 2^9. A second line falls from 8 at x = -6 to 0 at x = -9. Without it, the small probabilities of a row with one large
-score would vanish:
+This formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
+most 8%, with the mean 0 and the root mean square 3.0%. With rounding to nearest, the maximum would be 6.25% and the root mean
+square 2.5%. Numbers below 2^-6 are subnormal in e4m3, and their byte is p times 2^9. There, a second line falls from 8 at x =
+-6 to 0 at x = -9. Without this line, the small probabilities of a row with one large score would become 0:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
 Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
-and replaces negative ones by 0. If both are scaled by 2^-24, it rounds them to two 16-bit integers, exact up to 2048. The
-maximum, the shift and the division by 3 take one instruction for two levels.
+and replaces negative numbers by 0. If both numbers are scaled by 2^-24, this instruction rounds them to two 16-bit integers,
+exactly up to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
 
-The first steps of a work tile may raise the reference max from UNSET_REF_MAX, which levels cannot represent, so `raise_ref_max`
-computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of the row. Its errors are larger only if the
-reference max changes by more than 238 in one step.
+The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent this change, so
+`raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row instead. This adds errors
+only if the reference max changes by more than 238 in one step.
 """
 
 from triton.experimental import gluon
@@ -35,19 +35,20 @@ from ringattn.kernels.hopper.common import ROWS
 
 TOP = gl.constexpr(7.0)
 
-# `raise_ref_max` raises the reference max of a row if the maximum exceeds it by more than this number of log2 units.
+# The function `raise_ref_max` raises the reference max of a row if the maximum is higher by more than this number of log2
+# units.
 SLACK = gl.constexpr(1.5)
 
-# Bytes per log2 unit, and the constant of the formula.
+# The factor 8 and the constant -0.46 of the formula.
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The level of 2^0, and the level of 448, the largest e4m3 number.
+# The levels of the probabilities 1 and 448. The latter is the largest e4m3 number.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# `limit_levels` makes this the largest level of a row, because the largest probability matters most. The errors of its byte,
-# 1.75 * 2^6, have the mean 0. Probabilities with the byte of 2^7 would be 4% too small on average.
+# If `limit_levels` lowers the levels of a row, the largest becomes this level. The largest probability matters most, and the
+# errors of this level, 1.75 * 2^6, have the mean 0. At the level of 2^7, probabilities would be 4% too small on average.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -55,9 +56,9 @@ UNIT = gl.constexpr(2.0**-24)
 
 @gluon.jit
 def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Raise the reference max (64, 4) if necessary. Return (ref_max, alpha), as `softmax.update_ref_max`.
+    """Raise the reference max (64, 4) if necessary. Return (ref_max, alpha) like `softmax.update_ref_max`.
 
-    `factors` (64, 4), positive, convert the scores to log2 units. `v_exponent` is the exponent of the scale of V.
+    The positive `factors` (64, 4) convert the scores to log2 units. The exponent of the scale of V is `v_exponent`.
     """
     ASSEMBLY: gl.constexpr = softmax.raise_assembly()
     row_max = gl.max(gl.max(softmax.by_thread(scores, CONFIG.keys), axis=3), axis=1) * factors + v_exponent
@@ -68,8 +69,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return the instructions that compute four levels, two each in $0 and $1, from the scores in $2 to $5 and a factor and an
-    offset.
+    """Return instructions that compute four levels, two each in $0 and $1. The scores are in $2 to $5, the factor is in $6, and
+    the offset in $7.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -81,14 +82,14 @@ def _level_assembly():
 
 @gluon.jit
 def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Return the levels of the scores, two per word: int32 (64, keys // 16, 4, 2). No number moves to another thread.
+    """Return the levels of the scores, two per word, as int32 (64, keys // 16, 4, 2). No number moves to another thread.
 
     The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`.
     """
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
     KEYS: gl.constexpr = CONFIG.keys
-    # In a group of 32 keys, the dimensions are h, b // 2, t and b % 2. The order of a tile of values is h, t, b // 2 and b % 2.
+    # The scores of 32 keys have the dimensions h, b // 2, t and b % 2. A tile of values has the order h, t, b // 2 and b % 2.
     tile = scores.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([ROWS, KEYS])
     tile = gl.convert_layout(tile, LEFT).reshape([ROWS, KEYS // 16, 4, 2, 2])
     even, odd = gl.split(tile)
@@ -96,7 +97,7 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     second, fourth = gl.split(odd)
     NUMBERS: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     slope = factors * (BYTES * UNIT)
-    # The constants are combined, because UNSET_REF_MAX times BYTES would be infinite.
+    # BYTES and UNIT are multiplied first, because UNSET_REF_MAX times BYTES would be infinite.
     offset = (TOP + v_exponent - ref_max) * (BYTES * UNIT) + (ONE_LEVEL + BIAS) * UNIT
     zeros = gl.zeros_like(first)
     slope = gl.convert_layout(slope, NUMBERS).expand_dims(1) + zeros
@@ -115,10 +116,11 @@ def _larger_levels(a, b):
 
 @gluon.constexpr_function
 def _limit_assembly():
-    """Return the instructions that raise the reference max of the two rows of a thread.
+    """Return instructions that raise the reference max of the two rows of a thread.
 
-    The operands come in pairs: $0 and $1 are the new reference max, $2 and $3 alpha, $4 and $5 twice the same negative fp16
-    number to add to the levels, $6 and $7 the thread's largest levels, and $8 and $9 the reference max.
+    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The words $4 and $5 contain a
+    negative fp16 number twice, to be added to the levels. The thread's largest levels are in $6 and $7, and the old reference
+    max is in $8 and $9.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
@@ -129,10 +131,9 @@ def _limit_assembly():
     )
     for row in range(2):
         code += f"prmt.b32 other, ${6 + row}, 0, 0x1032; max.s16x2 top{row}, ${6 + row}, other;"
-        # After two butterfly shuffles, all four threads of a row have the largest level of the row.
         for lane in (1, 2):
             code += f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.s16x2 top{row}, top{row}, other;"
-        # The largest level becomes TOP_LEVEL. 2^21 = 1 / (BYTES * UNIT) converts the change to log2 units.
+        # The largest level becomes TOP_LEVEL. The factor 2^21 = 1 / (BYTES * UNIT) converts the change to log2 units.
         code += f"cvt.u16.u32 level, top{row}; setp.gt.s16 above, level, {MAX_LEVEL.value}; sub.rn.f16 level, top, level;"
         code += f"cvt.f32.f16 change, level; mul.f32 change, change, 0f4A000000; @above mov.b32 ${4 + row}, {{level, level}};"
         code += f"@above sub.f32 ${row}, ${8 + row}, change; @above ex2.approx.ftz.f32 ${2 + row}, change;"
@@ -141,9 +142,8 @@ def _limit_assembly():
 
 @gluon.constexpr_function
 def _shift_assembly(count):
-    """Return the instructions that add `count` addends to words of levels, unless all addends of a warp are 0."""
     code = "{ .reg .pred changed; .reg .b32 any, one; mov.b32 any, 0; mov.b32 one, 0x3C003C00;"
-    # The assembler removes the repetitions: a thread has only two addends, one per row.
+    # A thread has only two different addends, one per row, so the assembler removes most of these instructions.
     code += "".join(f"or.b32 any, any, ${2 * count + i};" for i in range(count))
     code += "setp.ne.b32 changed, any, 0; vote.sync.any.pred changed, changed, -1; @!changed bra DONE;"
     code += "".join(f"fma.rn.relu.f16x2 ${i}, ${i}, one, ${2 * count + i};" for i in range(count))
@@ -170,7 +170,7 @@ def limit_levels(levels, ref_max):
 
 @gluon.constexpr_function
 def _byte_assembly():
-    # The words hold two numbers each: 1/3 in fp16, and the integer -16.
+    # One word contains 1/3 in fp16 twice, and the other one contains the integer -16 twice.
     return (
         "{ .reg .b32 normal, third; mov.b32 third, 0x35553555; mov.b32 normal, 0xFFF0FFF0;"
         "mul.rn.f16x2 third, $1, third; add.s16x2 normal, $1, normal; max.s16x2 $0, normal, third; }"
@@ -179,7 +179,7 @@ def _byte_assembly():
 
 @gluon.jit
 def to_bytes(levels):
-    """Convert levels to the bytes of probabilities, one in each half of a word."""
+    """Convert levels to the bytes of probabilities. Each half of a word contains one byte."""
     ASSEMBLY: gl.constexpr = _byte_assembly()
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [levels], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -188,8 +188,8 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    Call this function only after P V, which reads the previous words from registers. Otherwise, the assembler would serialise
-    all products.
+    Call this function only after the previous P V is complete, because P V reads the previous words from registers. Otherwise,
+    the assembler would serialise all products.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"
@@ -198,8 +198,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View words of `pack` as the left operand (64, keys) of P V. The loop carries the words, because each number of this
-    tensor would need a register.
+    """View the words of `pack` as the left operand (64, keys) of P V. A loop must carry the words instead of this tensor, each
+    number of which would need a register.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
