@@ -1,4 +1,4 @@
-"""The GPT, with RMSNorm, rotary position embeddings, grouped query heads and SwiGLU.
+"""The GPT, with rotary position embeddings, grouped query heads and a gated feed-forward network.
 
 The model receives attention as a function, so it uses no process group and runs on any shard of a sequence:
 
@@ -28,24 +28,54 @@ def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 
+def normalise(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+    """Apply the norm of the model over the last dimension."""
+    if config.norm == "layer":
+        return F.layer_norm(x, x.shape[-1:], weight, eps=config.norm_eps)
+    if config.norm == "rms_plus_one":
+        # In bf16, 1 + weight would lose most digits of the weight.
+        return F.rms_norm(x.float(), x.shape[-1:], 1 + weight.float(), config.norm_eps).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, config.norm_eps)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
+def init_norm(weight: Tensor, config: ModelConfig) -> None:
+    """Initialise the weight of a norm such that it multiplies by 1."""
+    nn.init.constant_(weight, 0 if config.norm == "rms_plus_one" else 1)
+
+
 class Block(nn.Module):
-    """A layer that computes x + attention(norm(x)), and then x + SwiGLU(norm(x))."""
+    """A layer that computes x + attention(norm(x)), and then x + FFN(norm(x)), where FFN is a gated feed-forward network.
+
+    With `norm_position`, other norms or further ones follow attention and FFN. With `parallel`, both have the same input.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.head_dim, ffn_dim = config.resolved_head_dim, config.resolved_ffn_dim
-        self.attention_norm = nn.Parameter(torch.empty(config.dim))
-        self.query = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
-        self.key = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.value = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.query_norm = nn.Parameter(torch.empty(self.head_dim)) if config.qk_norm else None
-        self.key_norm = nn.Parameter(torch.empty(self.head_dim)) if config.qk_norm else None
-        self.output = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
-        self.ffn_norm = nn.Parameter(torch.empty(config.dim))
+        query_dim, key_dim = config.heads * self.head_dim, config.kv_heads * self.head_dim
+        normed = (query_dim, key_dim) if config.qk_norm_all_heads else (self.head_dim, self.head_dim)
+        before, after = config.norm_position != "after", config.norm_position != "before"
+
+        def norm(dim: int, exists: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(dim)) if exists else None
+
+        self.attention_norm = norm(config.dim, before)
+        self.query = nn.Linear(config.dim, query_dim, bias=config.qkv_bias)
+        self.key = nn.Linear(config.dim, key_dim, bias=config.qkv_bias)
+        self.value = nn.Linear(config.dim, key_dim, bias=config.qkv_bias)
+        self.query_norm, self.key_norm = (norm(dim, config.qk_norm) for dim in normed)
+        self.output = nn.Linear(query_dim, config.dim, bias=config.output_bias)
+        self.attention_post_norm = norm(config.dim, after)
+        self.ffn_norm = norm(config.dim, before and not config.parallel)
         self.gate = nn.Linear(config.dim, ffn_dim, bias=False)
         self.up = nn.Linear(config.dim, ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, config.dim, bias=False)
+        self.ffn_post_norm = norm(config.dim, after)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs."""
@@ -56,7 +86,7 @@ class Block(nn.Module):
             nn.init.normal_(linear.weight, std=residual, generator=generator)
         for name, parameter in self.named_parameters():
             if name.endswith("norm"):
-                nn.init.ones_(parameter)
+                init_norm(parameter, self.config)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -67,21 +97,34 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated queries, the rotated keys, and the values."""
-        h = self.norm(x, self.attention_norm)
-        q, k, v = (project(h).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
-        if self.query_norm is not None and self.key_norm is not None:
+        h, config = self.norm(x, self.attention_norm), self.config
+        q, k, v = self.query(h), self.key(h), self.value(h)
+        if config.qk_norm_all_heads:
             q, k = self.norm(q, self.query_norm), self.norm(k, self.key_norm)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        if not config.qk_norm_all_heads:
+            q, k = self.norm(q, self.query_norm), self.norm(k, self.key_norm)
+        q, k = (rotate(each, cos, sin, config.rope_interleaved) for each in (q, k))
+        if config.attention_scale is not None:
+            q = q * (config.attention_scale * math.sqrt(self.head_dim))  # Attention divides by sqrt(head_dim).
+        return q, k, v
 
     def after(self, x: Tensor, attention: Tensor) -> Tensor:
-        """Add the attention output (B, N, Hq, D) and the result of the SwiGLU to the residual stream `x` (B, N, dim)."""
-        x = x + self.output(attention.flatten(-2))
-        h = self.norm(x, self.ffn_norm)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        """Add the attention output (B, N, Hq, D) and the result of the FFN to the residual stream `x` (B, N, dim)."""
+        residual = x
+        x = self.add(x, self.output(attention.flatten(-2)), self.attention_post_norm)
+        h = self.norm(residual, self.attention_norm) if self.config.parallel else self.norm(x, self.ffn_norm)
+        gate = self.gate(h)
+        gate = F.gelu(gate, approximate="tanh") if self.config.activation == "gelu" else F.silu(gate)
+        return self.add(x, self.down(gate * self.up(h)), self.ffn_post_norm)
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Apply RMSNorm over the last dimension."""
-        return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
+    def add(self, x: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
+        """Add an output, normalised and scaled, to the residual stream."""
+        return torch.add(x, self.norm(y, norm), alpha=self.config.residual_scale)
+
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Normalise over the last dimension, or return `x` if the model does not have this norm."""
+        return x if weight is None else normalise(x, weight, self.config)
 
 
 class GPT(nn.Module):
@@ -103,7 +146,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding, std=0.02, generator=generator)
         if self.head is not None:
             nn.init.normal_(self.head, std=0.02, generator=generator)
-        nn.init.ones_(self.norm)
+        init_norm(self.norm, self.config)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend | Sequence[Attend], finish: Finish) -> Tensor:
         """Run this rank's tokens through the model, and return the result of `finish`.
@@ -112,13 +155,13 @@ class GPT(nn.Module):
             tokens: int64 (B, N), this rank's tokens of the sequence.
             positions: int64 (N,) or (B, N), their positions in the whole sequence.
             attend: the function for attention over the whole sequence, or one per layer.
-            finish: finish(hidden, head) receives the normalised hidden states (B, N, dim) and the output matrix (padded
-                vocabulary, dim).
+            finish: finish(hidden, head) receives the normalised hidden states (B, N, dim), times `logit_scale`, and the output
+                matrix (padded vocabulary, dim).
         """
-        x = F.embedding(tokens, self.embedding)
+        x = scaled(F.embedding(tokens, self.embedding), self.config.embedding_scale)
         angles = {settings: rope(positions, settings) for settings in dict.fromkeys(layer.rope for layer in self.layers)}
         attends: Sequence[Attend] = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
         for block, layer, each in zip(self.blocks, self.layers, attends, strict=True):
             x = block(x, *angles[layer.rope], each)
-        x = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+        x = scaled(normalise(x, self.norm, self.config), self.config.logit_scale)
         return finish(x, self.embedding if self.head is None else self.head)

@@ -34,17 +34,19 @@ def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
     return scale * angle.cos().float(), scale * angle.sin().float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) of the first D dimensions of every head of `x` (B, N, H, head dim), in fp32.
 
-    `cos` and `sin` have D / 2 elements per token.
+    `cos` and `sin` have D / 2 elements per token. With `interleaved`, the pairs are (x[2 i], x[2 i + 1]), and the result
+    contains all first elements before all second ones. This order does not change products of queries and keys.
     """
     dim = 2 * cos.shape[-1]
     if dim == 0:
         return x
     if dim < x.shape[-1]:
-        return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), -1)
-    a, b = x.float().chunk(2, -1)
+        return torch.cat((rotate(x[..., :dim], cos, sin, interleaved), x[..., dim:]), -1)
+    x32 = x.float()
+    a, b = (x32[..., ::2], x32[..., 1::2]) if interleaved else x32.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
 

@@ -149,6 +149,8 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     # Eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the attention output,
     # and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
     elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
+    if model.norm_position == "both":
+        elements += 2 * model.dim  # the outputs of attention and of the feed-forward network before their norms
     if model.qk_norm:
         elements += query_dim + key_value_dim // 2  # q and k before their norms
     if not compiled:

@@ -96,7 +96,7 @@ class ModelConfig(Frozen):
     kv_heads: int = 2
     # The width of one head, even and at most 256. None: `dim / heads`.
     head_dim: int | None = None
-    # The hidden width of the SwiGLU layer. None: 8/3 of `dim`, rounded up to a multiple of 64.
+    # The hidden width of the gated feed-forward network. None: 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
@@ -113,12 +113,37 @@ class ModelConfig(Frozen):
     # Which rotary frequencies are divided by `rope_factor`: "linear" (all), "llama3" or "yarn", which also sharpens the softmax
     # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss.
     rope_scaling: str = "llama3"
+    # Whether neighbouring dimensions of a head are rotated together, as in Command R, instead of dimensions i and
+    # `head_dim / 2 + i`.
+    rope_interleaved: bool = False
     # Whether queries, keys and values have a bias, as in Qwen 2.
     qkv_bias: bool = False
+    # Whether the output of attention has a bias.
+    output_bias: bool = False
     # Whether queries and keys of each head are normalised, as in Qwen 3.
     qk_norm: bool = False
-    # What RMSNorm adds to the mean square.
+    # Whether `qk_norm` normalises all heads together, as in OLMo 3.
+    qk_norm_all_heads: bool = False
+    # The factor of the scores of attention. None: `1 / sqrt(head_dim)`.
+    attention_scale: float | None = None
+    # The norm: "rms" (RMSNorm), "rms_plus_one" (RMSNorm whose weight is added to 1, as in Gemma) or "layer" (LayerNorm without
+    # bias, as in Command R).
+    norm: str = "rms"
+    # What a norm adds to the mean square or to the variance.
     norm_eps: float = 1e-5
+    # Whether the norms are "before" attention and the feed-forward network, "after" them, as in OLMo 3, or at "both" places, as
+    # in Gemma 3.
+    norm_position: str = "before"
+    # Whether attention and the feed-forward network have the same input, as in Command R, instead of following each other.
+    parallel: bool = False
+    # The activation of the feed-forward network: "silu", or "gelu" (its approximation by tanh, as in Gemma).
+    activation: str = "silu"
+    # The factor of the embeddings.
+    embedding_scale: float = 1.0
+    # The factor of the outputs of attention and of the feed-forward network, before they are added to the residual stream.
+    residual_scale: float = 1.0
+    # The factor of the logits.
+    logit_scale: float = 1.0
     # Whether the embedding and the output head share one matrix.
     tie_embeddings: bool = True
     # The number of most recent tokens that a token attends to, including itself. None: all earlier tokens.
@@ -435,6 +460,9 @@ LAYER_TYPES = ("sliding", "full", "sliding-nope", "full-nope")
 # The valid values of each setting that accepts only a few values.
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn", "yarn-exact", "linear"),
+    "model.norm": ("rms", "rms_plus_one", "layer"),
+    "model.norm_position": ("before", "after", "both"),
+    "model.activation": ("silu", "gelu"),
     "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
@@ -465,6 +493,10 @@ RANGES = {
     "model.rope_factor": (1, 1e6),
     "model.rope_trained_len": (1, 2**31 - 1),
     "model.norm_eps": (1e-12, 0.1),
+    "model.attention_scale": (1e-6, 1e3),
+    "model.embedding_scale": (1e-6, 1e6),
+    "model.residual_scale": (1e-6, 1e3),
+    "model.logit_scale": (1e-6, 1e3),
     "model.window": (1, 2**31 - 1),
     "data.seq_len": (1, 2**31 - 1),
     "data.max_document_mb": (1, 2000),  # The offsets of the cached tokens have 31 bits.
@@ -580,6 +612,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             "without a sliding layer: add one to model.layer_types",
         ),
         ("model.local_rope_theta", not model.has_sliding_layer, "without a sliding layer: add one to model.layer_types"),
+        ("model.qk_norm_all_heads", not model.qk_norm, "without model.qk_norm: set it"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
         (
             "data.eval_fraction",
@@ -612,6 +645,8 @@ def _check_model(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads={kv_heads} must divide model.heads={heads}: choose one of {_divisors(heads)}"
     if model.head_dim is None and model.dim % heads:
         yield f"model.heads={heads} must divide model.dim={model.dim}: change one of them, or set model.head_dim"
+    if model.parallel and model.norm_position != "before":
+        yield f"model.parallel=true is impossible with model.norm_position={model.norm_position}: leave one of them out"
     if model.rope_factor is not None and model.rope_trained_len is None and model.rope_scaling != "linear":
         yield f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the length of training"
     if model.rope_scaling.startswith("yarn") and model.rope_theta <= 1:

@@ -209,6 +209,13 @@ INVALID = {
     ),
     "prompt that is not UTF-8": (dict(trainer__sample_prompt="a\udcffb"), 1, ["trainer.sample_prompt=a?b: must be UTF-8"]),
     "project without W&B": (dict(logger__project="p", logger__wandb="off"), 1, ["logger.project=p", "logger.wandb"]),
+    "norm of all heads without a norm": (dict(model__qk_norm_all_heads=True), 1, ["qk_norm_all_heads=True", "model.qk_norm:"]),
+    "parallel layers with norms after them": (
+        dict(model__parallel=True, model__norm_position="both"),
+        1,
+        ["model.parallel=true", "norm_position=both"],
+    ),
+    "unknown norm": (dict(model__norm="batch"), 1, ["model.norm=batch", "rms, rms_plus_one, layer"]),
     "window below 1": (dict(model__window=0), 1, ["model.window=0", "from 1 to"]),
     "unknown layer type": (dict(model__layer_types=["full", "local"]), 1, ["model.layer_types=[full,local]", "full-nope"]),
     "more layer types than layers": (dict(model__layer_types=["full"] * 3), 1, ["[full,full,full]", "model.layers=2"]),
