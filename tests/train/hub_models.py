@@ -1,6 +1,8 @@
 """Small models in Hugging Face's format, and their logits as computed by transformers and by our model."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -128,7 +130,7 @@ CHAT_CONFIG = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.51.0",
-    "path": {"unknown": "é"},
+    "task_specific_params": {"unknown": "é"},
 }
 # Files that an export of a chat model leaves out.
 OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "original/consolidated.00.pth")
@@ -179,10 +181,35 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Return the logits (S, V) that transformers computes for tokens (S,) in fp64. Skip the test if it is not installed."""
-    transformers = pytest.importorskip("transformers")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
-    assert not any(info.values()), info  # transformers uses every tensor of the folder, and misses none
     with torch.no_grad():
+        return load_in_transformers(folder)(tokens[None]).logits[0]
+
+
+def load_in_transformers(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """Load a model with transformers. Skip the test if it is not installed."""
+    transformers = pytest.importorskip("transformers")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(info.values()), info  # transformers uses every tensor of the folder, and misses none
+    return model
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A context in which models with float64 weights compute everything in float64, also their norms and rotary angles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        for name in ("float", "float32"):
+            patch.setattr(torch, name, torch.float64)
+        yield
+
+
+def exact_logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
+    """Return the same as `transformers_logits`, without any rounding to float32."""
+    model = load_in_transformers(folder)
+    rotary = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    with in_float64(), torch.no_grad():
+        for name, module in rotary:
+            model.set_submodule(name, type(module)(module.config))
         return model(tokens[None]).logits[0]
 
 

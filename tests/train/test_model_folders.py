@@ -70,6 +70,8 @@ ROPES = {
     "yarn with null values and older names": OLDER | {"rope_scaling": QWEN_YARN | NULLS, "max_position_embeddings": 900},
     "yarn with older names": OLDER | {"rope_scaling": QWEN_YARN},
     "yarn with the length of the model": {"rope_parameters": WITHOUT_LENGTH, "max_position_embeddings": 600},
+    "yarn without rounding": {"rope_parameters": YARN | {"truncate": False}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50.0}},
     "yarn with another length": {"rope_parameters": YARN, "original_max_position_embeddings": 900},
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

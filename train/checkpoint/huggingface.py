@@ -1,11 +1,11 @@
 """Load models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
 
-Our model has the architecture of Llama. The setting `model.window` turns it into Mistral, `model.qkv_bias` into Qwen 2, and
-`model.qk_norm` into Qwen 3. `train/export.py` writes this format.
+`families.py` lists the supported families. `train/export.py` writes this format.
 """
 
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,46 +17,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringattn.train.checkpoint.families import FAMILIES, NAMES, OFF, Family, fixed_entries, unknown_entries, weight_name
 from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
-from ringattn.train.model.gpt import padded_vocabulary
+from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
 from ringattn.train.settings.config import MAY_DIFFER, ConfigError, ModelConfig
 
 log = logging.getLogger(__name__)
 
-# Maps our names of modules and weights, without the prefix of a block, to the names in Hugging Face's format.
-NAMES = {
-    "embedding": "model.embed_tokens",
-    "attention_norm": "input_layernorm",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "query_norm": "self_attn.q_norm",
-    "key_norm": "self_attn.k_norm",
-    "output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
-# config.json may also contain these settings. Our model supports only the value that is given here.
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 # The only supported values of the settings of each rope_type.
-ROPE_FIXED = {
+YARN = {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"]}
+ROPE_FIXED: dict[str, dict[str, Any]] = {
+    "linear": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
-    "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
-}
-# The supported types of models, and the defaults of transformers that depend on the type.
-DEFAULTS: dict[str, dict[str, int]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "yarn": {**YARN, "truncate": True},
+    "yarn-exact": {**YARN, "truncate": False},
 }
 # The names of tensors without weights that other programs store: constants and masks.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+# The settings that distinguish the families. Without an entry in config.json, they have their defaults.
+ARCHITECTURE = (
+    *("rope_interleaved", "qkv_bias", "output_bias", "qk_norm", "qk_norm_all_heads", "attention_scale", "norm"),
+    *("norm_position", "parallel", "activation", "embedding_scale", "residual_scale", "logit_scale"),
+)
 # The advice for a model with another architecture.
 OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
 
@@ -66,13 +49,18 @@ def is_model(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, family: Family) -> str:
     """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format."""
     match = re.fullmatch(r"(blocks\.\d+\.)?(\w+)\.?(\w*)", name)
     assert match is not None
     block, module, kind = match.groups(default="")
     # Our norms, embedding and head are parameters, not modules, so their names have no ".weight".
-    return f"{block.replace('blocks', 'model.layers')}{NAMES[module]}.{kind or 'weight'}"
+    return f"{block.replace('blocks', 'model.layers')}{weight_name(module, family)}.{kind or 'weight'}"
+
+
+def family_of(path: Path) -> Family:
+    """Return the family of the model in a folder that `read_settings` accepts."""
+    return FAMILIES[json.loads((path / "config.json").read_text())["model_type"]]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -85,7 +73,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         ConfigError: a file cannot be read, or describes a model that is not supported.
     """
     settings, files = declared_settings(path), _open_tensors(path)
-    if unused := _unused_tensors(files, settings):
+    if unused := _unused_tensors(files, settings, family_of(path)):
         others = f" and {len(unused) - 1} other tensors" * (len(unused) > 1)
         raise ConfigError(f"{path} contains {unused[0]:.120}{others}, which its config.json does not describe: {OTHER_MODELS}")
     return settings | {"tie_embeddings": _has_tied_embeddings(files, settings["tie_embeddings"])}
@@ -98,7 +86,7 @@ def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}/config.json cannot be read: {error}; download it again") from error
     try:
-        return _settings(config | (changes or {}))
+        return settings_from_config(config | (changes or {}))
     except ConfigError as error:
         reason = f"{error}"
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
@@ -111,22 +99,27 @@ def model_config(path: Path) -> ModelConfig:
     return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in read_settings(path).items()})
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a model with this config.json.
 
     Raises:
         ConfigError: an entry has a wrong type, or the model is not supported.
         LookupError, ValueError, TypeError, AttributeError, ArithmeticError: an entry has a value that is not possible.
     """
-    if (model_type := config.get("model_type")) not in DEFAULTS:
-        raise ConfigError(f"model_type is {model_type}, but only {' or '.join(DEFAULTS)} is supported")
-    config = {**DEFAULTS[model_type], **config}
+    if (model_type := config.get("model_type")) not in FAMILIES:
+        raise ConfigError(f"model_type is {model_type}, but only {' or '.join(FAMILIES)} is supported")
+    if unknown := unknown_entries(config):
+        raise ConfigError(f"it contains the unknown entries {', '.join(unknown)}, which may change the results of the model")
+    family = FAMILIES[model_type]
+    config = {**family.defaults, **config}
     # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    _check_supported(config, rope, kind)
+    if kind == "yarn" and rope.get("truncate") is False:
+        kind = "yarn-exact"
+    _check_supported(config, rope, kind, family)
     dim, heads = _number("hidden_size", config), _number("num_attention_heads", config)
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": _number("vocab_size", config),
         "layers": _number("num_hidden_layers", config),
         "dim": dim,
@@ -136,16 +129,32 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "resolved_ffn_dim": _number("intermediate_size", config),
         "rope_theta": _number("rope_theta", rope, config, kind=float, default=10_000.0),
         "rope_factor": None,
-        "qkv_bias": model_type == "qwen2",
-        "qk_norm": model_type == "qwen3",
-        "norm_eps": _number("rms_norm_eps", config, kind=float, default=1e-6),
+        "norm_eps": _number(family.norm_eps, config, kind=float, default=1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
         "window": _number("sliding_window", config) if "sliding_attention" in _layer_types(config) else None,
     }
+    settings |= {name: getattr(ModelConfig, name) for name in ARCHITECTURE} | family.settings
+    for name, entry in family.entries.items():
+        is_bool = isinstance(entry.default, bool)
+        value = bool(config.get(name, entry.default)) if is_bool else _number(name, config, kind=float, default=entry.default)
+        settings[entry.setting] = entry.decode(value)
+    if settings["attention_scale"] == settings["resolved_head_dim"] ** -0.5:
+        settings["attention_scale"] = None
     if kind != "default":
-        factor = _rope_factor(config, rope) if kind == "yarn" else _number("factor", rope, kind=float)
-        settings |= {"rope_factor": factor, "rope_trained_len": _rope_trained_len(config, rope), "rope_scaling": kind}
+        factor = _rope_factor(config, rope) if kind.startswith("yarn") else _number("factor", rope, kind=float)
+        trained_len = None if kind == "linear" else _rope_trained_len(config, rope)
+        settings |= {"rope_factor": factor, "rope_trained_len": trained_len, "rope_scaling": kind}
     return settings
+
+
+def describes(config: dict[str, Any], model: ModelConfig) -> bool:
+    """Return whether a config.json describes exactly the settings of a model, except for rounding."""
+    settings = settings_from_config(config)
+
+    def is_equal(value: Any, other: Any) -> bool:
+        return math.isclose(value, other) if isinstance(value, float) and isinstance(other, float) else value == other
+
+    return all(is_equal(value, getattr(model, name)) for name, value in settings.items())
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
@@ -156,18 +165,17 @@ def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any 
     return kind(value)
 
 
-def _unused_tensors(names: Iterable[str], settings: dict[str, Any]) -> list[str]:
+def _unused_tensors(names: Iterable[str], settings: dict[str, Any], family: Family) -> list[str]:
     """Return the sorted names of tensors that are neither weights of the model nor harmless."""
-    outside = {f"{NAMES[name]}.weight" for name in ("embedding", "norm", "head")}
-    inside = {f"{name}.weight" for name in NAMES.values()} - outside
-    if settings["qkv_bias"]:
-        inside |= {f"{NAMES[name]}.bias" for name in ("query", "key", "value")}
-    if not settings["qk_norm"]:
-        inside -= {f"{NAMES[name]}.weight" for name in ("query_norm", "key_norm")}
+    model = ModelConfig(layers=1, tie_embeddings=False, **{name: settings[name] for name in ARCHITECTURE})
+    with torch.device("meta"):
+        weights = {hugging_face_name(name, family) for name, _ in GPT(model, 1).named_parameters()}
 
     def is_used(name: str) -> bool:
         block = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(.+)", name)
-        return block[2] in inside and int(block[1]) < settings["layers"] if block else name in outside
+        if block is None:
+            return name in weights
+        return f"model.layers.0.{block[2]}" in weights and int(block[1]) < settings["layers"]
 
     return sorted(name for name in names if not is_used(name) and not HARMLESS.fullmatch(name))
 
@@ -189,12 +197,13 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
 
     `declared` is `tie_word_embeddings`. Like transformers, this function ignores it if the weights contain a different head.
     """
-    embedding, head = (files.get(hugging_face_name(name)) for name in ("embedding", "head"))
+    names = [f"{NAMES[name]}.weight" for name in ("embedding", "head")]
+    embedding, head = map(files.get, names)
     if head is None:
         return declared or embedding is not None
     if not declared or embedding is None:
         return declared
-    embedding, head = (file.get_slice(hugging_face_name(name)) for name, file in (("embedding", embedding), ("head", head)))
+    embedding, head = (files[name].get_slice(name) for name in names)
     if (shape := embedding.get_shape()) != head.get_shape():
         return False
     # A part has few rows, because both tensors may have several GB. Their dtypes may differ.
@@ -202,18 +211,19 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     return all(torch.equal(embedding[part].double(), head[part].double()) for part in parts)
 
 
-def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
+def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, family: Family) -> None:
     # Maps the name of each setting to its value and to the supported values.
     checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, ("default", *ROPE_FIXED))}
     checks["quantization_config"] = "given" if config.get("quantization_config") else None, (None,)
-    for name, value in FIXED.items():
+    for name, value in fixed_entries(family).items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
+    checks |= {name: (config.get(name), (None, False)) for name in OFF}
     for name, value in ROPE_FIXED.get(kind, {}).items():
         # In transformers, null means the default value only for these two settings.
         is_default = name in ("beta_slow", "beta_fast") and rope.get(name) is None
         checks[name] = value if is_default else rope.get(name, value), (value,)
     checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
-    if kind == "yarn":
+    if kind.startswith("yarn"):
         checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(_rope_factor(config, rope)))
         checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
     if any(isinstance(value, dict) for value in rope.values()):
@@ -310,28 +320,35 @@ def load(path: Path, model: nn.Module) -> None:
     Raises:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
     """
-    files, parameters = _open_tensors(path), model.state_dict()
+    files, parameters, family = _open_tensors(path), model.state_dict(), family_of(path)
     _warn_of_the_head(path, is_tied="head" not in parameters)
+    tensors: dict[str, dict[str, Tensor]] = {}  # the parameters that each tensor of the files contains
+    for parameter_name, parameter in parameters.items():
+        name = hugging_face_name(parameter_name, family)
+        if parameter_name == "embedding" and name not in files and "head" not in parameters:
+            name = hugging_face_name("head", family)  # The file contains the shared matrix only under this name.
+        tensors.setdefault(name, {})[parameter_name] = parameter
     size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):
-        for parameter_name, parameter in parameters.items():
-            name = hugging_face_name(parameter_name)
-            if parameter_name == "embedding" and name not in files and "head" not in parameters:
-                name = hugging_face_name("head")  # The file contains the shared matrix only under this name.
+        for name, parts in tensors.items():
             if name not in files:
                 raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
             stored = files[name].get_slice(name)
             if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
-            shape = tuple(stored.get_shape())
-            num_rows = min((*shape[:1], len(parameter))) if parameter_name in ("embedding", "head") else len(parameter)
-            if shape != (num_rows, *parameter.shape[1:]):
-                raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(parameter.shape)} in this run")
-            own, first = _own_rows(parameter)
-            last = min(first + len(own), num_rows)
-            if first < last:
-                own[: last - first].copy_(stored[first:last])
-            copied += own.nbytes
+            shape, expected = tuple(stored.get_shape()), [sum(map(len, parts.values())), *next(iter(parts.values())).shape[1:]]
+            if parts.keys() & {"embedding", "head"}:
+                expected[0] = min((expected[0], *shape[:1]))
+            if shape != tuple(expected):
+                raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(expected)} in this run")
+            start = 0  # the first row of the next part
+            for parameter in parts.values():
+                own, first = _own_rows(parameter)
+                last = min(first + len(own), shape[0] - start)
+                if first < last:
+                    own[: last - first].copy_(stored[start + first : start + last])
+                start += len(parameter)
+                copied += own.nbytes
 
 
 def _warn_of_the_head(path: Path, is_tied: bool) -> None:

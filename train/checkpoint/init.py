@@ -60,5 +60,6 @@ def load(path: Path, model: nn.Module) -> None:
     with sync_errors():
         for name, weight in model.state_dict().items():
             if not local_shard(weight).isfinite().all():
-                shown = huggingface.hugging_face_name(name) if huggingface.is_model(path) else name
+                is_model = huggingface.is_model(path)
+                shown = huggingface.hugging_face_name(name, huggingface.family_of(path)) if is_model else name
                 raise ConfigError(f"{path}: {shown} contains NaN or infinity: download or export the model again")

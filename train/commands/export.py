@@ -7,8 +7,8 @@ The exported folder contains config.json, generation_config.json, safetensors fi
 tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
 
 If the run started from a folder in this format, the export contains all files of this folder except its weights. In config.json
-and generation_config.json, only entries that the run has changed differ. Otherwise, the exported model usually has the Llama
-architecture. A model with a window becomes a Mistral model. A model with model.qkv_bias or model.qk_norm becomes a Qwen model.
+and generation_config.json, only entries that the run has changed differ. Otherwise, the exported model has the first family of
+`ringattn.train.checkpoint.families` with its settings, usually Llama.
 
 The export needs enough memory for all parameters.
 """
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
+from ringattn.train.checkpoint.families import FAMILIES, Family, fixed_entries
 from ringattn.train.checkpoint.init import initial_weights_path
 from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
 from ringattn.train.checkpoint.resume import saved_config
@@ -34,13 +35,6 @@ from ringattn.train.model.gpt import GPT
 from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Maps each model_type to the class of the model in transformers.
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 # The files next to a tokenizer.json that belong to the tokenizer.
 TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -67,7 +61,7 @@ LEFT_OUT = (
 ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
-    "norm_eps": ("rms_norm_eps",),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps"),
     # The types of models have different defaults of num_key_value_heads.
     "window": (
         *("model_type", "architectures", "num_key_value_heads"),
@@ -143,12 +137,13 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     if published is not None:
         rows = max(rows, huggingface.declared_settings(published)["vocab_size"])
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    written = {"config.json": config_json(settings, rows, data.seq_len, special, dtype), "generation_config.json": special}
+    config = config_json(settings, rows, data.seq_len, special, dtype, published)
+    written = {"config.json": config, "generation_config.json": special}
     if published is not None:
         if published.resolve() in folder.resolve().parents:
             raise ConfigError(f"{folder} is inside of {published}, whose files are copied: choose another folder")
-        written = changed_files(published, saved, written["config.json"], tokenizer)
-    tensors = exported_tensors(path, settings, rows, dtype)
+        written = changed_files(published, saved, config, tokenizer)
+    tensors = exported_tensors(path, settings, rows, dtype, FAMILIES[config["model_type"]])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
@@ -232,14 +227,17 @@ def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
             shutil.copyfile(path, folder / path.name)  # Permissions are not copied, because the source may be read-only.
 
 
-def exported_tensors(path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def exported_tensors(
+    path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype, family: Family
+) -> dict[str, torch.Tensor]:
     """Return the parameters of a checkpoint under their names in transformers, with `rows` of the embedding."""
     model = GPT(settings, rows)
     storage.load(path, state_dict.model_state(model))
-    tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    for name in {huggingface.hugging_face_name("embedding"), huggingface.hugging_face_name("head")} & tensors.keys():
-        tensors[name] = tensors[name][:rows].clone()
-    return tensors
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        part = tensor[:rows] if name in ("embedding", "head") else tensor
+        parts.setdefault(huggingface.hugging_face_name(name, family), []).append(part.to(dtype))
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
@@ -258,7 +256,12 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def config_json(
-    model: ModelConfig, vocab_size: int, max_positions: int, special: dict[str, int], dtype: torch.dtype
+    model: ModelConfig,
+    vocab_size: int,
+    max_positions: int,
+    special: dict[str, int],
+    dtype: torch.dtype,
+    published: Path | None = None,
 ) -> dict[str, Any]:
     """Return the content of config.json for a model.
 
@@ -268,25 +271,40 @@ def config_json(
         max_positions: the number of tokens of the longest sequences of the training.
         special: the ids of the special tokens by their names in config.json.
         dtype: the dtype of the weights.
+        published: the folder of a model, whose family is preferred.
 
     Raises:
         ConfigError: transformers has no architecture with these settings.
     """
-    model_type = model_type_of(model)
+    model = replace(model, vocab_size=vocab_size)
+    preferred = [] if published is None else [read_config(published, "config.json")["model_type"]]
+    for model_type in (*preferred, *FAMILIES):
+        entries = _model_entries(model_type, model) | {"max_position_embeddings": max_positions}
+        # A family suits a model if the entries describe all of its settings.
+        if huggingface.describes(entries, model):
+            return entries | special | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    values = {name: getattr(model, name) for name in (*huggingface.ARCHITECTURE, "window", "layer_types", "rotary_fraction")}
+    changed = (f"model.{name}={value}" for name, value in values.items() if value != getattr(ModelConfig, name))
+    raise ConfigError(f"transformers has no model with all of {', '.join(changed)}: such a model cannot be exported")
+
+
+def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
+    """Return the entries of config.json that describe a model of a family. The family may lack some of its settings."""
+    family = FAMILIES[model_type]
     optional: dict[str, Any] = {}
     if model.window:
         optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
     if model.rope_factor is not None:
-        optional["rope_scaling"] = {
-            "rope_type": model.rope_scaling,
-            "factor": model.rope_factor,
-            "original_max_position_embeddings": model.rope_trained_len,
-            **huggingface.ROPE_FIXED[model.rope_scaling],
-        }
+        kind, factor, trained_len = model.rope_scaling, model.rope_factor, model.rope_trained_len
+        optional["rope_scaling"] = {"rope_type": kind.removesuffix("-exact"), "factor": factor, **huggingface.ROPE_FIXED[kind]}
+        if trained_len is not None:
+            optional["rope_scaling"]["original_max_position_embeddings"] = trained_len
+    if model.attention_scale is None:
+        model = replace(model, attention_scale=model.resolved_head_dim**-0.5)
     return {
-        "architectures": [ARCHITECTURES[model_type]],
+        "architectures": [family.architecture],
         "model_type": model_type,
-        "vocab_size": vocab_size,
+        "vocab_size": model.vocab_size,
         "num_hidden_layers": model.layers,
         "hidden_size": model.dim,
         "num_attention_heads": model.heads,
@@ -294,27 +312,9 @@ def config_json(
         "head_dim": model.resolved_head_dim,
         "intermediate_size": model.resolved_ffn_dim,
         "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.norm_eps,
+        family.norm_eps: model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": max_positions,
-        **special,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **huggingface.FIXED,
+        **{name: entry.encode(getattr(model, entry.setting)) for name, entry in family.entries.items()},
+        **fixed_entries(family),
         **optional,
     }
-
-
-def model_type_of(model: ModelConfig) -> str:
-    """Return the `model_type` in transformers. Errors as in `config_json`."""
-    for name in ("layer_types", "rotary_fraction"):
-        if (value := getattr(model, name)) != getattr(ModelConfig, name):
-            raise ConfigError(f"a model with model.{name}={value} cannot be exported yet")
-    if model.rope_factor is not None and model.rope_scaling not in huggingface.ROPE_FIXED:
-        raise ConfigError(f"a model with model.rope_scaling={model.rope_scaling} cannot be exported yet")
-    if model.qkv_bias and model.qk_norm:
-        raise ConfigError(
-            "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"
-        )
-    if model.qkv_bias or model.qk_norm:
-        return "qwen2" if model.qkv_bias else "qwen3"
-    return "mistral" if model.window else "llama"

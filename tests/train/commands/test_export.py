@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
-from ringattn.train.checkpoint import huggingface, progress, state_dict, storage
+from ringattn.train.checkpoint import families, progress, state_dict, storage
 from ringattn.train.commands import export
 from ringattn.train.data.tokenizer import load_tokenizer
 from ringattn.train.model.gpt import GPT
@@ -320,7 +320,7 @@ def test_several_ranks_are_an_error(monkeypatch):
 
 def test_config_json_contains_what_transformers_requires():
     written = export.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, SPECIAL, torch.bfloat16)
-    expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
+    expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **families.FIXED}
     assert expected.items() <= written.items()
 
 
@@ -341,6 +341,10 @@ def test_config_json_contains_the_scaling():
         {"qk_norm": True, "window": 9},
         {"rope_factor": 8.0, "rope_trained_len": 4096},
         {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn"},
+        {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn-exact"},
+        {"rope_factor": 8.0, "rope_scaling": "linear"},
+        {"residual_scale": 0.5, "logit_scale": 0.3},
+        {"qkv_bias": True, "output_bias": True},
     ],
     ids=str,
 )
@@ -351,5 +355,5 @@ def test_settings_can_be_written_and_read_again(settings, tmp_path):
 
 
 def test_an_architecture_that_transformers_does_not_have_is_an_error():
-    with pytest.raises(ConfigError, match=r"no model with both model\.qkv_bias and model\.qk_norm"):
+    with pytest.raises(ConfigError, match=r"no model with all of model\.qkv_bias=True, model\.qk_norm=True: such a model"):
         export.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, SPECIAL, torch.bfloat16)
