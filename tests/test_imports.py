@@ -14,6 +14,7 @@ import pytest
 
 import ringattn
 import ringattn.train
+import ringattn.transformers
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("kernels", "ringattn", "train", "scripts")
@@ -25,6 +26,7 @@ LAYERS = {
     "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
     "runs a schedule over a transport": ("ring",),
     "the public calls": ("attention", "ulysses", "flash", "torch_attention", "decode", "paged_cache", "explanation"),
+    "models and trainers of Hugging Face": ("transformers",),
 }
 
 # The rooms of the package train, from the lowest to the highest. A room is a folder or a module that lies directly in train/. A
@@ -38,6 +40,7 @@ MAX_IMPORTS_BETWEEN_ROOMS = 74
 # Modules without a test file of their own: the test files that cover them instead.
 UNTESTED = {
     "ringattn/__init__.py": "tests/test_imports.py",
+    "ringattn/transformers/__init__.py": "tests/test_imports.py",
     "kernels/hopper/epilogue_wide.py": "tests/kernels/hopper/test_epilogue.py",
     "kernels/hopper/backward_common.py": "tests/kernels/hopper/test_backward.py",
     "kernels/hopper/backward_narrow.py": "tests/kernels/hopper/test_backward.py",
@@ -105,10 +108,11 @@ def test_packages_import_only_lower_packages(package: str) -> None:
 
 @pytest.mark.parametrize("package", ["kernels", "ringattn"])
 def test_base_installation_needs_only_numpy_torch_and_triton(package: str) -> None:
-    """All other packages belong to the extra `train`. The kernels also need no process groups."""
+    """All other packages belong to the extras `train` and `transformers`. The kernels also need no process groups."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton", "kernels", "ringattn"}
     for path in modules(package):
-        assert set(map(package_of, imports(path))) <= allowed, path
+        extra = {"transformers", "accelerate"} if path.parent.name == "transformers" else set()
+        assert set(map(package_of, imports(path))) <= allowed | extra, path
         assert package != "kernels" or "torch.distributed" not in path.read_text(), path
 
 
@@ -133,6 +137,15 @@ def test_public_names_are_imported_lazily() -> None:
         assert f"ringattn.{name}" not in MODULES
     with pytest.raises(AttributeError, match="no attribute 'missing'"):
         ringattn.missing  # noqa: B018
+
+
+def test_importing_the_package_for_transformers_does_not_import_transformers() -> None:
+    script = "import sys, ringattn.transformers; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"transformers", "accelerate", "torch"} & set(loaded)
+    assert set(ringattn.transformers._MODULES) == set(ringattn.transformers.__all__) <= set(dir(ringattn.transformers))
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        ringattn.transformers.missing  # noqa: B018
 
 
 def test_copy_without_symbolic_links_raises_one_clear_error(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""Shard a batch as the collators of transformers and TRL create it. All rows of a batch have the same layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringattn.comm.same_batch import check_same
+from ringattn.layout import Layout
+from ringattn.mask import Mask
+
+IGNORE = -100  # the label of tokens that do not contribute to the loss
+
+# Entries that describe packed documents for FlashAttention. Only the first one is needed.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+LABELS = ("labels", "shift_labels", "num_items_in_batch")
+# Entries that do not depend on the tokens.
+FLAGS = ("return_dict", "use_cache", "fused_lm_head")
+KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *PACKING, *LABELS, *FLAGS}
+
+
+class RingBatch:
+    """What attention must know about a batch. The model passes it to every layer as the keyword `ring_batch`.
+
+    It is not a dataclass, because FSDP would copy it.
+    """
+
+    def __init__(self, layout: Layout, documents: list[list[int]] | None, group: dist.ProcessGroup | None) -> None:
+        self.layout, self.documents, self.group = layout, documents, group
+        self._masks: dict[int | None, Mask] = {}
+
+    def mask(self, window: int | None) -> Mask:
+        if window not in self._masks:
+            self._masks[window] = Mask.causal(window=window, documents=self.documents)
+        return self._masks[window]
+
+
+def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Return the arguments of `model(...)` for this rank's tokens of a batch.
+
+    Documents begin where `position_ids` do not continue, at the entries of `cu_seq_lens_q`, and at both ends of padding.
+    Padding is a document of its own, on the left and on the right.
+
+    Args:
+        batch: the same on all ranks: input_ids (B, S) or inputs_embeds (B, S, dim), and optionally attention_mask (B, S) of 0
+            and 1, position_ids (B, S), cu_seq_lens_q, labels (B, S) or shift_labels (B, S), in which the label of a token is
+            the next token. `labels` are shifted before they are sharded. A token of the padding has no label.
+        mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
+
+    Returns:
+        The arguments. The loss of the model, averaged over the ranks as DDP and FSDP average gradients, is the mean over all
+        labels of the batch.
+
+    Raises:
+        ValueError: the ranks have different batches, or the batch contains something that a ring does not support.
+    """
+    group, rank, ranks = ring_of(mesh)
+    _check(batch)
+    check_same({name: value for name, value in batch.items() if value is not None}, group)
+    inputs = _inputs(batch)
+    entries, seq_len = inputs.shape[:2]
+    layout = layout_of(batch, ranks)
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is None:
+        mask = torch.ones(entries, seq_len, dtype=torch.int64, device=inputs.device)
+    if positions is None:
+        positions = torch.arange(seq_len, device=inputs.device)[None]
+    whole = {"attention_mask": mask, "position_ids": positions.expand(entries, -1)}
+    whole |= {name: batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None}
+    labels = next_labels(batch)
+    if labels is not None:
+        whole |= {"labels": labels, "shift_labels": labels}
+    arguments = {name: layout.shard(value, rank) for name, value in whole.items()}
+    if labels is not None:
+        arguments["num_items_in_batch"] = (labels != IGNORE).sum().clamp(min=1) / ranks
+    arguments |= {name: batch[name] for name in FLAGS if name in batch}
+    return arguments | {"use_cache": False, "ring_batch": RingBatch(layout, documents_of(batch), group)}
+
+
+def layout_of(batch: Mapping[str, Any], ranks: int) -> Layout:
+    return Layout.zigzag(seq_len=_inputs(batch).shape[1], ranks=ranks)
+
+
+def _inputs(batch: Mapping[str, Any]) -> Tensor:
+    return batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+
+
+def ring_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Return the process group of a mesh, the index of this rank, and the number of ranks."""
+    if mesh is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError("mesh=None means one process, but there are several: pass the mesh of the ranks of the ring")
+        return None, 0, 1
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ValueError(f"mesh={mesh}: it must be a DeviceMesh with one dimension, for example mesh['ring']")
+    return mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+
+def _check(batch: Mapping[str, Any]) -> None:
+    given = {name for name, value in batch.items() if value is not None}
+    if unknown := given - KNOWN:
+        raise ValueError(f"the batch contains {', '.join(sorted(unknown))}, which a ring does not support: remove it")
+    if len(given & {"input_ids", "inputs_embeds"}) != 1:
+        raise ValueError("the batch must contain either input_ids or inputs_embeds")
+    entries, seq_len = _inputs(batch).shape[:2]
+    for name in given & {"attention_mask", "position_ids", "labels", "shift_labels"}:
+        shapes = [(entries, seq_len), (1, seq_len)] if name == "position_ids" else [(entries, seq_len)]
+        if tuple(batch[name].shape) not in shapes:
+            raise ValueError(f"{name} has the shape {tuple(batch[name].shape)}: it must be {shapes[0]}")
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return
+    if ((mask != 0) & (mask != 1)).any():
+        raise ValueError("attention_mask contains other values than 0 and 1: mark documents with position_ids")
+    if (mask.diff(prepend=mask.new_zeros(entries, 1)) == 1).sum(1).gt(1).any():
+        raise ValueError("attention_mask has padding between tokens: only padding on the left and on the right is supported")
+
+
+def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
+    """Return the label of every token, int64 (B, S): the next token, or IGNORE. None if the batch has no labels."""
+    labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
+    if labels is None and shifted is None:
+        return None
+    padding = None if mask is None else mask == 0
+    name, given = ("labels", labels) if shifted is None else ("shift_labels", shifted)
+    assert given is not None
+    if padding is not None and ((given != IGNORE) & padding).any():
+        raise ValueError(f"{name} of padding must be {IGNORE}")
+    if shifted is not None:
+        return shifted
+    shifted = given.roll(-1, dims=1)
+    shifted[:, -1] = IGNORE
+    return shifted if padding is None else shifted.masked_fill(padding, IGNORE)
+
+
+def documents_of(batch: Mapping[str, Any]) -> list[list[int]] | None:
+    """Return the lengths of the documents of every row, or None if every row is one document without padding."""
+    starts = document_starts(batch)
+    if not starts[:, 1:].any():
+        return None
+    seq_len = starts.shape[1]
+    return [np.diff(np.append(np.flatnonzero(row), seq_len)).tolist() for row in starts]
+
+
+def document_starts(batch: Mapping[str, Any]) -> np.ndarray:
+    """Return whether a document begins at a token: bool (B, S)."""
+    starts = np.zeros(_inputs(batch).shape[:2], dtype=bool)
+    starts[:, :1] = True
+    if batch.get("position_ids") is not None:
+        starts[:, 1:] |= (batch["position_ids"].diff(dim=1) != 1).cpu().numpy()
+    if batch.get("cu_seq_lens_q") is not None:
+        starts = _packed_starts(batch["cu_seq_lens_q"].cpu().numpy(), starts, batch.get("position_ids") is not None)
+    if batch.get("attention_mask") is not None:
+        mask = batch["attention_mask"].bool().cpu().numpy()
+        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
+        starts[:, 1:] &= mask[:, 1:] | mask[:, :-1]  # padding is one document, although its positions may be constant
+    return starts
+
+
+def _packed_starts(edges: np.ndarray, restarts: np.ndarray, has_positions: bool) -> np.ndarray:
+    entries, seq_len = restarts.shape
+    if entries != 1 or edges[0] != 0 or edges[-1] != seq_len or (np.diff(edges) < 0).any():
+        raise ValueError(
+            f"cu_seq_lens_q must rise from 0 to {seq_len}, for one row of tokens, but the batch has {entries} rows"
+        )
+    starts = np.zeros_like(restarts)
+    starts[0, edges[edges < seq_len]] = True
+    if has_positions and (restarts & ~starts).any():
+        raise ValueError("position_ids restart inside a document of cu_seq_lens_q: remove one of the two")
+    return starts

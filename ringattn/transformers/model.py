@@ -1,0 +1,65 @@
+"""Check that a model of transformers is exact on a ring, and replace its attention."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from ringattn.transformers.attention import attend  # noqa: F401  # registers attn_implementation="ring"
+from ringattn.transformers.batch import ring_of
+
+# Types of layers that attend to all earlier tokens, or to the tokens of a window.
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Let a model attend to the tokens of all ranks. Afterwards, call it as `model(**shard_batch(batch, mesh))`.
+
+    The parameters stay as they are. DDP, FSDP2 or accelerate replicates or shards them, over all ranks of the ring.
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model of one.
+        mesh: the one-dimensional mesh of the ranks that share a sequence; None for one process.
+
+    Raises:
+        ValueError: a layer of the model moves information between tokens without attention, or the loss of the model is not
+            the usual cross-entropy. Unsupported keywords and masks of attention raise an error in the first call.
+    """
+    ring_of(mesh)
+    outer: Any = model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("the PEFT adapter adds tokens in front of the sequence, which would be on all ranks: use LoRA")
+    base: Any = outer.get_base_model() if hasattr(outer, "get_base_model") else outer
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(f"model is a {type(base).__name__}: it must be a causal language model of transformers")
+    check_layers(base)
+    check_loss(base)
+    base.set_attn_implementation("ring")
+    for module in base.modules():
+        vars(module)["is_on_ring"] = True  # which `attend` requires
+    vars(base)["ring_mesh"] = mesh
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise ValueError if a layer moves information between tokens in another way than attention on a ring does."""
+    unsupported = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYERS
+    # Layers with a recurrent state, such as Mamba and gated delta nets, begin with a convolution over the tokens.
+    unsupported |= {type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)}
+    if unsupported:
+        raise ValueError(f"{type(model).__name__} has layers of the type {', '.join(sorted(unsupported))}, which cross ranks")
+
+
+def check_loss(model: PreTrainedModel) -> None:
+    """Raise ValueError if the loss of the model is not a sum over tokens that accepts shifted labels."""
+    name = type(model).__name__
+    uses_loss_function = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    if LOSS_MAPPING.get(model.loss_type or "") is not ForCausalLMLoss or not uses_loss_function:
+        raise ValueError(f"{name} does not use the causal loss of transformers, which a ring requires")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"{name} adds a loss that balances experts over the tokens of one rank: set output_router_logits=False in its "
+            "config, or router_aux_loss_coef=0.0 in the SFTConfig of TRL"
+        )

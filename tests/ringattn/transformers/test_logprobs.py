@@ -1,0 +1,100 @@
+"""Log-probabilities in chunks and on a ring equal those from all logits, and so do the gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.distributed import RankPool
+from tests.ringattn.transformers.small_models import new_model, packed_rows, padded_rows, random_tokens
+
+pytest.importorskip("transformers")
+
+
+def compare(batch: dict, mesh: DeviceMesh | None, chunk: int | None) -> None:
+    """Compare with transformers in one process, in float64, for a loss that depends on every token."""
+    from ringattn.transformers import put_on_ring, token_logprobs
+
+    model = new_model(dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    put_on_ring(model, mesh)
+    found = token_logprobs(model, batch, chunk)
+    tokens = batch["input_ids"]
+    logits = reference(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+    labels = batch.get("labels", tokens)[:, 1:]
+    logprobs = logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    expected = torch.nn.functional.pad(logprobs.masked_fill(labels == -100, 0), (0, 1))
+    torch.testing.assert_close(found, expected)
+    weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for logprobs in (found, expected):
+        (weights * logprobs.exp()).sum().backward()
+    for name, parameter in model.named_parameters():
+        if mesh is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= mesh.size()  # as DDP and FSDP average
+        torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, msg=name)
+
+
+def batches() -> dict[str, dict]:
+    def collate(rows: list[dict]) -> dict:
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    return {
+        "whole": {"input_ids": random_tokens(2, 37)},
+        "packed": collate(packed_rows(2)),
+        "padded": collate(padded_rows(3, "right")),
+    }
+
+
+@pytest.mark.parametrize("name", batches())
+@pytest.mark.parametrize("chunk", [5, None])
+def test_one_process(name: str, chunk: int | None) -> None:
+    compare(batches()[name], None, chunk)
+
+
+def check_ring() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for batch in batches().values():
+        compare(batch, mesh, 7)
+
+
+def test_a_ring(ranks: RankPool) -> None:
+    ranks.run(check_ring)
+
+
+def test_without_labels_every_token_of_a_document_has_one() -> None:
+    from ringattn.transformers import put_on_ring, token_logprobs
+
+    model = new_model()
+    put_on_ring(model, None)
+    batch = {"input_ids": random_tokens(2, 6), "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 0], [1] * 6])}
+    batch["position_ids"] = torch.tensor([[1, 1, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2]])
+    assert (token_logprobs(model, batch) != 0).tolist() == [
+        [False, False, True, True, False, False],
+        [True, True, False, True, True, False],
+    ]
+
+
+def test_the_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.transformers import put_on_ring, token_logprobs
+
+    model = new_model()
+    put_on_ring(model, None)
+    sizes = []
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: sizes.append(len(hidden)) or head(hidden))
+    logprobs = token_logprobs(model, {"input_ids": random_tokens(2, 10)}, 8)
+    assert sizes == [8, 8, 4]
+    logprobs.sum().backward()
+    assert sorted(sizes) == [4, 4, 8, 8, 8, 8]  # the backward pass recomputes them
+
+
+def test_changed_logits_are_an_error() -> None:
+    from ringattn.transformers import put_on_ring, token_logprobs
+
+    model = new_model("granite", logits_scaling=2.0)
+    put_on_ring(model, None)
+    with pytest.raises(ValueError, match="GraniteForCausalLM changes the logits after its output layer"):
+        token_logprobs(model, {"input_ids": random_tokens(2, 10)})
