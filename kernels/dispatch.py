@@ -100,6 +100,13 @@ def _triton_merge_states():
 
 
 @cache
+def _triton_sinks():
+    from ringattn.kernels.triton import sinks
+
+    return sinks
+
+
+@cache
 def _triton_quantize():
     from ringattn.kernels.triton import quantize
 
@@ -396,6 +403,23 @@ def backward(
     if isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], chosen)
     return _backward_module(chosen).backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `reference.add_sinks`. On a GPU, 16-bit and fp32 outputs take one pass over memory."""
+    if out.is_cuda and out.dtype in TRITON_DTYPES:
+        return _triton_sinks().add_sinks(out.contiguous(), lse.contiguous(), sinks)
+    return reference.add_sinks(out, lse, sinks)
+
+
+def add_sinks_backward(
+    out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `reference.add_sinks_backward`, as `add_sinks`."""
+    if out.is_cuda and out.dtype in TRITON_DTYPES:
+        dlse = None if dlse is None else dlse.contiguous()
+        return _triton_sinks().add_sinks_backward(out.contiguous(), lse.contiguous(), sinks, dout.contiguous(), dlse)
+    return reference.add_sinks_backward(out, lse, sinks, dout, dlse)
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -258,6 +258,27 @@ def backward(
     )
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `out` (B, N, Hq, Dv) and `lse` (B, N, Hq) of attention in which a sink per head (Hq,) takes part in the softmax.
+
+    `lse` and `sinks` have the dtype of states. A sink adds exp(sink) to the sum of the softmax, and nothing to its product with
+    the values. All operations are differentiable.
+    """
+    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def add_sinks_backward(
+    out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the arguments `out`, `lse` and `sinks` of `add_sinks`. `dlse` may be None."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (out, lse, sinks)]
+        new_out, new_lse = add_sinks(*inputs)
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    dout, dlse, dsinks = torch.autograd.grad((new_out, new_lse), inputs, (dout, dlse))
+    return dout, dlse, dsinks
+
+
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add the partial gradients of other ranks to this rank's `base` (B, N, H, D), and round the sum once, to `dtype`.
 

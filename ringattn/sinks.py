@@ -5,9 +5,12 @@ With the log-sum-exp of the scores from attention, a sink needs no kernel of its
     out' = out * exp(lse - lse')    lse' = log(exp(lse) + exp(sink))
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ringattn.kernels import dispatch, reference
 from ringattn.kernels.reference import state_dtype
 
 
@@ -38,7 +41,28 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
     if sink_logits is None:
         return out, lse
     sinks = sink_logits.to(lse.dtype)
-    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
+    # A compiler fuses the operations of the reference.
+    is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    if is_eager and out.is_cuda:
+        return _AddSinks.apply(out, lse, sinks)
+    return reference.add_sinks(out, lse, sinks)
+
+
+class _AddSinks(torch.autograd.Function):
+    """Adds sinks with one kernel per direction."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # torch declares none
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, sinks)
+        return dispatch.add_sinks(out, lse, sinks)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
+        out, lse, sinks = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return dispatch.add_sinks_backward(out, lse, sinks, dout, dlse)
 
 
 def sink_state(sink_logits: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,26 @@
+"""The kernels that add learned sinks, against the reference in float64."""
+
+import torch
+
+from ringattn.kernels import reference
+from ringattn.kernels.triton import sinks as kernel
+from tests.covering import every_pair
+
+
+@every_pair(dim=(40, 128), dtype=(torch.float32, torch.float16), batch=(1, 2), with_dlse=(False, True))
+def test_sinks_match_the_reference(dim: int, dtype: torch.dtype, batch: int, with_dlse: bool, device: torch.device) -> None:
+    """Forward and backward. Some queries have no keys, and the last sink is far above the scores."""
+    generator = torch.Generator().manual_seed(0)
+    out, dout = (torch.randn(batch, 37, 3, dim, generator=generator).to(dtype) for _ in range(2))
+    lse, dlse = (torch.randn(batch, 37, 3, generator=generator) for _ in range(2))
+    lse[:, :5], out[:, :5] = float("-inf"), 0
+    sinks, dlse = torch.tensor([-3.0, 0.5, 90.0]), dlse if with_dlse else None
+    tensors = out, lse, sinks, dout, dlse
+    exact = [x if x is None else x.double() for x in tensors]
+    expected = [*reference.add_sinks(*exact[:3]), *reference.add_sinks_backward(*exact)]
+    on_device = [x if x is None else x.to(device) for x in tensors]
+    got = [*kernel.add_sinks(*on_device[:3]), *kernel.add_sinks_backward(*on_device)]
+    assert [x.dtype for x in got] == [dtype, torch.float32, dtype, torch.float32, torch.float32]
+    for x, y in zip(got, expected, strict=True):
+        tolerance = 1e-3 if x.dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(x.double().cpu(), y, rtol=tolerance, atol=tolerance)
