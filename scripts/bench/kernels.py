@@ -16,7 +16,8 @@ correct.
 - `masks` measures a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
 - `heads` measures 32 query heads with 32 key heads and with 8 key heads.
 - `head-dims` measures the head dims 256, 192/128 (192 for queries and keys, 128 for values) and 96, with causal and full masks.
-- `windows` measures a causal mask, windows of 1,024 and 4,096 tokens, and packed documents, with D = 128.
+- `windows` measures a causal mask, windows of 128 to 4,096 tokens, and packed documents, with D = 128. At four times the
+  length, it measures the two kinds of layers of gpt-oss 20B and of Gemma 3 4B: causal, and with a window.
 - `backward` measures the cases in which a backward of 16,384 or 65,536 tokens is compared with flash-attn-4: D = 128 with a
   causal mask, a full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
 - `fp8` measures the head dims 64, 128 and 256 with causal and full masks. This suite runs only if --suite names it.
@@ -26,8 +27,8 @@ correct.
   --suite names it.
 
 The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`, and `fp8` is ringattn with
-precision="fp8". `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. These three implementations are
-measured only if --peers names them.
+precision="fp8". `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. `sinks` is ringattn with learned
+sinks that are too small to change the results. These implementations are measured only if --peers names them.
 
 flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes compile the kernels of all cases first,
 see `scripts.bench.compile_first`.
@@ -75,7 +76,9 @@ LENGTH, HEADS, HEAD_DIMS = 16384, 16, (64, 128)
 MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
-WINDOWS = (1024, 4096)
+WINDOWS = (128, 512, 1024, 4096)
+# The layers of gpt-oss 20B and of Gemma 3 4B: head dim, query heads, key heads, window.
+MODEL_LAYERS = ((64, 64, 8, 128), (256, 8, 4, 1024))
 # The suite "head-dims": the head dim of q and k, the head dim of v, and the numbers of query heads and of key heads. None means
 # that the two numbers are the same.
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
@@ -108,7 +111,12 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
         return [Case(kind, LENGTH, heads, dim) for dim, heads in FP8_CASES for kind in ("causal", "full")]
     if suite == "windows":
         windows = [Case("window", LENGTH, HEADS, dim, window_size=size) for size in WINDOWS]
-        return [Case("causal", LENGTH, HEADS, dim), *windows, Case("documents", LENGTH, HEADS, dim)]
+        layers = [
+            Case(kind, 4 * LENGTH, heads, dim, key_heads=key_heads, window_size=window if kind == "window" else None)
+            for dim, heads, key_heads, window in MODEL_LAYERS
+            for kind in ("causal", "window")
+        ]
+        return [Case("causal", LENGTH, HEADS, dim), *windows, Case("documents", LENGTH, HEADS, dim), *layers]
     if suite == "backward":
         kinds = [(kind, dim) for kind in ("causal", "full", "documents")] + [("causal", HEAD_DIMS[0])]
         return [

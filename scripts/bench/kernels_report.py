@@ -153,8 +153,9 @@ class Report:
 
     def masks(self, cases: list[Case], title: str = "Masks") -> str:
         def cell(case: Case, row: dict[str, Any]) -> str:
-            key = "causal", case.head_dim, case.length, None
-            base = next((x for x in cases if (x.kind, x.head_dim, x.length, x.key_heads) == key), None)
+            key = "causal", case.head_dim, case.length, case.key_heads
+            same = (x for x in cases if (x.kind, x.head_dim, x.length, x.key_heads) == key)
+            base = next((x for x in same if x.key_heads is None or x != case), None)
             return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
 
         extra: dict[str, Callable[[Case], str]] = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}

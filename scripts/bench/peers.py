@@ -26,8 +26,8 @@ Prepare = Callable[[Case, torch.device], Attend]
 OURS = "ringattn"
 PORTABLE = "portable"
 DETERMINISTIC = "deterministic"
-FP8, FP8_ROUNDED = "fp8", "fp8-rounded"
-ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED)  # implementations that are measured only if the command line names them
+FP8, FP8_ROUNDED, SINKS = "fp8", "fp8-rounded", "sinks"
+ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED, SINKS)  # implementations that are measured only if the command line names them
 
 
 class Unsupported(Exception):
@@ -42,6 +42,14 @@ def ringattn(backend: str) -> Prepare:
         return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, blocks=blocks, backend=backend))
 
     return prepare
+
+
+def sinks(case: Case, device: torch.device) -> Attend:
+    """Return our kernels with learned sinks, which are so small that the results are those without sinks."""
+    if case.kind == "blocks":
+        raise Unsupported(case.kind)
+    logits = torch.full((case.heads,), -1e4, device=device, requires_grad=True)
+    return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, sink_logits=logits))
 
 
 def fp8(case: Case, _device: torch.device) -> Attend:
@@ -181,6 +189,7 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
     PORTABLE: ringattn("triton"),
     FP8: fp8,
     FP8_ROUNDED: fp8_rounded,
+    SINKS: sinks,
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,

@@ -88,7 +88,11 @@ def test_all_suites_are_reported(tmp_path):
         "causal D256 8", "full D256 8", "causal D192/128 16", "full D192/128 16", "causal, 32/8 heads D192/128 32",
         "full, 32/8 heads D192/128 32", "causal D96 16", "full D96 16", "causal, 32/8 heads D96 32", "full, 32/8 heads D96 32",
     ],
-    "windows": ["causal D16 4", "window 1,024 D16 4", "window 4,096 D16 4", "documents D16 4"],
+    "windows": [
+        "causal D16 4", "window 128 D16 4", "window 512 D16 4", "window 1,024 D16 4", "window 4,096 D16 4", "documents D16 4",
+        "causal, 64/8 heads D64 S1024", "window 128, 64/8 heads D64 S1024",
+        "causal, 8/4 heads D256 S1024", "window 1,024, 8/4 heads D256 S1024",
+    ],
 }.items())  # fmt: skip
 def test_cases_of_a_suite(suite, names):
     cases = bench_kernels.suite_cases(suite, [])
