@@ -18,7 +18,8 @@ from ringattn import (
     simulate,
     ulysses_attention,
 )
-from tests.ringattn.rings import Case, masks
+from tests.covering import every_pair
+from tests.ringattn.rings import ALL_MASK_NAMES, Case, masks
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 HEADS, KEY_HEADS = 4, 2
@@ -190,3 +191,36 @@ def test_compiled_code_has_sinks() -> None:
     attend = partial(flash_attention, mask=Mask.causal(), backend="blockwise", return_lse=True)
     compiled = torch.compile(lambda q, k, v, sinks: attend(q, k, v, sink_logits=sinks), backend="aot_eager", fullgraph=True)
     assert_close(results(compiled, *tensors), expected(case, Mask.causal()), 1e-10)
+
+
+@pytest.mark.gpu
+@every_pair(dim=(64, 128, 256), mask=ALL_MASK_NAMES, num_queries=(300, 40))
+def test_sinks_on_a_gpu(dim: int, mask: str, num_queries: int) -> None:
+    """The Hopper kernels compute every mask, and one kernel per direction adds the sinks."""
+    case = Case.random(300, heads=HEADS, key_heads=KEY_HEADS, dim=dim, value_dim=dim).to(torch.bfloat16)
+    last = [x[:, -num_queries:] for x in (case.q, case.dout, case.dlse)]
+    tensors = last[0], case.k, case.v, SINKS, *last[1:]
+    attend = partial(flash_attention, mask=masks(300)[mask], return_lse=True)
+    on_gpu = [x.cuda().to(torch.float32 if x is SINKS else x.dtype) for x in tensors]
+    got = results(lambda q, k, v, sinks: attend(q, k, v, sink_logits=sinks), *on_gpu)
+    exact = results(partial(with_column, mask=masks(300)[mask]), *(x.double() for x in tensors))
+    assert_close([x.cpu() for x in got], exact, 2e-2)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_decoding_with_sinks() -> None:
+    """A replay reads the current values of the sinks."""
+    case = Case.random(64, heads=HEADS, key_heads=KEY_HEADS, dim=64, value_dim=64).to(torch.bfloat16).to("cuda")
+    cache, sinks, q = KVCache(64), SINKS.cuda().float(), case.q[:, 63:]
+    cache.append(case.k, case.v)
+    bounds = torch.zeros(1, 1, dtype=torch.int32, device="cuda"), torch.full((1, 1), 64, dtype=torch.int32, device="cuda")
+    decode = partial(decode_attention, q, cache, bounds=bounds, sink_logits=sinks)
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode()
+    for shift in (0.0, 5.0):
+        sinks.copy_(SINKS + shift)
+        graph.replay()
+        exact, _ = with_column(*(x.double().cpu() for x in (q, case.k, case.v)), SINKS + shift, Mask.causal())
+        torch.testing.assert_close(out.double().cpu(), exact, rtol=2e-2, atol=2e-2)
