@@ -5,6 +5,7 @@ the KV ring, and the tiles of its keys in the state ring. No fixed layout balanc
 tiles. Therefore, chunks are assigned to ranks, from the most expensive to the cheapest, in rounds of one chunk per rank.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -41,8 +42,11 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     return torch.from_numpy(np.stack(by_key_rank, 1))
 
 
-def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
+def balanced_layout(mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int) -> Layout:
     """Return a layout that balances the work under `mask`. All ranks compute the same layout, in a few milliseconds.
+
+    If the layers of a model have several masks, `mask` is the number of layers with each. The work of every mask is balanced,
+    because ranks wait for each other in every layer.
 
     The candidates are the contiguous, the zigzag, an assigned and the striped layout. The result is the first candidate whose
     busiest rank has at most 1.04 times an equal share, because earlier candidates need fewer messages. If there is none, the
@@ -52,8 +56,13 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     Raises:
         ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.
     """
-    check_mask(mask)
-    return _balanced_layout(mask, as_integer("seq_len", seq_len, 1), as_integer("ranks", ranks, 1))
+    layers = tuple(mask.items()) if isinstance(mask, Mapping) else ((mask, 1),)
+    for each, count in layers:
+        check_mask(each)
+        as_integer("the number of layers with a mask", count, 1)
+    if not layers:
+        raise ValueError("mask={}: it must contain at least one mask")
+    return _balanced_layout(layers, as_integer("seq_len", seq_len, 1), as_integer("ranks", ranks, 1))
 
 
 def always_has_equal_shards(seq_len: int, ranks: int) -> bool:
@@ -69,16 +78,17 @@ def _tiles_per_chunk(seq_len: int, ranks: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
-    mask.check(seq_len)
+def _balanced_layout(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: int) -> Layout:
+    for mask, _ in layers:
+        mask.check(seq_len)
     candidates = [Layout(kind, seq_len, ranks) for kind in ("contiguous", "zigzag", "striped")]
     if ranks == 1:
         return candidates[0]  # All candidates are equal.
     if seq_len >= MIN_CHUNKS * TILE * ranks:
-        candidates.insert(2, _assign_chunks(mask, seq_len, ranks))
-    tiles = [work(mask, layout) for layout in candidates]
-    share = min(int(x.sum()) for x in tiles) / ranks
-    busiest = [int(max(x.sum(1).max(), x.sum(0).max())) for x in tiles]
+        candidates.insert(2, _assign_chunks(layers, seq_len, ranks))
+    tiles = [[count * work(mask, layout) for mask, count in layers] for layout in candidates]
+    share = min(sum(int(x.sum()) for x in each) for each in tiles) / ranks
+    busiest = [sum(int(max(x.sum(1).max(), x.sum(0).max())) for x in each) for each in tiles]
     good_enough = max(min(busiest), SLACK * share)
     return next(layout for layout, tiles in zip(candidates, busiest, strict=True) if tiles <= good_enough)
 
@@ -88,12 +98,12 @@ def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return first, (first + TILE).clip(max=rows) - 1
 
 
-def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
+def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: int) -> Layout:
     tiles_per_chunk = _tiles_per_chunk(seq_len, ranks)
-    costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
+    costs = np.concatenate([count * _chunk_costs(mask, seq_len, tiles_per_chunk) for mask, count in layers], 1)
     # The sort is stable, so that all ranks compute the same order.
     order = (-costs.sum(1)).argsort(kind="stable")
-    load, owners = np.zeros((2, ranks)), np.empty(len(costs), dtype=np.int64)
+    load, owners = np.zeros((costs.shape[1], ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
         # Every rank gets one chunk per round, so only deviations from the round's mean cost matter.

@@ -184,7 +184,7 @@ class Ring:
         """Return the ring that `spec` describes. The first call for a group performs a handshake."""
         transport = connect.connect(spec.group, device, spec.transport, call, relays=spec.route == "relay")
         mask = (spec.before, spec.after), tuple(spec.numbers.tolist())
-        if (plan := forced_plan()) is None:
+        if (plan := forced_plan(mask[0])) is None:
             plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
             keep_for_graph(plan, device)
         return cls(plan, transport, spec)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn import Mask, check_same
+from ringattn import check_same
 from ringattn.comm import connect
 from ringattn.kernels import backends
 from ringattn.planning.cost_model import attention_flops, interconnect
@@ -27,7 +27,7 @@ from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory, prediction
 from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
-from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
+from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
 from ringattn.train.settings.config import Config, ConfigError, check, with_settings
@@ -192,7 +192,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     graphs = None
     if found.graphed:
         graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, found.bf16, device)
-        loader.learn(graphs.slots.requests)
+        loader.learn([slots.requests for slots in graphs.slots])
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     if config.optim.lr is None:
@@ -346,7 +346,7 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
     speed = attention_flops(device)
     best = best_ulysses_degree(
         *(q, k, k),
-        mask=Mask.causal(model.window),
+        layers=count_layers(model, causal_masks(model)),
         ranks=sequence,
         host=ranks_per_host(),
         near=interconnect(within_host, flops=speed),

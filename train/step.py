@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ringattn import Layout, Mask
+from ringattn import Layout
 from ringattn.planning.rank_plan import Plan, add_plan, get_plan
 from ringattn.train import optim, preemption
 from ringattn.train.data.batch import Batch, Shard
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.mesh import attention
+from ringattn.train.parallel.mesh import Masks, attention
+from ringattn.train.settings.config import ModelConfig
 from ringattn.train.setup import InferenceRun, Run
 
 Work = TypeVar("Work")
@@ -27,11 +28,11 @@ Work = TypeVar("Work")
 class ReadyMicroStep(NamedTuple):
     """A micro-step of one rank, with everything that it needs on the device."""
 
-    mask: Mask
+    masks: Masks
     layout: Layout
     shard: Shard
-    plan: Plan | None = None  # the plan of attention, if it was computed ahead and the run does not use CUDA graphs
-    packed: Tensor | None = None  # the plan of attention in the format of the CUDA graphs, in pinned memory
+    plans: Sequence[Plan] = ()  # the plans of attention, if they were computed ahead and the run does not use CUDA graphs
+    packed: Sequence[Tensor] = ()  # the plans of attention in the format of the CUDA graphs, in pinned memory
 
 
 class ReadyStep(NamedTuple):
@@ -39,7 +40,7 @@ class ReadyStep(NamedTuple):
 
     micro_steps: list[ReadyMicroStep]
     num_labels: int  # the number of labels other than IGNORE
-    num_pairs: int  # the number of (query, key) pairs that the masks allow
+    num_pairs: int  # the number of (query, key) pairs that the masks of all layers allow
 
 
 class Diverged(RuntimeError):
@@ -147,16 +148,16 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
     if consumed in run.prepared:
         return run.prepared[consumed]
     micro_steps = run.loader.get(consumed)
-    totals = [(int((x.batch.labels != IGNORE).sum()), count_pairs(x.mask, x.batch)) for x in micro_steps]
+    totals = [(int((x.batch.labels != IGNORE).sum()), count_pairs(run.config.model, x.masks, x.batch)) for x in micro_steps]
     sums = torch.tensor(totals, device="cpu").sum(0)
     dist.all_reduce(sums, group=run.mesh.dp.get_group())
     rank, ready = run.mesh.sequence.get_local_rank(), list[ReadyMicroStep]()
-    for batch, mask, layout, plan in micro_steps:
+    for batch, masks, layout, plans in micro_steps:
         shard = Shard.of(batch, layout, rank, run.device)
         if run.graphs is not None:
-            ready.append(ReadyMicroStep(mask, layout, shard, packed=run.graphs.pack(mask, layout, plan)))
+            ready.append(ReadyMicroStep(masks, layout, shard, packed=run.graphs.pack(masks, layout, plans)))
         else:
-            ready.append(ReadyMicroStep(mask, layout, shard, plan and plan.to(run.device)))
+            ready.append(ReadyMicroStep(masks, layout, shard, [plan.to(run.device) for plan in plans]))
     run.prepared.clear()
     run.prepared[consumed] = ReadyStep(ready, *sums.tolist())
     return run.prepared[consumed]
@@ -175,31 +176,31 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
     """
     start = time.perf_counter()
     if run.graphs is None:
-        plan = get_plan(current.mask, current.layout.whole, run.mesh.ring.get_local_rank(), run.device)
-        run.loader.learn(plan.requests())
+        where = current.layout.whole, run.mesh.ring.get_local_rank(), run.device
+        run.loader.learn([get_plan(mask, *where).requests() for mask in current.masks.values()])
     prepare_step(run, consumed)
     is_busy = run.device.type == "cuda" and not torch.cuda.current_stream().query()
     return 0.0 if is_busy else time.perf_counter() - start
 
 
-def count_pairs(mask: Mask, batch: Batch) -> int:
-    """Return the number of (query, key) pairs that the mask allows, summed over the sequences of the batch."""
-    pairs = mask.pairs(batch.tokens.shape[1])
-    # Without documents, `pairs` has one entry for all sequences.
-    return sum(pairs) * (len(batch.tokens) // len(pairs))
+def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
+    """Return the number of (query, key) pairs that the masks allow, summed over the layers and the sequences of the batch."""
+    pairs = {window: mask.pairs(batch.tokens.shape[1]) for window, mask in masks.items()}
+    # Without documents, there is one number for all sequences.
+    return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)
 
 
 def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor:
     """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`."""
-    mask, layout, shard, plan, packed = micro_step
+    masks, layout, shard, plans, packed = micro_step
     if run.graphs is not None:
         return run.graphs.compute_loss(shard.tokens, shard.positions, shard.labels, packed) / num_valid
-    if plan is not None:
+    for plan in plans:
         add_plan(plan)
     finish = partial(
         cross_entropy, labels=shard.labels, vocab_size=run.tokenizer.vocab_size, num_valid=num_valid, compiled=run.compiled
     )
-    attend = attention(run.config, run.mesh, mask, layout, training=True, recompute=run.recomputed_blocks > 0)
+    attend = attention(run.config, run.mesh, masks, layout, training=True, recompute=run.recomputed_blocks > 0)
     return run.model(shard.tokens, shard.positions, attend, finish)
 
 
@@ -223,11 +224,11 @@ def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
         yield batch
 
 
-def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
+def forward(run: InferenceRun, batch: Batch, masks: Masks, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
     """Return `loss_fn(hidden, head, labels=labels)` of this rank's tokens of a batch, outside of a training step.
 
     `hidden` are the last hidden states, and `head` is the weight of the output head.
     """
     shard = Shard.of(batch, layout, run.mesh.sequence.get_local_rank(), run.device)
-    attend = attention(run.config, run.mesh, mask, layout, training=False)
+    attend = attention(run.config, run.mesh, masks, layout, training=False)
     return run.model(shard.tokens, shard.positions, attend, partial(loss_fn, labels=shard.labels))

@@ -17,7 +17,7 @@ class PlanSlots:
 
     Attributes:
         requests: the choices and tables that the passes have requested from `plan`.
-        plan: the plan to capture with `rank_plan.use_plan`.
+        plan: the plan to capture with `rank_plan.use_plans`.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

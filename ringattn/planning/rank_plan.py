@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -359,21 +359,24 @@ def add_plan(plan: Plan) -> None:
 
 
 @contextmanager
-def use_plan(plan: Plan) -> Generator[None]:
-    """Make all calls in this context use `plan`, regardless of their masks and layouts, so that a CUDA graph captures it."""
+def use_plans(plans: Sequence[Plan]) -> Generator[None]:
+    """Make each call in this context use the plan that has its `Mask.reach`, regardless of its documents and its layout, so
+    that a CUDA graph captures the plans.
+    """
     global _forced
-    _forced = plan
+    _forced = {plan.mask.reach: plan for plan in plans}
     try:
         yield
     finally:
-        _forced = None
+        _forced = {}
 
 
-def forced_plan() -> Plan | None:
-    return _forced
+def forced_plan(reach: tuple[int, int]) -> Plan | None:
+    """Return the plan of `use_plans` for a call, or None outside of this context."""
+    return _forced[reach] if _forced else None
 
 
-_forced: Plan | None = None  # shared by all threads, because a backward pass runs in a thread of autograd
+_forced: dict[tuple[int, int], Plan] = {}  # shared by all threads, because a backward pass runs in a thread of autograd
 
 
 @lru_cache(maxsize=4)

@@ -4,7 +4,7 @@ All-to-alls have U ranks, and rings have R ranks. As in `ringattn.planning.cost_
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def best_ulysses_degree(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask,
+    layers: Mapping[Mask, int],
     ranks: int,
     host: int,
     near: Interconnect,
@@ -73,7 +73,7 @@ def best_ulysses_degree(
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"
             device.
-        mask: which keys each query may attend to. Without documents, a long sequence is planned as a shorter one.
+        layers: the number of layers with each mask. Without documents, a long sequence is planned as a shorter one.
         ranks: U x R.
         host: the number of ranks per host. The ranks of a host, and the ranks of an all-to-all, have consecutive numbers.
         near, far: the interconnect inside a host, and between hosts.
@@ -84,8 +84,11 @@ def best_ulysses_degree(
     if ranks > MAX_PLANNED_RANKS:
         inside = [u for u in candidates if min(ranks, host) % u == 0]
         return min(inside, key=lambda u: bytes_per_row(q, k, v, u, ranks // u))
-    options = dict(mask=mask, ranks=ranks, host=host, near=near, far=far, layout=layout, schedule=schedule)
-    seconds = {u: sum(attention_seconds(q, k, v, ulysses=u, **options)) for u in candidates}
+    options = dict(layers=layers, ranks=ranks, host=host, near=near, far=far, layout=layout, schedule=schedule)
+    seconds = {
+        u: sum(count * sum(attention_seconds(q, k, v, mask=mask, ulysses=u, **options)) for mask, count in layers.items())
+        for u in candidates
+    }
     return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
 
 
@@ -95,6 +98,7 @@ def attention_seconds(
     v: Tensor,
     *,
     mask: Mask,
+    layers: Mapping[Mask, int],
     ranks: int,
     ulysses: int,
     host: int,
@@ -103,14 +107,17 @@ def attention_seconds(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> tuple[float, float]:
-    """Return the predicted seconds of a forward and of a backward pass. Arguments as for `best_ulysses_degree`."""
+    """Return the predicted seconds of a forward and of a backward pass of one layer with `mask`, which is one of `layers`.
+
+    Other arguments as for `best_ulysses_degree`.
+    """
     joined, host = (near, ranks) if ranks <= host else (far, host)
     key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], ulysses)
     rows = q.shape[0] * q.shape[1] * ulysses // ranks
     chunks = head_chunks_for_overlap(rows, q.shape[2] // ulysses, key_heads // ulysses) if ulysses > 1 else 1
     shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
     *chunk, out = [q.new_empty(q.shape[0], 1, n // (ulysses * chunks), d, device="meta") for n, d in shapes]
-    attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // ulysses), joined, schedule)
+    attention = _ring_seconds(chunk, mask, layers, (layout, q.shape[1], ranks // ulysses), joined, schedule)
     bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
     all_to_all = all_to_all_seconds(bytes_to_each, ulysses, host, near, far)
     forward, backward = (chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
@@ -132,21 +139,25 @@ def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
 
 
 def _ring_seconds(
-    chunk: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Interconnect, schedule: str
+    chunk: Sequence[Tensor],
+    mask: Mask,
+    layers: Mapping[Mask, int],
+    ring: tuple[str, int, int],
+    joined: Interconnect,
+    schedule: str,
 ) -> tuple[float, ...]:
     """Return the seconds of both passes of a chunk (q, k, v). `ring` is (kind of layout, number of positions, number of ranks).
+    Other arguments as for `attention_seconds`.
 
     A long sequence without documents is planned as a shorter one.
     """
     kind, seq_len, ranks = ring
-    length = seq_len if mask.totals else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
+    length = seq_len if any(x.totals for x in layers) else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
     scale = seq_len / length
-    # The share of pairs within the window does not change.
-    if not mask.totals:
-        left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)
-        mask = Mask(window=(left, right))
-    layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
-    plan = Plan(mask, layout, 0, torch.device("cpu"))
+    scaled = {x: _scale(x, scale) for x in layers}
+    balanced = {scaled[x]: count for x, count in layers.items()}
+    layout = balanced_layout(balanced, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
+    plan = Plan(scaled[mask], layout, 0, torch.device("cpu"))
     names = ("kv", "state") if schedule == "auto" else (schedule,)
     seconds: list[float] = []
     q, k, v = chunk
@@ -156,3 +167,11 @@ def _ring_seconds(
         hops = min(max(sum(hop.seconds + overhead for hop in hops) for hops in by_rank) for by_rank in costs)
         seconds.append(hops + plan.merge_bytes(work) * MERGE_FLOPS_PER_BYTE[work.direction] / joined.flops)
     return tuple(seconds)
+
+
+def _scale(mask: Mask, scale: float) -> Mask:
+    """Return the mask of a sequence that is shorter by `scale`, in which the share of pairs within the window is the same."""
+    if scale == 1:
+        return mask
+    left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)
+    return Mask(window=(left, right))

@@ -291,7 +291,9 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)
         mask, (near, far) = layer.scaled_mask(1.0), cluster.interconnects(flops)
         ranks = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
-        best = ulysses_degree.best_ulysses_degree(q, k, k, mask=mask, layout=layer.layout, schedule=layer.schedule, **ranks)
+        best = ulysses_degree.best_ulysses_degree(
+            q, k, k, layers={mask: 1}, layout=layer.layout, schedule=layer.schedule, **ranks
+        )
         return replace(layer, ulysses=best)
     if not text.isdecimal():
         raise ValueError(f"--ulysses {text}: must be a number of ranks or 'auto'")

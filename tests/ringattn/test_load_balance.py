@@ -93,6 +93,19 @@ def test_the_simplest_of_equally_good_layouts_is_chosen() -> None:
     assert balanced_layout(Mask.causal(), 1, 4) == Layout.contiguous(1, 4)
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_work_of_several_masks_is_balanced_separately(ranks: int) -> None:
+    """Three layers with a window and one without. Ranks wait for each other in every layer, so the busiest rank counts."""
+    for seed in range(20):
+        layers = {Mask.causal(window, packing(seed)): count for window, count in ((1024, 3), (None, 1))}
+        tiles = {mask: work(mask, balanced_layout(layers, S, ranks)) for mask in layers}
+        busiest = sum(count * tiles[mask].sum(1).max() for mask, count in layers.items())
+        mean = sum(count * tiles[mask].sum() / ranks for mask, count in layers.items())
+        assert busiest <= 1.05 * mean, seed
+    mask = Mask.causal(documents=packing(1))
+    assert balanced_layout({mask: 3}, S, ranks) == balanced_layout(mask, S, ranks)
+
+
 def test_work_of_batch_entries_is_added() -> None:
     """One layout serves all batch entries, so their work is balanced in total."""
     packings = [packing(1), packing(2)]
@@ -121,6 +134,10 @@ def test_invalid_arguments_raise_an_error() -> None:
         balanced_layout(Mask.causal(documents=[7]), 8, 2)
     with pytest.raises(ValueError, match=r"ranks=0: .*at least 1"):
         balanced_layout(Mask.causal(), 8, 0)
+    with pytest.raises(ValueError, match="number of layers with a mask=0"):
+        balanced_layout({Mask.causal(): 0}, 8, 2)
+    with pytest.raises(ValueError, match=r"mask=\{\}"):
+        balanced_layout({}, 8, 2)
     for wrong, kind in ((None, "NoneType"), ([5, 3], "list")):
         with pytest.raises(ValueError, match=f"mask is a {kind}"):
             balanced_layout(wrong, 8, 2)

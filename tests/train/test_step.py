@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from ringattn import Mask
 from ringattn.train import preemption, step
 from ringattn.train import setup as run_setup
-from ringattn.train.data.loader import AheadLoader, Loader, choose_layout, mask_of
+from ringattn.train.data.loader import AheadLoader, Loader, choose_layout, masks_of
 from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
@@ -132,7 +132,7 @@ def test_auto_layout_depends_on_the_documents():
     config = Config(data=DataConfig(seq_len=4096), parallel=ParallelConfig(layout="auto"))
     layouts = {}
     for lengths in ([2048, 2048], [3000, 1096], [4096]):
-        layout = choose_layout(config, MeshShape(1, 2, 2), Mask.causal(documents=lengths))
+        layout = choose_layout(config, MeshShape(1, 2, 2), causal_masks(config.model, lengths))
         assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
         layouts[layout.name] = lengths
     assert layouts == {"contiguous/2": [2048, 2048], "assigned-128/2": [3000, 1096], "zigzag/2": [4096]}
@@ -141,14 +141,22 @@ def test_auto_layout_depends_on_the_documents():
 def test_mask_uses_the_settings():
     """Documents limit attention only if `data.mask_documents` is true; the window always does."""
     batch = Batch(torch.zeros(1, 4), torch.zeros(1, 4), ((3, 1),))
-    config = Config(model=ModelConfig(window=2))
-    assert step.count_pairs(mask_of(config, batch), batch) == 1 + 2 + 2 + 1
+    config = Config(model=ModelConfig(layers=1, window=2))
+    assert step.count_pairs(config.model, masks_of(config, batch), batch) == 1 + 2 + 2 + 1
     config = with_settings(config, {"data.mask_documents": False})
-    assert step.count_pairs(mask_of(config, batch), batch) == 1 + 2 + 2 + 2
+    assert step.count_pairs(config.model, masks_of(config, batch), batch) == 1 + 2 + 2 + 2
 
 
 def test_pairs_are_counted_for_every_sequence():
     """A mask without documents applies to all sequences of a batch."""
     batch = Batch(torch.zeros(2, 4), torch.zeros(2, 4), ((4,), (3, 1)))
-    assert step.count_pairs(Mask.causal(), batch) == 2 * 10
-    assert step.count_pairs(Mask.causal(documents=batch.documents), batch) == 10 + 7
+    model = ModelConfig(layers=1)
+    assert step.count_pairs(model, causal_masks(model), batch) == 2 * 10
+    assert step.count_pairs(model, causal_masks(model, batch.documents), batch) == 10 + 7
+
+
+def test_pairs_of_all_layers_are_counted():
+    """Three sliding layers with 7 pairs, and two full layers with 10 pairs."""
+    model = ModelConfig(layers=5, window=2, layer_types=["sliding", "full"])
+    batch = Batch(torch.zeros(1, 4), torch.zeros(1, 4), ((4,),))
+    assert step.count_pairs(model, causal_masks(model), batch) == 3 * 7 + 2 * 10

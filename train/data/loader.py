@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +34,10 @@ from typing import IO, Any, NamedTuple
 import torch
 
 import ringattn
-from ringattn import Layout, Mask
+from ringattn import Layout
 from ringattn.planning.rank_plan import Plan, Requests
 from ringattn.train.data.batch import Batch
-from ringattn.train.parallel.mesh import MeshShape, choose_layout
+from ringattn.train.parallel.mesh import Masks, MeshShape, causal_masks, choose_layout
 from ringattn.train.settings.config import Config
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
@@ -64,9 +64,9 @@ class MicroStep(NamedTuple):
     """The inputs of one rank in one micro-step."""
 
     batch: Batch
-    mask: Mask
+    masks: Masks
     layout: Layout
-    plan: Plan | None = None  # on the CPU; None if the first attention call creates the plan
+    plans: Sequence[Plan] = ()  # one per mask, on the CPU; empty if the first attention call creates the plan
 
 
 @dataclass(frozen=True)
@@ -103,26 +103,26 @@ class Preparation:
         starts = [consumed + (self.dp + step * self.shape.dp) * trainer.batch_size for step in range(trainer.accumulate)]
         return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
 
-    def prepare(self, consumed: int, requests: Requests | None = None) -> list[MicroStep]:
-        """Return the micro-steps of one step. If `requests` is given, plan the attention of masks with documents.
+    def prepare(self, consumed: int, requests: Sequence[Requests] | None = None) -> list[MicroStep]:
+        """Return the micro-steps of one step. With `requests`, one per mask, plan the attention of masks with documents.
 
         A mask without documents is the same in all steps, so the first step creates its plan.
         """
         micro_steps = []
         for batch in self.batches(consumed):
-            mask = mask_of(self.config, batch)
-            layout = choose_layout(self.config, self.shape, mask)
-            plan = None
-            if requests is not None and mask.documents is not None:
-                plan = Plan(mask, layout.whole, self.ring, torch.device("cpu"), self.is_fixed)
-                plan.prepare(requests)
-            micro_steps.append(MicroStep(batch, mask, layout, plan))
+            masks = masks_of(self.config, batch)
+            layout, plans = choose_layout(self.config, self.shape, masks), list[Plan]()
+            if requests is not None and self.config.data.mask_documents:
+                for mask, requested in zip(masks.values(), requests, strict=True):
+                    plans.append(Plan(mask, layout.whole, self.ring, torch.device("cpu"), self.is_fixed))
+                    plans[-1].prepare(requested)
+            micro_steps.append(MicroStep(batch, masks, layout, plans))
         return micro_steps
 
 
-def mask_of(config: Config, batch: Batch) -> Mask:
-    """Return the causal mask of a batch. The settings determine its sliding window and its documents."""
-    return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
+def masks_of(config: Config, batch: Batch) -> Masks:
+    """Return the causal masks of a batch. The settings determine their windows and their documents."""
+    return causal_masks(config.model, batch.documents if config.data.mask_documents else None)
 
 
 class Loader:
@@ -148,8 +148,8 @@ class Loader:
         """
         return self.preparation.prepare(consumed)
 
-    def learn(self, requests: Requests) -> None:
-        """Record the schedules and tables that a step has requested from its plan. Later steps request the same ones."""
+    def learn(self, requests: Sequence[Requests]) -> None:
+        """Record the schedules and tables that a step has requested from each plan. Later steps request the same ones."""
 
     def close(self) -> None:
         """End the loader process, if there is one."""
@@ -160,7 +160,7 @@ class AheadLoader(Loader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._requests: Requests | None = None
+        self._requests: Sequence[Requests] | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
         # One thread is enough for the small arrays. The process must find the package at the same path, and must not import
         # modules from the current directory.
@@ -182,7 +182,7 @@ class AheadLoader(Loader):
         super().begin(preparation)
         self._send(preparation)
 
-    def learn(self, requests: Requests) -> None:
+    def learn(self, requests: Sequence[Requests]) -> None:
         self._requests = requests
 
     def close(self) -> None:

@@ -72,10 +72,12 @@ def stream(
     ranks, rank = group.size(), group.rank()
     tokens = [tokenizer.bos, *prompt]
     layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
-    options = dict(layout=layout, mask=Mask.causal(model.config.window), group=group, backend=run.config.parallel.kernel)
+    options = dict(layout=layout, group=group, backend=run.config.parallel.kernel)
     options |= dict(precision=run.config.trainer.attention_precision(training=False))
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
-    attend: list[Attend] = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
+    masks = [Mask.causal(window) for window in model.config.windows]
+    layers = zip(caches, masks, strict=True)
+    attend: list[Attend] = [partial(_attend_with_cache, cache=cache, mask=mask, **options) for cache, mask in layers]
     inputs, positions = layout.shard(torch.tensor([tokens], device="cpu"), rank), layout.positions(rank)
     logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
     generator = torch.Generator("cpu").manual_seed(seed)

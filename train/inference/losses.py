@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from datasets.utils import tqdm
 
-from ringattn import Mask
 from ringattn.train.data.targets import Targets
 from ringattn.train.model.loss import token_losses
-from ringattn.train.parallel.mesh import choose_layout
+from ringattn.train.parallel.mesh import causal_masks, choose_layout
 from ringattn.train.reports.loss_results import Losses, to_metrics
 from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, until_stopped
@@ -43,9 +42,9 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
         starts = tqdm(starts, desc="evaluate", unit=" batches")
     for start in until_stopped(run, starts):
         batch, groups = targets.batch(range(start, start + size))
-        mask = Mask.causal(run.config.model.window, batch.documents)
-        layout = choose_layout(run.config, run.mesh.shape, mask)
-        losses = forward(run, batch, mask, layout, loss_fn).double().flatten()
+        masks = causal_masks(run.config.model, batch.documents)
+        layout = choose_layout(run.config, run.mesh.shape, masks)
+        losses = forward(run, batch, masks, layout, loss_fn).double().flatten()
         groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device).flatten()
         sums.index_add_(0, groups, torch.stack([losses, torch.ones_like(losses)], 1))
     dist.all_reduce(sums)

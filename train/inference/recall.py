@@ -9,7 +9,7 @@ import torch.distributed as dist
 from datasets.utils import tqdm
 from torch import Tensor
 
-from ringattn.train.data.loader import mask_of
+from ringattn.train.data.loader import masks_of
 from ringattn.train.data.recall import NUM_POSITIONS, grid_batch
 from ringattn.train.model.loss import CHUNK, IGNORE
 from ringattn.train.parallel.mesh import choose_layout
@@ -57,8 +57,8 @@ def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
     for start in until_stopped(run, range(offset, offset + count, dp.size() * batch_size)):
         batch, positions = grid_batch(length, range(start, start + batch_size))
         batch.labels[max(count - start, 0) :] = IGNORE
-        mask = mask_of(run.config, batch)
-        counts = forward(run, batch, mask, choose_layout(run.config, run.mesh.shape, mask), count_fn)
+        masks = masks_of(run.config, batch)
+        counts = forward(run, batch, masks, choose_layout(run.config, run.mesh.shape, masks), count_fn)
         sums.index_add_(0, positions.to(run.device), counts)
     dist.all_reduce(sums)
     return sums

@@ -60,13 +60,17 @@ class TokenStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _run(self) -> Tensor:
-        # All layers use the same bounds, so they are computed once per step.
-        hi = (self.position + 1).int()[None]
-        window, capacity = self.model.config.window, self.caches[0].capacity
-        # A window may exceed int32.
-        lo = torch.zeros_like(hi) if window is None else (hi - min(window, capacity)).clamp(min=0)
-        attend = [partial(self._attend, cache=cache, bounds=(lo, hi)) for cache in self.caches]
+        # Layers with the same window use the same bounds, so they are computed once per step.
+        windows = self.model.config.windows
+        bounds = {window: self._bounds(window) for window in windows}
+        attend = [partial(self._attend, cache=x, bounds=bounds[w]) for x, w in zip(self.caches, windows, strict=True)]
         return self.model(self.token, self.position, attend, self.finish)
+
+    def _bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
+        hi = (self.position + 1).int()[None]
+        # A window may exceed int32.
+        lo = torch.zeros_like(hi) if window is None else (hi - min(window, self.caches[0].capacity)).clamp(min=0)
+        return lo, hi
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, bounds: tuple[Tensor, Tensor]) -> Tensor:
         cache.append(k, v, rows=self.position)

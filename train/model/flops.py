@@ -2,7 +2,7 @@
 
 A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of the forward pass. The FLOPs of a step are
 
-    6 * weights * tokens  +  12 * head_dim * heads * layers * pairs
+    6 * weights * tokens  +  12 * head_dim * heads * pairs of all layers
 
 Recomputation, and (query, key) pairs that the mask forbids, do not count.
 """
@@ -36,10 +36,10 @@ def matmul_parameters(model: GPT) -> int:
 def step_flops(model: GPT, tokens: int, pairs: int) -> int:
     """Return the model FLOPs of an optimizer step on all ranks together.
 
-    `pairs` is the number of (query, key) pairs that the mask allows among the `tokens`, in one head of one layer.
+    `pairs` is the number of (query, key) pairs that the masks of all layers allow among the `tokens`, in one head.
     """
     config = model.config
-    return 6 * matmul_parameters(model) * tokens + 12 * config.resolved_head_dim * config.heads * config.layers * pairs
+    return 6 * matmul_parameters(model) * tokens + 12 * config.resolved_head_dim * config.heads * pairs
 
 
 def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:

@@ -8,6 +8,7 @@ schedules (`Plan.is_fixed`), whose tables are copied to the memory of the graph 
 (`ringattn.planning.plan_slots`).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from ringattn.comm import connect
 from ringattn.kernels.validation import MAX_HEAD_DIM
 from ringattn.load_balance import MAX_CHUNKS, TILE, always_has_equal_shards
 from ringattn.planning.plan_slots import PlanSlots
-from ringattn.planning.rank_plan import Plan, use_plan
+from ringattn.planning.rank_plan import Plan, use_plans
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.mesh import Mesh, MeshShape, attention, choose_layout
+from ringattn.train.parallel.mesh import Masks, Mesh, MeshShape, attention, causal_masks, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
 # If the matrix products of a block have fewer FLOPs (1.5 ms on an H100), the host may limit the speed.
@@ -121,21 +122,21 @@ class ModelGraphs:
         device: the device of this rank.
 
     Attributes:
-        slots: the memory of the plan of attention.
+        slots: the memory of the plan of attention under each mask.
         uncounted_bytes: memory that only replays use, which torch has reserved but does not count as allocated.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
         batch, dtype = config.trainer.batch_size, torch.bfloat16 if bf16 else torch.float32
-        # Every later mask has the same shape as this mask of one document per sequence.
+        # All later masks have the same shapes as these masks of one document per sequence.
         documents = [[config.data.seq_len]] * batch if config.data.mask_documents else None
-        mask = Mask.causal(config.model.window, documents)
-        layout = choose_layout(config, mesh.shape, mask)
+        masks = causal_masks(config.model, documents)
+        layout = choose_layout(config, mesh.shape, masks)
         self._model = model
         self._rows = [layout.rows(rank) for rank in range(layout.ranks)]
         owners = ((key, *key.rpartition(".")[::2]) for key, _ in model.named_parameters())
         self._parameters = {f"model.{key}": (model.get_submodule(owner), name) for key, owner, name in owners}
-        attend = attention(config, mesh, mask, layout, training=True)
+        attend = attention(config, mesh, masks, layout, training=True)
         options = {"vocab_size": vocab_size, "num_valid": 1, "compiled": True}
         whole = _WithoutHooks(model)
 
@@ -150,22 +151,23 @@ class ModelGraphs:
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
         inputs = tokens, positions, tokens.clone(), *parameters
         self._ring_rank = mesh.ring.get_local_rank()
-        plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
+        plans = [Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True) for mask in masks.values()]
         with torch.autograd.set_multithreading_enabled(False):
-            with use_plan(plan):
-                # The first call connects the ranks, compiles the kernels and requests all tables of the plan. The autograd
+            with use_plans(plans):
+                # The first call connects the ranks, compiles the kernels and requests all tables of the plans. The autograd
                 # nodes of its parameters belong to its stream, so this call uses copies.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
-            self.slots = PlanSlots(plan, device)
+            self.slots = [PlanSlots(plan, device) for plan in plans]
             unused = _unused_bytes(device)
-            with use_plan(self.slots.plan):
+            with use_plans([slots.plan for slots in self.slots]):
                 self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs)
         self.uncounted_bytes = _unused_bytes(device) - unused
         self._copies = [x.detach() for x in parameters]
         if documents is None:
-            # All steps have this mask.
-            self.slots.write(self.slots.pack(self._plan(mask, layout)))
+            # All steps have these masks.
+            for slots, mask in zip(self.slots, masks.values(), strict=True):
+                slots.write(slots.pack(self._plan(mask, layout)))
         object.__setattr__(model, "replay", self._replay)
         register_fsdp_forward_method(model, "replay")
         axes = (mesh.ring, config.parallel.route == "relay"), (mesh.ulysses, False)
@@ -173,24 +175,27 @@ class ModelGraphs:
         self._watchdogs = [connect.connect(name, device, relays=relays).watchdog for name, relays in groups]
         self._hops: list[tuple[Any, Any]] = []
 
-    def pack(self, mask: Mask, layout: Layout, plan: Plan | None) -> Tensor | None:
-        """Return the plan of attention in the format of `compute_loss`, or None if the mask has no documents.
+    def pack(self, masks: Masks, layout: Layout, plans: Sequence[Plan]) -> list[Tensor]:
+        """Return the plans of attention in the format of `compute_loss`, or nothing if the masks have no documents.
 
-        `plan` is a fixed plan on the CPU for this mask and layout, or None to compute one.
+        `plans` are fixed plans on the CPU for these masks and this layout, or empty to compute them.
         """
         assert [layout.rows(rank) for rank in range(layout.ranks)] == self._rows, "all layouts give the ranks equal shares"
-        return None if mask.documents is None else self.slots.pack(plan or self._plan(mask, layout))
+        if any(mask.documents is None for mask in masks.values()):
+            return []
+        plans = plans or [self._plan(mask, layout) for mask in masks.values()]
+        return [slots.pack(plan) for slots, plan in zip(self.slots, plans, strict=True)]
 
     def _plan(self, mask: Mask, layout: Layout) -> Plan:
         return Plan(mask, layout.whole, self._ring_rank, torch.device("cpu"), is_fixed=True)
 
-    def compute_loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, packed: Tensor | None) -> Tensor:
+    def compute_loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, packed: Sequence[Tensor]) -> Tensor:
         """Return the sum of the losses of all tokens of a rank, with a graph for the backward pass. Call `finish` afterwards.
 
         The arguments are the tokens of this rank, as in `ringattn.train.data.batch.Shard`, and the result of `pack`.
         """
-        if packed is not None:
-            self.slots.write(packed)
+        for slots, each in zip(self.slots, packed, strict=False):
+            slots.write(each)
         # Watchdogs do not see the hops of a graph, so they regard a whole micro-step as one hop.
         self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
         replay: Any = self._model.replay

@@ -89,9 +89,10 @@ def estimate(
     tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
     saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
-    # All layers share the fp32 cosines and sines, and the int64 tokens, labels and positions.
+    # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
+    rotary_dims = sum(rope.dim for rope in {model.layer(index).rope for index in range(model.layers)})
     blocks_saved = model.layers * saved - recomputed_blocks * (saved - checkpointed)
-    activations = tokens * (blocks_saved + 4 * model.resolved_head_dim + 24)
+    activations = tokens * (blocks_saved + 4 * rotary_dims + 24)
     # At its peak, a step computes the gradients of the last block.
     recomputed = tokens * (saved - checkpointed) if recomputed_blocks == model.layers else 0
     feed_forward = size * tokens * (2 * model.dim + 3 * model.resolved_ffn_dim)

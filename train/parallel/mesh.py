@@ -5,8 +5,10 @@ over the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-a
 """
 
 import os
+from collections import Counter
 from datetime import timedelta
 from functools import lru_cache, partial
+from math import gcd
 from typing import NamedTuple, cast
 
 import torch.distributed as dist
@@ -15,8 +17,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
+from ringattn.mask import Lengths
 from ringattn.train.model.gpt import Attend
-from ringattn.train.settings.config import Config
+from ringattn.train.settings.config import Config, ModelConfig
+
+Masks = dict[int | None, Mask]  # the mask of each window that a layer has
 
 # If the user has set this variable, its timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
@@ -61,38 +66,52 @@ class Mesh(NamedTuple):
         return MeshShape(self.dp.size(), self.ring.size(), self.ulysses.size())
 
 
-def choose_layout(config: Config, shape: MeshShape, mask: Mask) -> Layout:
-    """Return the layout of a sequence over the ranks of a ring, split among the ranks of an all-to-all."""
+def causal_masks(model: ModelConfig, documents: Lengths | None = None) -> Masks:
+    """Return the causal masks of all layers. `documents` as in `Mask.causal`."""
+    return {window: Mask.causal(window, documents) for window in model.windows}
+
+
+def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:
+    """Return the number of layers with each mask, divided by their greatest common divisor."""
+    counts = Counter(model.windows)
+    return {masks[window]: count // gcd(*counts.values()) for window, count in counts.items()}
+
+
+def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
+    """Return the layout of a sequence over the ranks of a ring, split among the ranks of an all-to-all.
+
+    All layers have the same layout. "auto" balances the work of all layers.
+    """
     kind, seq_len = config.parallel.layout, config.data.seq_len
-    whole = balanced_layout(mask, seq_len, shape.ring) if kind == "auto" else Layout(kind, seq_len, shape.ring)
-    return whole.split(shape.ulysses)
+    if kind == "auto":
+        return balanced_layout(count_layers(config.model, masks), seq_len, shape.ring).split(shape.ulysses)
+    return Layout(kind, seq_len, shape.ring).split(shape.ulysses)
 
 
-def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: bool, recompute: bool = False) -> Attend:
-    """Return a function that computes attention over the ranks that share a sequence.
+def attention(
+    config: Config, mesh: Mesh, masks: Masks, layout: Layout, training: bool, recompute: bool = False
+) -> list[Attend]:
+    """Return, for each layer, a function that computes attention over the ranks that share a sequence.
 
     Args:
         config: the settings.
         mesh: the mesh of all ranks.
-        mask, layout: the mask of a batch, and its layout over the ranks that share a sequence.
+        masks, layout: the masks of a batch, and its layout over the ranks that share a sequence.
         training: whether the attention belongs to a training step, see `trainer.fp8_attention`.
         recompute: whether the backward pass recomputes blocks, except for attention.
     """
-    return cast(
-        "Attend",
-        partial(
-            ulysses_attention,
-            layout=layout,
-            mask=mask,
-            ulysses_group=mesh.ulysses.get_group(),
-            ring_group=mesh.ring.get_group(),
-            schedule=config.parallel.schedule,
-            route=config.parallel.route,
-            backend=config.parallel.kernel,
-            precision=config.trainer.attention_precision(training),
-            recompute_all_to_all=recompute,
-        ),
+    attend = partial(
+        ulysses_attention,
+        layout=layout,
+        ulysses_group=mesh.ulysses.get_group(),
+        ring_group=mesh.ring.get_group(),
+        schedule=config.parallel.schedule,
+        route=config.parallel.route,
+        backend=config.parallel.kernel,
+        precision=config.trainer.attention_precision(training),
+        recompute_all_to_all=recompute,
     )
+    return [cast("Attend", partial(attend, mask=masks[window])) for window in config.model.windows]
 
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.

@@ -6,20 +6,19 @@ tests/train/parallel/test_prediction.py.
 """
 
 import re
-from collections.abc import Sequence
-from statistics import fmean
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from ringattn import Mask
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import EQUAL_TIMES, MAX_PLANNED_RANKS, attention_seconds
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.graphs import can_capture, uses_graphs
-from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.mesh import MeshShape, causal_masks, count_layers
 from ringattn.train.settings.config import Config, ConfigError
 
 # Matrix products reach this fraction of the peak: 690 of 989 TFLOP/s with the 1.44B model on two H200s.
@@ -59,6 +58,9 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 # Another mesh is mentioned if its predicted tokens/s are at least this many times as high.
 WORTH_MENTIONING = 1.05
 
+Shares = Mapping[int | None, float]
+NO_DOCUMENTS: Shares = {}
+
 
 class Gpu(NamedTuple):
     """The speed of a GPU."""
@@ -94,14 +96,15 @@ class Machine(NamedTuple):
         return memory.choose_recomputation(config, shape, self.vocab_size, self.bf16, self.compiled, self.device)
 
 
-def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float] = (1.0,)) -> float:
+def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> float:
     """Return the predicted seconds of an optimizer step.
 
     Args:
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
         shape: the numbers of ranks, which may differ from those of the settings.
         machine: the ranks of the job.
-        shares: for some sequences, the number of (query, key) pairs that the mask allows, relative to a single document.
+        shares: by the window of a layer, the number of (query, key) pairs that the mask allows in a mean sequence, relative to
+            a single document; 1 for windows that are left out.
     """
     model, trainer, gpu = config.model, config.trainer, machine.gpu
     recomputed, _ = machine.recomputes(config, shape)
@@ -113,10 +116,11 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     vocab = head * (1 if model.tie_embeddings else 2)
 
     matmul = tokens * ((6 + 2 * share_recomputed) * blocks + 6 * head) / gpu.matmul
-    share = fmean(shares)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
-    attention = share * model.layers * sum(_attention_seconds(config, shape, machine))
-    if share < 1:
-        attention /= DOCUMENT_EFFICIENCY
+    attention = 0.0
+    for window, count in Counter(model.windows).items():
+        share = shares.get(window, 1.0)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
+        seconds = share * count * sum(_attention_seconds(config, shape, machine, window))
+        attention += seconds / DOCUMENT_EFFICIENCY if share < 1 else seconds
     per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * model.resolved_ffn_dim
     elements = model.layers * per_layer * (1 + share_recomputed / 3) + 6 * logits_dim
     gathers = 2 if memory.reshard_after_forward(model, machine.bf16) else 1
@@ -154,7 +158,7 @@ def num_micro_steps(config: Config, shape: MeshShape) -> int:
     return trainer.tokens_per_step // (config.data.seq_len * trainer.batch_size * shape.dp)
 
 
-def tokens_per_second(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float] = (1.0,)) -> float:
+def tokens_per_second(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> float:
     """Return the predicted tokens/s of all ranks together. Arguments as in `step_seconds`."""
     sequences = config.trainer.batch_size * shape.dp * num_micro_steps(config, shape)
     return sequences * config.data.seq_len / step_seconds(config, shape, machine, shares)
@@ -202,7 +206,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
     return min((shape for shape in fitting if EQUAL_TIMES * speeds[shape] >= max(speeds.values())), key=lambda x: x.ulysses)
 
 
-def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float]) -> str:
+def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
     """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
 
     Only one of them has as many data-parallel ranks as `shape`.
@@ -236,16 +240,17 @@ def describe_shape(shape: MeshShape) -> str:
     return (f"{shape.dp} data-parallel groups, each {group}" if shape.dp > 1 else group) + f" ({settings})"
 
 
-def _attention_seconds(config: Config, shape: MeshShape, machine: Machine) -> tuple[float, float]:
-    """Return the predicted seconds of the forward and the backward pass of one attention layer, without documents."""
-    model = config.model
+def _attention_seconds(config: Config, shape: MeshShape, machine: Machine, window: int | None) -> tuple[float, float]:
+    """Return the predicted seconds of the forward and the backward pass of one layer with this window, without documents."""
+    model, masks = config.model, causal_masks(config.model)
     sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
     q = torch.empty(sizes, dtype=torch.bfloat16 if machine.bf16 else torch.float32, device="meta")
     k = q[:, :, : model.kv_heads]
     near, far = (interconnect(*link, flops=machine.gpu.attention) for link in (("nvlink", True), ("nccl", False)))
     return attention_seconds(
         *(q, k, k),
-        mask=Mask.causal(model.window),
+        mask=masks[window],
+        layers=count_layers(model, masks),
         ranks=shape.sequence,
         ulysses=shape.ulysses,
         host=machine.ranks_per_host,

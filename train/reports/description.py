@@ -5,6 +5,7 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ringattn.train.checkpoint import huggingface
 from ringattn.train.data.packing import PackedDataset
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory, prediction
-from ringattn.train.parallel.mesh import choose_layout
+from ringattn.train.parallel.mesh import causal_masks, choose_layout
 from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ FP8_DESCRIPTIONS = {
 def run_facts(run: Run) -> dict[str, Any]:
     """Return the properties of a run as values that JSON can represent."""
     config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
-    (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
+    pairs = sum(Mask.causal(window).pairs(seq_len)[0] for window in config.model.windows)
     return {
         "device": run.device.type,
         "device_name": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.machine(),
@@ -85,9 +86,10 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         data = f"generated sequences of {config.data.seq_len:,} tokens"
     rows = config.model.vocab_size or 0
     padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
+    kinds = f", layers {','.join(config.model.layer_types)}" if config.model.layer_types else ""
     entries: dict[str, Any] = {
         "directory": directory,
-        "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}{padding}",
+        "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}{padding}{kinds}",
         "data": f"{config.data.description}, {data}",
         "mesh": f"{mesh['data_parallel']} data-parallel x {mesh['ring']} ring x {mesh['ulysses']} Ulysses ranks "
         f"on {facts['device']}",
@@ -119,16 +121,18 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         log.info(f"{name:<12}{value}")
 
 
-def pair_shares(run: Run) -> list[float]:
-    """Return, for some sequences, the number of (query, key) pairs that the mask allows, relative to a single document."""
+def pair_shares(run: Run) -> prediction.Shares:
+    """Return, by window, the (query, key) pairs that a mask allows in some sequences, relative to a single document."""
     if not run.config.data.mask_documents:
-        return [1.0]
-    seq_len, window, count = run.config.data.seq_len, run.config.model.window, run.data.sequences_per_epoch
+        return prediction.NO_DOCUMENTS
+    seq_len, count = run.config.data.seq_len, run.data.sequences_per_epoch
     # The sequences are spread over the epoch, because neighbouring sequences may have a similar cost (`data.group_size`).
     numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
-    masks = (Mask.causal(window, run.data.batch([number]).documents) for number in numbers)
-    (full,) = Mask.causal(window).pairs(seq_len)
-    return [sum(mask.pairs(seq_len)) / full for mask in masks]
+    documents = [run.data.batch([number]).documents for number in numbers]
+    pairs = {
+        window: [sum(Mask.causal(window, x).pairs(seq_len)) for x in documents] for window in set(run.config.model.windows)
+    }
+    return {window: fmean(counts) / Mask.causal(window).pairs(seq_len)[0] for window, counts in pairs.items()}
 
 
 def communication_facts(run: Run) -> dict[str, Any]:
@@ -147,16 +151,21 @@ def communication_facts(run: Run) -> dict[str, Any]:
         return {"transport": connect(group, run.device).interconnect.name if group else None}
     connection = connect(mesh.ring.get_group().group_name, run.device, relays=parallel.route == "relay")
     joined = connection.interconnect.with_route(parallel.route)
-    mask = Mask.causal(run.config.model.window)
-    # This plan is not used for attention. It is on the CPU, so it needs no GPU memory.
-    plan = Plan(mask, choose_layout(run.config, mesh.shape, mask).whole, connection.rank, torch.device("cpu"))
+    masks, windows = causal_masks(run.config.model), run.config.model.windows
+    layout = choose_layout(run.config, mesh.shape, masks).whole
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
-    exposed = 0.0
-    for work in _attention_work(run, plan):
-        chosen = facts[f"schedule_{work.direction}"] = plan.choose_schedule(parallel.schedule, work, joined)
-        exposed += sum(max(hop.communication - hop.compute, 0) for hop in plan.costs(chosen, work, joined))
-    calls = run.config.model.layers * run.config.trainer.accumulate
-    return facts | {"predicted_exposed_communication_s_per_step": exposed * calls}
+    schedules, exposed = dict[str, list[str]](), 0.0
+    for window, mask in masks.items():
+        # This plan is not used for attention. It is on the CPU, so it needs no GPU memory.
+        plan = Plan(mask, layout, connection.rank, torch.device("cpu"))
+        for work in _attention_work(run, plan):
+            chosen = plan.choose_schedule(parallel.schedule, work, joined)
+            schedules.setdefault(work.direction, []).append(chosen)
+            hops = plan.costs(chosen, work, joined)
+            exposed += windows.count(window) * sum(max(hop.communication - hop.compute, 0) for hop in hops)
+    # If the schedules of sliding and full layers differ, both are listed in the order of the layers.
+    facts |= {f"schedule_{direction}": ", ".join(dict.fromkeys(names)) for direction, names in schedules.items()}
+    return facts | {"predicted_exposed_communication_s_per_step": exposed * run.config.trainer.accumulate}
 
 
 def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:

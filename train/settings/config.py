@@ -652,8 +652,6 @@ def _check_model(model: ModelConfig) -> Iterator[str]:
     if model.rope_scaling.startswith("yarn") and model.rope_theta <= 1:
         # YaRN divides by the logarithm of rope_theta, which must be positive.
         yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling={model.rope_scaling}: raise it"
-    if len(set(model.windows)) > 1 and (model.window is not None or not model.has_sliding_layer):
-        yield "sliding and full layers in one model are not supported yet: choose one of them in model.layer_types"
     if model.has_sliding_layer and model.window is None:
         yield "sliding layers in model.layer_types require model.window: set it to their number of keys"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:

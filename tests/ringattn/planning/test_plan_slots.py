@@ -10,7 +10,7 @@ from ringattn import Layout, Mask, balanced_layout, ring
 from ringattn.planning import rank_plan
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.plan_slots import PlanSlots
-from ringattn.planning.rank_plan import Plan, forced_plan, use_plan
+from ringattn.planning.rank_plan import Plan, forced_plan, use_plans
 from ringattn.planning.workload import backward_work, forward_work
 from tests.covering import every_pair
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks
@@ -70,19 +70,22 @@ def test_rings_with_fixed_plans_equal_one_rank(mask: str, schedule: str, all_pai
     """On a contiguous layout, some pairs of ranks have nothing to compute, but exchange their blocks anyway."""
     case, mask, layout = Case.random(96), masks(96)[mask], Layout.contiguous(96, ranks)
     with pytest.MonkeyPatch.context() as patch:
-        # Every simulated rank needs a plan of its own, whereas `use_plan` applies to all threads.
+        # Every simulated rank needs a plan of its own, whereas `use_plans` applies to all threads.
         patch.setattr(ring, "_cached_plan", lambda *key: Plan(mask, layout, key[-2], key[-1], is_fixed=True))
         got = case.on_ring(layout, mask, all_pairs, schedule=schedule)
     assert_close(got, case.unsharded(mask), 1e-10)
 
 
 def test_calls_use_the_plan_of_the_context() -> None:
-    """The plan has a window, and the mask of the call does not."""
-    case, window, layout = Case.random(24), Mask.causal(window=3), Layout.contiguous(24, 1)
-    with use_plan(Plan(window, layout, 0, CPU)):
-        got = case.on_ring(layout, Mask.causal())
-    assert_close(got, case.unsharded(window), 1e-10)
-    assert forced_plan() is None
-    with pytest.raises(KeyError), use_plan(Plan(window, layout, 0, CPU)):
-        raise KeyError
-    assert rank_plan.forced_plan() is None
+    """The plans have documents, and the masks of the calls do not. A call uses the plan that has its window."""
+    case, layout = Case.random(24), Layout.contiguous(24, 1)
+    masks = [Mask.causal(window, [10, 14]) for window in (3, None)]
+    plans = [Plan(mask, layout, 0, CPU) for mask in masks]
+    with use_plans(plans):
+        got = [case.on_ring(layout, Mask.causal(window)) for window in (3, None)]
+    for result, mask in zip(got, masks, strict=True):
+        assert_close(result, case.unsharded(mask), 1e-10)
+    assert forced_plan(masks[0].reach) is None
+    with pytest.raises(KeyError, match="9"), use_plans(plans):
+        forced_plan((9, 0))
+    assert rank_plan.forced_plan(masks[0].reach) is None

@@ -34,7 +34,7 @@ def best(ranks: int, seq_len: int = 65536, heads: int = 16, key_heads: int = 16,
     """Return `best_ulysses_degree` for H200s, eight per host, with bf16, D = 128 and a causal mask."""
     q, k = (torch.empty(1, seq_len, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads, key_heads))
     options = dict(host=8, near=NEAR, far=FAR) | options
-    return best_ulysses_degree(q, k, k, mask=mask or Mask.causal(), ranks=ranks, **options)
+    return best_ulysses_degree(q, k, k, layers={mask or Mask.causal(): 1}, ranks=ranks, **options)
 
 
 def test_one_host_uses_ulysses_unless_a_ring_is_faster() -> None:
@@ -70,7 +70,7 @@ def test_a_long_sequence_is_planned_as_a_short_one(monkeypatch: pytest.MonkeyPat
         seconds = []
         for positions in (2**15, 2**17):
             monkeypatch.setattr(ulysses_degree, "MAX_PLANNED_POSITIONS", positions)
-            seconds.append(ulysses_degree._ring_seconds((q, q, q), mask, (kind, 2**17, 4), NEAR, "auto"))
+            seconds.append(ulysses_degree._ring_seconds((q, q, q), mask, {mask: 1}, (kind, 2**17, 4), NEAR, "auto"))
         assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
 
 

@@ -1,5 +1,6 @@
 """Tests of the loader: which sequences a step reads, and that plans computed ahead equal plans computed on demand."""
 
+import itertools
 import os
 import queue
 import random
@@ -113,8 +114,12 @@ def test_a_copy_of_a_plan_is_aligned() -> None:
 
 
 def test_a_process_prepares_the_same_steps() -> None:
-    """Steps 0 to 5, then two steps that do not follow. From the fifth step on, attention is planned ahead."""
+    """Steps 0 to 5, then two steps that do not follow. From the fifth step on, attention is planned ahead, also of the layers
+    with another mask.
+    """
     (inline, ahead), config = (Loader(), AheadLoader()), preparation(seq_len=5000)
+    layers = {"model.layer_types": ["sliding", "full"], "model.window": 700}
+    config = replace(config, config=with_settings(config.config, layers))
     for each in (inline, ahead):
         each.begin(config)
     planned = []
@@ -125,14 +130,14 @@ def test_a_process_prepares_the_same_steps() -> None:
             assert b.batch.tokens.numpy().flags.aligned
             assert torch.equal(a.batch.tokens, b.batch.tokens)
             assert torch.equal(a.batch.labels, b.batch.labels)
-            assert (a.batch.documents, a.mask, a.layout) == (b.batch.documents, b.mask, b.layout)
-            on_demand = Plan(a.mask, a.layout.whole, 1, CPU)
-            use(on_demand, 2)
-            if b.plan is not None:
-                assert contents(on_demand) <= contents(b.plan)
-        planned.append(found[0].plan is not None)
-        ahead.learn(on_demand.requests())
-    assert planned == [False] * 4 + [True] * 4
+            assert (a.batch.documents, a.masks, a.layout) == (b.batch.documents, b.masks, b.layout)
+            on_demand = [Plan(mask, a.layout.whole, 1, CPU) for mask in a.masks.values()]
+            for plan, other in itertools.zip_longest(on_demand, b.plans):
+                use(plan, 2)
+                assert other is None or contents(plan) <= contents(other)
+        planned.append(len(found[0].plans))
+        ahead.learn([plan.requests() for plan in on_demand])
+    assert planned == [0] * 4 + [2] * 4
     ahead.close()
 
 
@@ -141,7 +146,7 @@ def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> No
     """A mask without documents is the same in all steps, so its plan is already known."""
     prepared = preparation(seq_len=100)
     prepared = replace(prepared, config=with_settings(prepared.config, {"data.mask_documents": mask_documents}))
-    assert all((step.plan is not None) == mask_documents for step in prepared.prepare(0, Requests((), ())))
+    assert all(len(step.plans) == mask_documents for step in prepared.prepare(0, [Requests((), ())]))
 
 
 def test_the_error_of_a_process_reaches_the_trainer() -> None:

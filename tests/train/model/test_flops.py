@@ -26,8 +26,8 @@ def test_only_weights_of_matrix_products_are_counted(tied):
 
 @pytest.mark.parametrize("head_dim", [4, None])
 def test_flops_of_a_step_equal_those_calculated_by_hand(head_dim):
-    tokens, pairs = 20, 2 * 10 * 11 // 2  # two sequences of ten tokens with causal attention
-    expected = 6 * (3 * LAYER + OUTPUT) * 20 + 12 * 4 * 2 * 3 * 110
+    tokens, pairs = 20, 3 * 2 * 10 * 11 // 2  # three layers, two sequences of ten tokens, with causal attention
+    expected = 6 * (3 * LAYER + OUTPUT) * 20 + 12 * 4 * 2 * 330
     assert step_flops(model(head_dim=head_dim), tokens, pairs) == expected == 300_480
 
 

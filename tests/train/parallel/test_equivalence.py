@@ -40,6 +40,11 @@ SLOW_MESHES = {
 RINGS = [1, 2, 4]
 
 
+def mixed(config: Config) -> Config:
+    """The settings with one sliding and one full layer."""
+    return with_settings(config, {"model.layer_types": ["sliding", "full-nope"], "model.window": 20})
+
+
 def prepare(directory: Path) -> None:
     """Prepare a rank for runs that use the cache in `directory`."""
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
@@ -61,6 +66,8 @@ def first_step(config: Config) -> dict:
 def write_first_steps(corpus: str, directory: Path, meshes: dict) -> None:
     prepare(directory)
     results = {name: first_step(job(corpus, dp, **settings)) for name, (dp, settings) in meshes.items()}
+    if meshes == MESHES:
+        results["mixed"] = first_step(mixed(job(corpus, 1, **MESHES["ring 2 x ulysses 2"][1])))
     if dist.get_rank() == 0:
         torch.save(results, directory / f"{len(meshes)}_meshes.pt")
 
@@ -112,6 +119,14 @@ def test_gradients_and_evaluations_equal_those_of_one_rank(mesh, first_steps, fi
     assert_equal_steps(first_steps[mesh], first_step_of_one_rank)
 
 
+def test_mixed_layers_have_the_gradients_and_evaluations_of_one_rank(corpus, directory, first_steps, first_step_of_one_rank):
+    with one_rank():
+        prepare(directory)
+        expected = first_step(mixed(job(corpus, 1, ring=1)))
+    assert_equal_steps(first_steps["mixed"], expected)
+    assert expected["losses"] != first_step_of_one_rank["losses"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", SLOW_MESHES)
 def test_gradients_and_evaluations_of_more_meshes_equal_those_of_one_rank(mesh, slow_first_steps, first_step_of_one_rank):
@@ -139,8 +154,10 @@ def write_runs(corpus: str, directory: Path) -> None:
     """Train with every ring that divides the number of ranks, and generate some text."""
     prepare(directory)
     ranks = dist.get_world_size()
-    for ring in (ring for ring in RINGS if ranks % ring == 0):
-        config, path = job(corpus, ranks // ring, ring=ring), directory / f"ranks{ranks}_ring{ring}"
+    jobs = {f"ring{ring}": job(corpus, ranks // ring, ring=ring) for ring in RINGS if ranks % ring == 0}
+    jobs["mixed"] = mixed(job(corpus, 1, ring=ranks))
+    for name, config in jobs.items():
+        path = directory / f"ranks{ranks}_{name}"
         trainer.train(config, path)
         tokens = [greedy_tokens(config, prompt) for prompt in ([], [65], list(range(40, 80)))]
         if dist.get_rank() == 0:
@@ -169,9 +186,9 @@ def losses(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", RINGS)
-def test_losses_of_twenty_steps_equal_those_of_one_rank(ring, runs):
-    expected, result = losses(runs / "ranks1_ring1"), losses(runs / f"ranks4_ring{ring}")
+@pytest.mark.parametrize("job", ["ring1", "ring2", "ring4", "mixed"])
+def test_losses_of_twenty_steps_equal_those_of_one_rank(job, runs):
+    expected, result = (losses(runs / name) for name in ("ranks1_mixed" if job == "mixed" else "ranks1_ring1", f"ranks4_{job}"))
     assert len(result) == STEPS
     assert expected[-1] < 0.8 * expected[0]
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
@@ -199,10 +216,9 @@ def test_evaluations_do_not_change_the_training(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", RINGS)
-def test_generated_text_equals_that_of_one_rank(ring, runs):
-    expected, result = (
-        json.loads((runs / name / "tokens.json").read_text()) for name in ("ranks1_ring1", f"ranks4_ring{ring}")
-    )
+@pytest.mark.parametrize("job", ["ring1", "ring2", "ring4", "mixed"])
+def test_generated_text_equals_that_of_one_rank(job, runs):
+    one_rank = "ranks1_mixed" if job == "mixed" else "ranks1_ring1"
+    expected, result = (json.loads((runs / name / "tokens.json").read_text()) for name in (one_rank, f"ranks4_{job}"))
     assert result == expected
     assert [len(tokens) for tokens in expected] == [8, 9, 48]

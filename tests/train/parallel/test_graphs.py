@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from ringattn import Mask
 from ringattn.planning.rank_plan import Plan
 from ringattn.train import setup, step
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.inference.losses import evaluate
 from ringattn.train.parallel import graphs, memory
-from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
 from tests.distributed import gpu_backend, run_ranks
 from tests.train.jobs import job, one_rank
 
 CUDA = torch.device("cuda", 0)
+LAYERS = ["sliding", "full-nope"]
 DEFAULT = ModelConfig(layers=4, dim=1024, heads=8, kv_heads=8, ffn_dim=2816, qk_norm=True)
 
 
@@ -113,7 +113,7 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
     """Without a GPU, the function that is captured is called directly. The mask has no documents, so it never changes."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
     config = job(corpus, 1)
-    config = with_settings(config, {"data.mask_documents": False, "trainer.accumulate": 1})
+    config = with_settings(config, {"data.mask_documents": False, "trainer.accumulate": 1, "model.layer_types": LAYERS})
     with one_rank():
         run = setup.build(config)
         ready = step.prepare_step(run, 0)
@@ -126,15 +126,18 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
             loss.backward()
             results.append((loss.item(), [x.grad.full_tensor() for x in run.model.parameters()]))
             run.model.zero_grad()
-        assert run.graphs.pack(micro_step.mask, micro_step.layout, None) is None
+        assert run.graphs.pack(micro_step.masks, micro_step.layout, []) == []
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     torch.testing.assert_close(results[0][1], results[1][1])
 
 
 def graph_job(corpus: str, wanted: bool) -> Config:
-    """Two layers on a GPU, with two micro-steps per step and several documents per sequence. Some programs have no work."""
+    """A sliding and a full layer on a GPU, with two micro-steps per step and several documents per sequence.
+
+    Some programs have no work.
+    """
     config = job(corpus, 1)
-    values = {"model": ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, qk_norm=True)}
+    values = {"model": ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, qk_norm=True, window=300, layer_types=LAYERS)}
     values |= {"data.path": str(Path(graphs.__file__).parents[1] / "*" / "*.py"), "data.seq_len": 4096, "optim.lr": 1e-3}
     trainer = {"device": "cuda", "cuda_graphs": wanted, "accumulate": 2, "steps": 4}
     return with_settings(config, values | {f"trainer.{name}": value for name, value in trainer.items()})
@@ -150,19 +153,19 @@ def losses_of(config: Config) -> list[float]:
 
 
 def test_a_plan_that_was_not_computed_ahead_is_computed(corpus, monkeypatch):
-    """Otherwise, a graph would use the documents of an earlier step."""
+    """Otherwise, a graph would use the documents of an earlier step. The two layers have different masks."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
-    config = job(corpus, 1)
+    config = with_settings(job(corpus, 1), {"model.layer_types": LAYERS})
     with one_rank():
         run = setup.build(config)
         run = replace(run, graphs=graphs.ModelGraphs(run.model, config, run.mesh, run.tokenizer.vocab_size, False, run.device))
         (micro_step, *_) = step.prepare_step(run, 0).micro_steps
-        mask, layout = micro_step.mask, micro_step.layout
-        assert micro_step.plan is None
-        plan = Plan(mask, layout.whole, 0, run.device, is_fixed=True)
-        assert torch.equal(micro_step.packed, run.graphs.pack(mask, layout, plan))
-        other = Mask.causal(config.model.window, [[20, config.data.seq_len - 20]])
-        assert not torch.equal(micro_step.packed, run.graphs.pack(other, layout, None))
+        masks, layout = micro_step.masks, micro_step.layout
+        assert list(micro_step.plans) == []
+        plans = [Plan(mask, layout.whole, 0, run.device, is_fixed=True) for mask in masks.values()]
+        other = causal_masks(config.model, [[20, config.data.seq_len - 20]])
+        packed = zip(micro_step.packed, run.graphs.pack(masks, layout, plans), run.graphs.pack(other, layout, []), strict=True)
+        assert [(torch.equal(a, b), torch.equal(a, c)) for a, b, c in packed] == [(True, False)] * 2
 
 
 @pytest.mark.gpu

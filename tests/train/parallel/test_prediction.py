@@ -69,7 +69,7 @@ def job(model: str, seq_len: int, tokens_per_step: int | None = None, recompute:
 )
 def test_predictions_are_close_to_measured_times(gpu, model, seq_len, shape, options, share, seconds, machine):
     shape = MeshShape(*shape)
-    predicted = prediction.step_seconds(job(model, seq_len, **options), shape, machine(gpu, shape.ranks), [share])
+    predicted = prediction.step_seconds(job(model, seq_len, **options), shape, machine(gpu, shape.ranks), {None: share})
     assert predicted == pytest.approx(seconds, rel=0.1)
 
 
@@ -89,6 +89,24 @@ def test_the_host_determines_the_time_of_a_short_step(ring, steps_of_passes, mac
     expected = prediction.HOST_STEP + prediction.HOST_GROUP + config.model.layers * block
     predicted = prediction.step_seconds(config, MeshShape(1, ring, 1), machine("H200", ring))
     assert predicted == pytest.approx(expected, rel=1e-3)
+
+
+def test_attention_of_all_layers_is_predicted(machine):
+    """Half of the layers have a window. Documents reduce the pairs of full layers to a half, and leave those of the window."""
+    gpus, config = machine("H200", 2), with_settings(job("1.4b", 131_072), {"model.window": 4096})
+    mixed = with_settings(config, {"model.layer_types": ["sliding", "full"]})
+    full = with_settings(config, {"model.layer_types": ["full"]})
+
+    def attention(config: Config, shares: prediction.Shares) -> float:
+        seconds = prediction.step_seconds(config, MeshShape(1, 2, 1), gpus, shares)
+        return seconds - prediction.step_seconds(config, MeshShape(1, 2, 1), gpus, {None: 0.0, 4096: 0.0})
+
+    of_full, of_sliding = attention(full, {}), attention(config, {})
+    assert 5 * of_sliding < of_full
+    # The layout that balances both kinds of layers splits the work of a window less well.
+    assert attention(mixed, {}) == pytest.approx((of_full + of_sliding) / 2, rel=0.02)
+    expected = (of_full / 2 / prediction.DOCUMENT_EFFICIENCY + of_sliding) / 2
+    assert attention(mixed, {None: 0.5, 4096: 1.0}) == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -165,12 +183,12 @@ def test_line_before_training(machine, monkeypatch):
     times = {(1, 4, 1): 0.5, (1, 1, 4): 0.4, (1, 2, 2): 0.45, (2, 2, 1): 0.6, (2, 1, 2): 0.7, (4, 1, 1): 0.51}
     monkeypatch.setattr(prediction, "step_seconds", lambda config, shape, *rest: times[shape])
     config, gpus = job("52m", 32_768), machine("H200", 4)
-    assert prediction.describe_step(config, MeshShape(1, 4, 1), gpus, [1.0]) == (
+    assert prediction.describe_step(config, MeshShape(1, 4, 1), gpus, {}) == (
         "about 0.5 s per step, 66,000 tokens/s; "
         "Ulysses over 4 (parallel.ring=4 parallel.ulysses=4): about 1.2 times the tokens/s; "
         "4 data-parallel ranks with one sequence each (parallel.ring=1): about 3.9 times the tokens/s, 4 sequences per step"
     )
-    assert prediction.describe_step(config, MeshShape(4, 1, 1), gpus, [1.0]) == (
+    assert prediction.describe_step(config, MeshShape(4, 1, 1), gpus, {}) == (
         "about 0.51 s per step, 260,000 tokens/s; no other mesh of these GPUs is predicted to be faster"
     )
 
@@ -178,7 +196,7 @@ def test_line_before_training(machine, monkeypatch):
 def test_line_leaves_out_meshes_that_do_not_fit(machine, monkeypatch):
     """If all steps took as long, four data-parallel ranks would be the fastest mesh."""
     monkeypatch.setattr(prediction, "step_seconds", lambda *arguments: 1.0)
-    line = prediction.describe_step(job("8b", 131_072), MeshShape(1, 4, 1), machine("H100", 4), [1.0])
+    line = prediction.describe_step(job("8b", 131_072), MeshShape(1, 4, 1), machine("H100", 4), {})
     assert line.endswith(
         "; 2 data-parallel groups, each ring of 2 (parallel.ring=2): about 2 times the tokens/s, 2 sequences per step"
     )

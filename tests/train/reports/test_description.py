@@ -54,17 +54,21 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
 def test_prediction_is_logged_with_the_documents_of_the_text(corpus, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr(description, "machine_of", lambda *args: "machine")
-    monkeypatch.setattr(description.prediction, "describe_step", lambda config, shape, machine, shares: f"{shares[:2]}")
+    received = []
+    monkeypatch.setattr(description.prediction, "describe_step", lambda *arguments: received.append(arguments[3]) or "fast")
     with one_rank():
-        run = run_setup.build(job(corpus, 1))
+        run = run_setup.build(with_settings(job(corpus, 1), {"model.layer_types": ["sliding", "full"]}))
         description.describe(run, Path("outputs/name"), description.run_facts(run))
         # The sequences are spread over the epoch.
         assert run.data.sequences_per_epoch >= 2 * description.SAMPLED_SEQUENCES
-        second = run.data.sequences_per_epoch // description.SAMPLED_SEQUENCES
-        documents = [run.data.sequence(number)[2] for number in (0, second)]
-    pairs = [sum(Mask.causal(40, [lengths]).pairs(61)) for lengths in documents]
-    (whole,) = Mask.causal(40).pairs(61)
-    assert f"{'prediction':<12}{[count / whole for count in pairs]}" in caplog.messages
+        distance = run.data.sequences_per_epoch // description.SAMPLED_SEQUENCES
+        documents = [run.data.sequence(i * distance)[2] for i in range(description.SAMPLED_SEQUENCES)]
+    shares = {}
+    for window in (40, None):
+        pairs = [sum(Mask.causal(window, [lengths]).pairs(61)) for lengths in documents]
+        shares[window] = pytest.approx(sum(pairs) / len(pairs) / Mask.causal(window).pairs(61)[0])
+    assert received == [shares]
+    assert f"{'prediction':<12}fast" in caplog.messages
 
 
 def test_facts_are_those_of_the_run(corpus):
@@ -105,7 +109,7 @@ def check_communication_facts(corpus: str, route: str, schedule: str) -> None:
     rank = dist.get_rank()
     joined = interconnect("gloo", flops=5e10)._replace(all_pairs=route != "relay")
     mask = Mask.causal(40)
-    plan = Plan(mask, choose_layout(config, run.mesh.shape, mask).whole, rank, torch.device("cpu"))
+    plan = Plan(mask, choose_layout(config, run.mesh.shape, {40: mask}).whole, rank, torch.device("cpu"))
     q, k = (torch.empty(1, plan.layout.rows(rank), heads, 8, device="meta") for heads in (4, 2))
     hops = [hop for work in (forward_work(q, k, k), backward_work(q, k, k)) for hop in plan.costs(chosen, work, joined)]
     exposed = sum(hop.communication - hop.compute for hop in hops if hop.communication > hop.compute)
