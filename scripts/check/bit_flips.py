@@ -1,12 +1,12 @@
-"""Check that a flipped bit in a checkpoint never changes a training run without a message.
+"""Check that a flipped bit in a checkpoint never changes a training run silently.
 
     python -m scripts.check.bit_flips --flips 300 --seed 1
 
 Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
 one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
-and a third in the index. Either the launch must report the damage in one line, without a change of any file of the checkpoint,
-or the flip must change nothing that the run uses: the run then finishes with the same losses and the same tensors as from the
-original checkpoint. The exit status is 1 if a flip has another effect.
+and a third in the index. For each flip, one of two things must happen. Either the launch reports the damage in one line and
+changes no file of the checkpoint. Or the run does not use the flipped bit, and finishes with the same losses and the same
+tensors as from the original checkpoint. If anything else happens, the exit status is 1.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ def train(directory: Path, *arguments: str) -> tuple[int, str]:
         if (child := os.fork()) == 0:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
-            # In a test, these two objects would write to other files.
+            # Create these two streams again, because under pytest they would write to other files.
             streams = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115 - until exec or exit
             sys.stdout, sys.stderr = streams
             sys.argv = ["train/run.py", *arguments, f"hydra.run.dir={directory}"]
-            patch.object(metrics, "plot_loss").start()  # The plot would take most of the time.
+            patch.object(metrics, "plot_loss").start()  # the plot would take most of the time
             run.main()
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
@@ -57,7 +57,7 @@ def resume(checkpoint: Path, directory: Path) -> tuple[int, str]:
 
 
 def results(directory: Path) -> tuple[list[Any], dict[str, str]]:
-    """Return the losses of all steps, and the checksums of the files of the last checkpoint that contain tensors."""
+    """Return the losses of all steps, and the checksums of those files of the last checkpoint that contain tensors."""
     records = metrics.read(directory / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records], checksums(
         directory / "checkpoints" / f"step_{STEPS + 2:08d}", "*.distcp"
@@ -65,12 +65,12 @@ def results(directory: Path) -> tuple[list[Any], dict[str, str]]:
 
 
 def checksums(checkpoint: Path, pattern: str = "*") -> dict[str, str]:
-    """Return the checksums of the files of a checkpoint whose names match a pattern."""
+    """Return the checksums of those files of a checkpoint whose names match `pattern`."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(checkpoint.glob(pattern))}
 
 
 def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
-    """Flip a random bit of the files of one kind, and return its position as text."""
+    """Flip a random bit in the files of one kind. Return the position of the bit as text."""
     files = sorted(checkpoint.glob(KINDS[kind]))
     (file,) = rng.choices(files, [path.stat().st_size for path in files])
     content = bytearray(file.read_bytes())
@@ -81,10 +81,10 @@ def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
 
 
 def effect(original: Path, directory: Path, kind: str, rng: random.Random, expected: tuple[list[Any], dict[str, str]]) -> str:
-    """Flip a bit in a copy of a checkpoint, resume from the copy, and return the effect.
+    """Flip a bit in a copy of a checkpoint, and resume from the copy. Return a text that describes the effect.
 
     Raises:
-        AssertionError: the effect is neither a message of one line nor none.
+        AssertionError: the run neither ends with a message of one line, nor finishes with the expected results.
     """
     checkpoint = directory / "checkpoints" / original.name
     shutil.copytree(original, checkpoint)
@@ -133,7 +133,7 @@ def main(argv: list[str]) -> int:
         print(f"{kind}: {count} {result}")
     print(f"{args.flips} flips, {failures} failures")
     if not failures:
-        shutil.rmtree(folder)  # After a failure, the runs are kept.
+        shutil.rmtree(folder)  # if a flip fails the check, the runs are kept
     return int(failures > 0)
 
 

@@ -1,4 +1,4 @@
-"""Raise exceptions at random kernels of random ranks, and check that the ring never hangs and never returns wrong numbers.
+"""Raise exceptions in random kernel calls of random ranks, and check that the ring never hangs and never returns wrong numbers.
 
     python -m scripts.check.exceptions --calls 1000 --ranks 2
     python -m scripts.check.exceptions --calls 1000 --ranks 4 --transport p2p
@@ -13,10 +13,10 @@ There are four kinds of calls:
                         NCCL, every rank may instead raise the following error
     some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
 
-After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). `--faults`
-limits the number of such calls, because they need several seconds.
+After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Such calls take
+several seconds, so the option `--faults` limits their number.
 
-The script prints a table. The exit status is 1 if a call is wrong, if a rank hangs, or if a process is left.
+The script prints a table. The exit status is 1 if a call returns wrong numbers, if a rank hangs, or if a process does not end.
 """
 
 import argparse
@@ -54,9 +54,9 @@ from scripts.tables import markdown_table
 OPERATIONS = "state", "kv", "ulysses", "decoding"
 KINDS = NONE, SAME, DIFFERENT, SOME = "no exception", "same kernel", "different kernels", "some ranks"
 HOP_TIMEOUT = 60  # seconds
-# The largest accepted error relative to the largest value. Wrong messages cause errors of about 1.
+# The largest accepted error, relative to the largest value. A wrong message would cause an error of about 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-MAX_SECONDS_LEFT = 60  # all ranks must have ended so many seconds after the first one
+MAX_SECONDS_LEFT = 60  # after the first rank has ended, all other ranks must end within this many seconds
 
 
 class Injected(torch.OutOfMemoryError):
@@ -64,7 +64,7 @@ class Injected(torch.OutOfMemoryError):
 
 
 class Injector:
-    """Count the kernels of a rank, and raise an exception at one of them.
+    """Count the kernel calls of a rank, and raise an exception in one of them.
 
     Args:
         state: an object whose attributes are the state of one rank.
@@ -74,12 +74,12 @@ class Injector:
         self.state = state
 
     def arm(self, position: int | None, error: type[BaseException] = Injected) -> None:
-        """Raise `error` at the kernel with this number. The first kernel after this call has the number 1."""
+        """Raise `error` in the kernel call with the number `position`. The first kernel call after `arm` has the number 1."""
         self.state.count, self.state.position, self.state.error = 0, position, error
 
     @property
     def count(self) -> int:
-        """The number of kernels since `arm`."""
+        """The number of kernel calls since `arm`."""
         return self.state.count
 
     def wrap(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +113,9 @@ class Injector:
 
 
 class Problem:
-    """One attention problem on one rank: its operation, its inputs, and its results in float64 on one rank."""
+    """One attention problem. It contains the operation, the inputs of this rank, and float64 results that are computed on one
+    rank.
+    """
 
     def __init__(self, operation: str, rank: int, ranks: int, device: torch.device, seed: int) -> None:
         self.operation, self.rank = operation, rank
@@ -135,7 +137,7 @@ class Problem:
             self.expected = [self.layout.shard(x, rank) for x in whole]
 
     def forward(self, group: Group | None, transport: str) -> list[Tensor]:
-        """Return the output. The outputs of rings have a graph for `backward`."""
+        """Return the output. If the operation is a ring, autograd can differentiate the output."""
         if self.operation == "decoding":
             return [decode_attention(self.inputs[0], self.cache, group=group)]
         inputs = [x.detach().requires_grad_() for x in self.inputs[:3]]
@@ -149,25 +151,27 @@ class Problem:
         return list(torch.autograd.grad(out, inputs, self.inputs[3])) if inputs else []
 
     def error(self, results: list[Tensor]) -> float:
-        """Return the largest error of a tensor relative to its largest exact value. NaN counts as infinite."""
+        """Return the largest error of any result, relative to the largest exact value of this result. NaN counts as
+        infinite.
+        """
         errors = [(x.double() - y).abs().max() / y.abs().max() for x, y in zip(results, self.expected, strict=True)]
         return torch.stack(errors).nan_to_num(nan=float("inf")).max().item()
 
 
 class Event(NamedTuple):
-    """One call, and the kernels that raise exceptions in this call."""
+    """One call, and the kernel calls in which it raises exceptions."""
 
     operation: str
     kind: str
     in_backward: bool
-    positions: list[int]  # for each rank, a random number that selects the kernel; -1 for no exception
+    positions: list[int]  # for each rank, a random number that selects the kernel call, or -1 for no exception
 
 
 def different_may_fail(transport: str) -> bool:
-    """Return whether exceptions at different kernels may end in a `RingFault`.
+    """Return whether a call may end in a `RingFault` if its ranks raise exceptions in different kernel calls.
 
-    With gloo, a rank waits for messages before it comes to its own exception. With NCCL, all ranks must have sent the same
-    messages.
+    With gloo, a rank waits for messages before it reaches its own exception. With NCCL, recovery requires that all ranks have
+    sent the same messages.
     """
     return transport == "p2p" or not torch.cuda.is_available()
 
@@ -180,7 +184,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # Decoding sends messages over the process group, so exceptions at different kernels may always end in a fault.
+        # Decoding sends messages over the process group, so exceptions in different kernel calls may always end in a fault.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -204,14 +208,14 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
     dist.init_process_group(backend)
     torch.set_num_threads(1)
     group, injector = new_group(), Injector(SimpleNamespace())
-    # All operations get other inputs in every call, so that messages of an earlier call would be wrong.
+    # Consecutive calls have different inputs, so that a message of an earlier call would cause a wrong result.
     problems = {x: [Problem(x, rank, ranks, device, seed=i) for i in range(3)] for x in OPERATIONS}
     few_different = different_may_fail(arguments.transport)
     events = draw_events(arguments.calls, ranks, arguments.faults, few_different, arguments.seed)
     counts: dict[tuple[str, bool], int] = {}
 
     def attempt(problem: Problem, event: Event | None) -> str:
-        """Make one call, and return "exact" or what is wrong. Without an event, count the kernels."""
+        """Make one call, and return "exact" or a description of the error. Without an event, count the kernel calls."""
         results: list[Tensor] = []
         for is_backward in (False, True):
             key, position = (problem.operation, is_backward), None
@@ -232,7 +236,8 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
         for i in range(first, len(events)):
             event, problem = events[i], problems[events[i].operation][i % 3]
             may_fail = event.kind == SOME or (event.kind == DIFFERENT and (few_different or event.operation == "decoding"))
-            # If the ranks disagree, every rank raises an error in this call or in the next one, which has no exception.
+            # If the ranks disagree, every rank raises an error in this call or in the next one, in which no exception is
+            # injected.
             outcome = ""
             for each in (event, event._replace(positions=[-1] * ranks))[: 1 + may_fail]:
                 try:
@@ -252,7 +257,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
 
 
 class Episode:
-    """The processes of all ranks, from their start until they end."""
+    """The processes of all ranks from their start until their end. An episode ends when all of its processes have ended."""
 
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments
@@ -275,7 +280,7 @@ class Episode:
         ]
 
     def wait(self, end: float) -> int:
-        """Wait until all ranks have ended, and return the number of ranks that had to be killed."""
+        """Wait until all ranks have ended. Return the number of ranks that had to be killed."""
         first_end = None
         while any(process.poll() is None for process in self.processes):
             now = time.monotonic()
@@ -291,7 +296,7 @@ class Episode:
         return len(left)
 
     def outcomes(self) -> dict[int, list[list[str]]]:
-        """Return the outcomes of every rank for each call."""
+        """Return the outcomes of each call on every rank."""
         outcomes: dict[int, list[list[str]]] = {}
         for rank in range(self.arguments.ranks):
             path = self.directory / f"rank_{rank}"
@@ -301,16 +306,16 @@ class Episode:
         return outcomes
 
     def ended_by_watchdog(self) -> dict[int, str]:
-        """Return the last line with which the watchdog of each rank has ended its process."""
+        """Return the message of each rank whose watchdog has ended the process."""
         texts = {rank: (self.directory / f"stderr_{rank}").read_text() for rank in range(self.arguments.ranks)}
         lines = {rank: [x for x in text.splitlines() if x.startswith("ringattn: ")] for rank, text in texts.items()}
         return {rank: found[-1] for rank, found in lines.items() if found}
 
 
 def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
-    """Return the result of one call on all ranks as a column of the table.
+    """Compare the outcomes of one call on all ranks, and return the column of the table in which the call is counted.
 
-    `endings` contains the messages with which processes have ended in this call.
+    The argument `endings` contains the messages of watchdogs that have ended processes during this call.
     """
     faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
     for rank, ending in endings.items():
@@ -328,7 +333,7 @@ def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> st
 
 
 def run_all(arguments: argparse.Namespace) -> bool:
-    """Run all episodes, print the table, and return whether everything is right."""
+    """Run all episodes and print the table. Return whether all calls passed and all processes ended."""
     few_different = different_may_fail(arguments.transport)
     events = draw_events(arguments.calls, arguments.ranks, arguments.faults, few_different, arguments.seed)
     results, end, first, left = Counter(), time.monotonic() + arguments.timeout, 0, 0
@@ -339,7 +344,7 @@ def run_all(arguments: argparse.Namespace) -> bool:
             left += episode.wait(end)
             outcomes, endings = episode.outcomes(), episode.ended_by_watchdog()
             last = max(outcomes, default=first)
-            # If the watchdogs have ended the processes, some ranks may have written no outcome of the last call.
+            # If watchdogs have ended the processes, some ranks may not have written an outcome of the last call.
             for i in range(first, last + 1):
                 by_rank = outcomes.get(i, [[] for _ in range(arguments.ranks)])
                 result = judge(events[i], by_rank, endings if i == last else {})

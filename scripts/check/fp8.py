@@ -14,10 +14,10 @@ of freedom. In outlier inputs, one feature of q, k and v is 30 times as large as
     one scale          the same, if all blocks of a head have the same scale
     neither            the same, without the rotation and with one scale per head
 
-On a device without a kernel for FP8 inputs, "FP8" computes bf16 attention on the rounded inputs. The second table contains the
-errors of the gradients. After an FP8 forward pass, the backward pass computes with the rounded inputs in bf16. An error is the
-norm of the difference divided by the norm of the reference. Each cell is the root mean square over several seeds. The script
-exits with status 1 if the output of "FP8" has an error above LIMIT.
+On a device without a kernel for FP8 inputs, the column "FP8" contains the errors of bf16 attention on the rounded inputs. The
+second table contains the errors of the gradients. After an FP8 forward pass, the backward pass computes in bf16 with the
+rounded inputs. An error is the norm of the difference divided by the norm of the reference. Each cell is the root mean square
+over several seeds. The script exits with status 1 if the output in the column "FP8" has an error above LIMIT.
 """
 
 import argparse
@@ -38,21 +38,21 @@ from scripts.tables import markdown_table
 
 INPUTS = ("normal", "heavy-tailed", "outlier")
 DEGREES_OF_FREEDOM = 3
-OUTLIER = 30  # the factor of one feature of outlier inputs
+OUTLIER = 30  # in outlier inputs, one feature is multiplied by this factor
 GRADIENTS = ("dq", "dk", "dv")
-# Whether queries and keys are rotated, and whether every block has its own scale, by the name of the column.
+# For each column: whether queries and keys are rotated, and whether every block has its own scale.
 VARIANTS = {
     "rounded inputs": (True, True),
     "no rotation": (False, True),
     "one scale": (True, False),
     "neither": (False, False),
 }
-# The largest accepted error of the output. With 64 and 128 features, the errors are 0.05 to 0.12.
+# The largest accepted error of the output. With head dims 64 and 128, the errors are 0.05 to 0.12.
 LIMIT = 0.2
 
 
 def draw(kind: str, seed: int, args: argparse.Namespace) -> list[Tensor]:
-    """Draw q, k, v and the gradient of the output in bf16. `kind` is one of INPUTS."""
+    """Draw q, k, v and the gradient of the output in bf16. The argument `kind` is one of INPUTS."""
     generator = torch.Generator().manual_seed(seed)
 
     def sample(tokens: int) -> Tensor:
@@ -93,7 +93,7 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the error of every column and the errors of the gradients on inputs of one kind, by name."""
+    """Return the errors of the output and of the gradients for inputs of one kind. The keys are the names of the columns."""
     samples: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         q, k, v, dout = draw(kind, seed, args)
@@ -108,7 +108,9 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def tables(errors: dict[str, dict[str, float]]) -> str:
-    """Return the table of the output and the table of the gradients. `errors` maps each kind of inputs to its errors."""
+    """Return the table of the output and the table of the gradients. The argument `errors` maps each kind of inputs to its
+    errors.
+    """
 
     def table(names: Iterable[str]) -> str:
         names = list(names)

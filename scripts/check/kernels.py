@@ -7,9 +7,9 @@
 The script compares each row of each result with the reference, and prints a table of the largest row errors. The error of a row
 is divided by the scale of the row. For comparison, the table also contains the error of PyTorch's scaled_dot_product_attention
 (SDPA) in the same dtype. The script exits with status 1 if an error exceeds its limit. With --time, the script also prints a
-table of TFLOP/s. This table compares calls that read and write partial results with calls that return final results. A forward
-pass has 4 B H S S D FLOPs. Under a causal mask, a forward pass has half as many FLOPs. A backward pass has 2.5 times as many
-FLOPs as a forward pass.
+table of TFLOP/s. This table compares calls that read and write partial results, as on a ring, with calls that return final
+results. A forward pass has 4 B H S S D FLOPs. Under a causal mask, a forward pass has half as many FLOPs. A backward pass has
+2.5 times as many FLOPs as a forward pass.
 """
 
 import argparse
@@ -40,7 +40,9 @@ MASKS = ("full", "causal", "window", "documents")
 
 
 def make_intervals(mask: str, length: int) -> Intervals:
-    """Create the intervals of a mask on the GPU, for `length` queries and `length` keys. `mask` is one of MASKS."""
+    """Create the intervals of a mask on the GPU, for `length` queries and `length` keys. The argument `mask` is one
+    of MASKS.
+    """
     rows = torch.arange(length)[None]
     if mask == "full":
         return Intervals.of(rows * 0, rows * 0 + length, length, "cuda")
@@ -49,10 +51,7 @@ def make_intervals(mask: str, length: int) -> Intervals:
 
 
 def load_kernels(name: str) -> SimpleNamespace:
-    """Return the `forward` and `backward` of the "portable" kernels or of the "hopper" kernels.
-
-    The dispatcher selects one of the two modules with a Hopper backward.
-    """
+    """Return the functions `forward` and `backward` of the "portable" (Triton) kernels or of the "hopper" kernels."""
     backend = {"portable": "triton", "hopper": "hopper"}[name]
     forward, backward = (importlib.import_module(f"ringattn.kernels.{backend}.{x}") for x in ("forward", "backward"))
     return SimpleNamespace(forward=forward.forward, backward=dispatch.backward if name == "hopper" else backward.backward)
@@ -61,7 +60,7 @@ def load_kernels(name: str) -> SimpleNamespace:
 def kernel_results(
     kernels: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals
 ) -> dict[str, Tensor]:
-    """Run a forward pass and a backward pass, and return the tensors of NAMES."""
+    """Run a forward pass and a backward pass of the kernels. Return the tensors of NAMES."""
     scale = q.shape[-1] ** -0.5
     out, lse = kernels.forward(q, k, v, intervals, scale, final=True)
     delta = reference.row_delta(out, dout)
@@ -70,7 +69,7 @@ def kernel_results(
 
 
 def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> dict[str, Tensor]:
-    """Run SDPA with the backend that PyTorch chooses, and return the tensors of NAMES except lse."""
+    """Run SDPA with the backend that PyTorch chooses. Return the tensors of NAMES except lse."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = stock_attention(q, k, v, is_causal)
     grads = torch.autograd.grad(out, (q, k, v), dout)
@@ -82,7 +81,7 @@ def measure_errors(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the row errors of the kernels and the row errors of SDPA.
 
-    If SDPA is not run on this mask, its dict of row errors is empty.
+    If SDPA is not measured with this mask, the dict of its row errors is empty.
     """
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
@@ -105,7 +104,7 @@ def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[s
 
 
 def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Check every combination of dtype, head dim, length and mask, and yield one row of the table per combination."""
+    """Check every combination of dtype, head dim, length and mask. Yield one row of the table per combination."""
     for dtype, dim, length, mask in product(DTYPES, args.dims, args.lengths, MASKS):
         ours, sdpa = measure_errors(kernels, dtype, dim, length, mask, with_sdpa=not args.alone)
         case = [str(dtype).removeprefix("torch."), str(dim), str(length), mask]
@@ -113,7 +112,7 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Return the TFLOP/s of four calls. If a call raises an error, return the name of the error in its place.
+    """Return the TFLOP/s of four calls. If a call raises an error, the name of the error replaces its TFLOP/s.
 
     The first two calls are forward passes. The first call returns outputs, and the second call reads and writes a state. The
     last two calls are backward passes. The third call returns bf16 gradients, and the fourth call accumulates gradients in

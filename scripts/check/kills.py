@@ -2,9 +2,9 @@
 
     python -m scripts.check.kills --kills 100 --seed 1
 
-The script first runs a reference without interruptions. Every further run is killed and restarted, until it has been killed
-`--kills-per-run` times. A kill comes at a random moment, while the run saves a checkpoint, or while it evaluates its model.
-Afterwards the run finishes, and its results are compared with the reference. The script kills and restarts runs in five ways:
+The script first trains a reference run without interruptions. Every other run is killed and restarted `--kills-per-run` times.
+A run is killed at a random moment, while it saves a checkpoint, or while it evaluates its model. Afterwards, the run finishes,
+and its results are compared with the reference. The script kills and restarts runs in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
@@ -43,7 +43,7 @@ WAYS = ("worker", "torchrun", "restart", "two launchers", "fork")
 RANKS = 2
 STEPS = 120
 EVAL_EVERY = 10  # steps
-# The moments of kills, and the probability of each.
+# The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
 # If a run has not finished after this many seconds, the script reports an error.
 TIMEOUT = 180
@@ -60,7 +60,9 @@ SETTINGS = (
 
 
 class ForkedRank:
-    """A rank of the training command that was forked from this process, with the interface of subprocess.Popen."""
+    """A process that runs the training command as one rank. It is forked from this process and has the interface of
+    subprocess.Popen.
+    """
 
     def __init__(self, arguments: list[str], folder: Path, log: Path, **variables: str) -> None:
         self.returncode: int | None = None
@@ -132,7 +134,7 @@ class Run:
             try:
                 is_member = f"{MARKER}={self.directory}".encode() in (path / "environ").read_bytes().split(b"\0")
                 is_dead = (path / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-            except OSError:  # The process has ended, or it belongs to another user.
+            except OSError:  # the process has ended, or it belongs to another user
                 continue
             if is_member and not is_dead:
                 found.append(int(path.name))
@@ -143,13 +145,13 @@ class Run:
 
 
 def free_port() -> int:
-    """Return a port that no process uses at the moment."""
+    """Return a port that no process currently uses."""
     with socket.create_server(("localhost", 0)) as server:
         return server.getsockname()[1]
 
 
 def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> bool:
-    """Wait until all launchers have ended. Return whether all of them have exited with status 0."""
+    """Wait until all launchers have ended. Return whether all launchers have exited with status 0."""
     deadline = time.monotonic() + TIMEOUT
     while any(launcher.poll() is None for launcher in launchers):
         if time.monotonic() > deadline:
@@ -161,7 +163,7 @@ def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> boo
 def wait_for_moment(
     run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random, seconds: float, moment: str
 ) -> None:
-    """Wait until the moment of a kill, which is one of MOMENTS.
+    """Wait until the run should be killed. The moment is one of MOMENTS.
 
     If the run ends before this moment, return when the run ends.
     """
@@ -181,12 +183,12 @@ def wait_for_moment(
 
 
 def saves(run: Run) -> set[str]:
-    """Return the names of the checkpoints that the run is writing."""
+    """Return the names of the checkpoints that the run is writing at present."""
     return {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
 
 
 def evaluations(run: Run) -> set[str]:
-    """Return the step whose evaluation is running. Its record does not contain the result yet."""
+    """Return the step whose evaluation is running. The record of this step does not contain a result yet."""
     *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
@@ -207,9 +209,9 @@ def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rn
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that the first attempt after a kill has not gone back further than to the checkpoint `newest`.
+    """Check that the first launch after a kill has not resumed from an older checkpoint than `newest`.
 
-    `newest` is the newest complete checkpoint at the time of the kill, or None if there was none.
+    The argument `newest` is the newest complete checkpoint at the time of the kill, or None if there was none.
     """
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:
@@ -219,7 +221,7 @@ def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
 
 
 def check_no_process_left(run: Run) -> float:
-    """Wait until all processes of the run have ended. Return the duration of the wait in seconds."""
+    """Wait until all processes of the run have ended. Return how many seconds this took."""
     start = time.monotonic()
     while left := run.processes():
         if time.monotonic() - start > MAX_SECONDS_LEFT:
@@ -229,7 +231,9 @@ def check_no_process_left(run: Run) -> float:
 
 
 def results(run: Run) -> tuple[list[Any], dict[str, str]]:
-    """Return the losses and gradient norms of all steps and evaluations, and the checksums of the last checkpoint's tensors."""
+    """Return the losses and gradient norms of all steps and evaluations, and the checksums of the tensors in the last
+    checkpoint.
+    """
     records = metrics.read(run.directory / "metrics.jsonl")
     last = run.directory / "checkpoints" / run.checkpoints()[-1]
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*.distcp"))}
@@ -246,7 +250,7 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
         wait_for_moment(run, launchers, rng, seconds, moment)
         before = run.checkpoints()
         if not kill_one(run, launchers, rng):
-            break  # The run has finished before the next kill.
+            break  # the run has finished before the next kill
         done += 1
         counts[run.way] += 1
         counts[moment] += 1
@@ -284,7 +288,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
     write_corpus(folder / "corpus")
-    # The first launch fills the cache of tokens, so that the second launch takes a typical time. The second launch is timed.
+    # The first launch fills the cache of tokens. The second launch is timed, because it takes as long as later launches.
     for name in ("warm-up", "reference"):
         start, reference = time.monotonic(), Run(folder, name, args.ways[0])
         if not wait(reference.launch(), reference):
@@ -307,7 +311,7 @@ def main(argv: list[str]) -> int:
         total = sum(counts[way] for way in WAYS)
         print(f"{run.name}: {run.way}, {total} of {args.kills} kills, the result equals the reference", flush=True)
     print(", ".join(f"{name}: {count:.3g}" for name, count in counts.items()))
-    shutil.rmtree(folder)  # After a failure, the logs of the runs are kept.
+    shutil.rmtree(folder)  # if a check fails, the logs of the runs are kept
     return 0
 
 

@@ -4,11 +4,10 @@
     python -m scripts.check.mutants --all --only ringattn/mask.py   the mutants of one file, with the whole quick suite
     python -m scripts.check.mutants --generate 10 --seed 1 --only train/reports/metrics.py
 
-The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or runs out of time. A mutant
-survives if all tests pass. If a mutant survives, a test is missing. The exit status is 1 if any mutant survives. With
-`--generate`, the script makes mutants from the source code of each file given by `--only`. Each of these mutants changes an
-operator, a constant, a condition, or a call of min or max. The mutants are applied to copies of the repository in a temporary
-directory.
+The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or exceeds its time limit. A mutant
+survives if all tests pass, which means that a test is missing. The exit status is 1 if any mutant survives. With `--generate`,
+the script makes mutants from the source code of each file given by `--only`. Each of these mutants changes an operator, a
+constant, a condition, or a call of min or max. The mutants are applied to copies of the repository in a temporary directory.
 """
 
 import argparse
@@ -40,7 +39,8 @@ TEST_TIMEOUT, TIMEOUT = 60, 400
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault, which replaces the text `old` in `file` by `new`. The text `old` must occur exactly once.
+    """A deliberate fault that replaces the text `old` in a file by the text `new`. The text `old` must occur exactly once in
+    the file.
 
     `tests` contains arguments for pytest that select the tests that should fail. Each argument is a file, or a file and the
     name of a test.
@@ -57,7 +57,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome for one mutant. `killed_by` is the first test that failed, or an empty string if the mutant survived."""
+    """The outcome for one mutant. The field `killed_by` is the first test that failed, or an empty string if the mutant
+    survived.
+    """
 
     mutant: Mutant
     killed_by: str
@@ -92,7 +94,7 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Return True if a change inside `node` cannot alter a result, or if it alters only a tuned number."""
+    """Return True if a change inside `node` cannot alter a result, or would alter only a tuned number."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # The node is an error message, an annotation, or zip(strict=...).
@@ -111,7 +113,7 @@ class Source:
         self._starts = [0, *itertools.accumulate(map(len, self._lines))]
 
     def _offset(self, line: int, column: int) -> int:
-        # In a syntax tree, a column is a number of UTF-8 bytes.
+        # In a syntax tree, columns count UTF-8 bytes instead of characters.
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def span(self, node: ast.expr) -> tuple[int, int]:
@@ -126,7 +128,9 @@ class Source:
         return begin, begin + len(symbol)
 
     def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
-        """Extend a range to whole lines. Then add earlier lines until the text of the range occurs only once in the module."""
+        """Extend a range of offsets to whole lines. Then add earlier lines until the text of the range occurs only once in the
+        module.
+        """
         first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind("\n", 0, first - 1) + 1
@@ -134,7 +138,7 @@ class Source:
 
 
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
-    """Yield all faults that can be made from a syntax tree.
+    """Yield all faults that the script can make from a syntax tree.
 
     A fault is a tuple (begin, end, replacement). The fault replaces the text between the offsets `begin` and `end`.
     """
@@ -205,7 +209,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
 
 @contextmanager
 def applied(mutant: Mutant, tree: Path) -> Generator[None]:
-    """Apply a mutant to a copy of the repository while the context lasts."""
+    """Return a context manager in which a mutant is applied to a copy of the repository."""
     path = tree / mutant.file
     source = path.read_text()
     count = source.count(mutant.old)
@@ -219,7 +223,7 @@ def applied(mutant: Mutant, tree: Path) -> Generator[None]:
 
 
 def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Result]:
-    """Run tests on every mutant, `jobs` mutants at a time."""
+    """Run tests on every mutant, and check `jobs` mutants at the same time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
         trees: Queue[Path] = Queue()
         for job in range(jobs):

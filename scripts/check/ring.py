@@ -8,9 +8,10 @@ Run this script on a new machine or cluster before a long training run. If the r
 and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the script uses
 fp32 over gloo.
 
-The script compares every row of every result with the reference, and divides the error of a row by the scale of the row. The
+The script compares every row of every result with the reference. The error of a row is divided by the scale of the row. The
 script prints a table of the largest row errors over all ranks. If an error exceeds its limit, the script prints the rank with
-the error and exits with status 1. With --precision fp8, the reference is computed from the inputs as the ranks round them.
+the error and exits with status 1. With --precision fp8, the reference is computed from inputs that are rounded in the same way
+as on the ranks.
 """
 
 import argparse
@@ -38,17 +39,17 @@ from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.gpus import world_group
 from scripts.tables import markdown_table
 
-# The largest accepted row errors of a kernel for FP8 inputs, which also rounds the probabilities.
+# The largest accepted row errors of a kernel for FP8 inputs. They are larger because this kernel also rounds the probabilities.
 FP8_LIMITS = {"out": 0.1, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks divide attention among themselves."""
+    """One way to divide attention among the ranks."""
 
     transport: str
     schedule: str
-    ulysses: int  # the number of ranks per all-to-all; the ring connects groups of this size
+    ulysses: int  # the number of ranks per all-to-all. The ring connects groups of this size.
 
     def __str__(self) -> str:
         all_to_all = f", all-to-all among {self.ulysses}" if self.ulysses > 1 else ""
@@ -56,7 +57,7 @@ class Way:
 
 
 def available_ways(device: torch.device) -> Iterator[Way]:
-    """Yield all combinations of transport, schedule and Ulysses degree that are available to this job."""
+    """Yield all combinations of transport, schedule and Ulysses degree that these ranks can run."""
     ranks = dist.get_world_size()
     degrees = [degree for degree in dict.fromkeys((1, 2, ranks)) if ranks % degree == 0]
     for transport in ("nvlink", "p2p"):
@@ -78,8 +79,7 @@ def available_ways(device: torch.device) -> Iterator[Way]:
 def make_masks(seq_len: int) -> dict[str, Mask]:
     """Create one mask of each kind.
 
-    The first and the last document of the packed documents have one token each. The other documents include a document
-    that spans many ranks.
+    The mask of packed documents has a first and a last document with one token each, and a document that spans many ranks.
     """
     half = seq_len // 2
     documents = [1, half, 7, seq_len - half - 9, 1]
@@ -92,9 +92,9 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
 
 
 def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision: str = "ieee") -> dict[str, Tensor]:
-    """Run the forward and the backward pass of attention on this rank's shards, and return the tensors of NAMES.
+    """Run the forward and the backward pass of attention on this rank's shards. Return the tensors of NAMES.
 
-    `shards` contains this rank's shards of q, k, v and dout.
+    The argument `shards` contains this rank's shards of q, k, v and dout.
     """
     mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
@@ -106,10 +106,11 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision
 
 
 class Reference:
-    """The float64 results of attention on `tensors`, which are q, k, v and dout of the whole sequence, for several masks.
+    """The float64 results of attention for several masks. The argument `tensors` contains q, k, v and dout of the whole
+    sequence.
 
-    With precision="fp8", they are computed from the inputs as the ranks round them. The rounding depends on the layout of the
-    ring.
+    With precision="fp8", the results are computed from inputs that are rounded in the same way as on the ranks. The rounding
+    depends on the layout of the ring.
     """
 
     def __init__(self, tensors: list[Tensor], masks: dict[str, Mask], precision: str) -> None:
@@ -119,7 +120,7 @@ class Reference:
         self._results: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
     def results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of NAMES for the whole sequence. `layout` is the layout of the ring."""
+        """Return the tensors of NAMES for the whole sequence. The argument `layout` is the layout of the ring."""
         key = mask, layout if self.precision == "fp8" else None
         if key not in self._results:
             compute = self._rounded_results if self.precision == "fp8" else self._plain_results
@@ -155,7 +156,7 @@ def largest_errors(way: Way, mask: Mask, expected: Reference) -> Tensor:
 
 
 def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
-    """Describe every tensor whose largest error over all ranks exceeds its limit or is NaN."""
+    """Return a text for every tensor whose largest error over all ranks exceeds its limit or is NaN."""
     failures: list[str] = []
     for i, name in enumerate(NAMES):
         if not errors[:, i].max() <= limits[name]:
@@ -164,7 +165,7 @@ def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
 
 
 def check_sequence_length(seq_len: int) -> None:
-    """Check that every rank has tokens and that every mask hides some pairs.
+    """Check that the sequence is so long that every rank has tokens and every mask excludes some pairs.
 
     Raises:
         ConfigError: the sequence is too short.
@@ -174,12 +175,14 @@ def check_sequence_length(seq_len: int) -> None:
 
 
 def limits(device: torch.device, dtype: torch.dtype, precision: str) -> dict[str, float]:
-    """Return the largest accepted row errors. A kernel for FP8 inputs also rounds the probabilities, by up to 1/16."""
+    """Return the largest accepted row errors. A kernel for FP8 inputs also rounds the probabilities, with errors of
+    up to 1/16.
+    """
     return FP8_LIMITS if precision == "fp8" and device.type == "cuda" else row_limits(dtype)
 
 
 def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "ieee") -> list[str]:
-    """Check every combination of a way and a mask, and print each row of the table as soon as it is complete.
+    """Check every way to divide attention with every mask. Print each row of the table as soon as it is complete.
 
     Returns:
         One line for each error that exceeds its limit. The lines are the same on every rank.
@@ -191,7 +194,7 @@ def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "i
     masks = make_masks(seq_len)
     expected, accepted = Reference(tensors, masks, precision), limits(device, dtype, precision)
 
-    # Only ranks that share a GPU use gloo for tensors on GPUs.
+    # If the backend for GPU tensors is gloo, several ranks share a GPU.
     shares_gpu = device.type == "cuda" and backend_name(world_group(), "cuda") == "gloo"
     place = "cuda (several ranks share a GPU)" if shares_gpu else device.type
     title = f"{ranks} ranks on {place}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
@@ -238,5 +241,5 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of gloo sometimes abort a process during Python's usual cleanup, after the check has ended.
+    # Exit without Python's usual cleanup, during which threads of gloo sometimes abort the process.
     os._exit(status)
