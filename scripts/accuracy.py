@@ -1,8 +1,8 @@
 """Compute float64 reference results of attention, and define the largest accepted errors of kernels and rings.
 
-The module has two measures of error. `row_error` measures every row separately, and is suitable for short sequences of random
-inputs. `group_error` measures 64 rows together, and is suitable for long sequences with causal masks. In such sequences, single
-rows may be very small.
+There are two measures of error. The function `row_error` measures every row separately, and is suitable for short sequences of
+random inputs. The function `group_error` measures 64 rows together. This is suitable for long sequences with causal masks, in
+which single rows may be very small.
 """
 
 import torch
@@ -14,18 +14,18 @@ from ringattn.kernels.interval_mask import Intervals
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# The largest accepted `row_error` of each result, in units of the dtype's eps. The rounding of `out` affects dq and dk through
-# delta = rowsum(dout * out), so the limits of dq and dk are larger.
+# A result is accepted if its `row_error` is at most this number times the eps of the dtype. The rounding of `out` affects dq
+# and dk through delta = rowsum(dout * out), so the limits of dq and dk are larger.
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# The limit of every result except lse is at least this number, which is also the limit for fp32 inputs. The limit allows for
-# the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
+# This is the limit for fp32 inputs, and the smallest limit of every result except lse. It allows for the rounding errors of
+# sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together
-# The largest accepted `group_error`. Rounding to bf16 causes an error of 0.003 to 0.005. If a kernel skips one tile of 64 keys
-# out of 16,384, the error is 0.06.
+# The largest accepted `group_error`. Rounding to bf16 causes a `group_error` of 0.003 to 0.005. If a kernel skips one tile of
+# 64 keys out of 16,384, the error is 0.06.
 GROUP_TOLERANCE = 0.02
 
 # The reference computes about this number of scores at once. In float64, these scores take 0.5 GiB.
@@ -38,13 +38,13 @@ def float64_results(
 ) -> dict[str, Tensor]:
     """Compute attention and its gradients in float64 with `ringattn.kernels.reference`.
 
-    The computation covers one key head and a limited number of queries at a time, so that the scores fit in memory.
+    The function computes one key head and a limited number of queries at a time, so that the scores fit in memory.
 
     Args:
-        q: (B, N, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv), any floating-point dtype; Hkv divides Hq.
+        q: (B, N, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv), any floating-point dtype. Hkv divides Hq.
         dout: (B, N, Hq, Dv).
-        intervals: for each query the range of keys that it may attend to.
-        blocks: which blocks of 128 x 128 scores are computed; None for all.
+        intervals: the range of keys to which each query may attend.
+        blocks: which blocks of 128 x 128 scores are computed. None means all blocks.
 
     Returns:
         A dict with the tensors of NAMES in float64. dq, dk and dv have the shapes of q, k and v. out is (B, N, Hq, Dv),
@@ -76,7 +76,7 @@ def float64_results(
 
 
 def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output of a function that returns either the output or the pair (output, lse)."""
+    """Return the output, where `result` is either the output or the pair (output, lse)."""
     return result if isinstance(result, Tensor) else result[0]
 
 
@@ -93,7 +93,9 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the `row_error` of each result. The error of an lse is divided by the magnitude of the lse, but at least by 1."""
+    """Return the `row_error` of each result. The error of an lse is divided by the magnitude of the lse if this magnitude is
+    above 1.
+    """
     errors = {}
     for name, x in results.items():
         if name == "lse":
@@ -105,16 +107,17 @@ def row_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
 
 
 def row_limits(dtype: torch.dtype) -> dict[str, float]:
-    """Return the largest accepted `row_errors` of attention on inputs of `dtype`."""
+    """Return the limits of `row_errors` for attention on inputs of `dtype`."""
     eps = torch.finfo(dtype).eps
     return {name: LSE_TOLERANCE if name == "lse" else max(TOLERANCE[name] * eps, FP32_TOLERANCE) for name in NAMES}
 
 
 @torch.no_grad()
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest relative error of any group of GROUP rows of a head, as a float64 scalar.
+    """Divide the rows of each head into groups of GROUP rows. Return the largest relative error of a group, as a float64
+    scalar.
 
-    The relative error of a group is the norm of the errors of its rows, divided by the norm of its rows. The gradient of a row
+    The relative error of a group is the norm of its errors, divided by the norm of its expected values. The gradient of a row
     that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows under a causal mask
     are small, so the largest row must not determine the scale of all rows.
 

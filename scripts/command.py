@@ -1,6 +1,6 @@
-"""Provide functions for the command lines of all scripts and for the headers of results.
+"""Functions for the command lines of all scripts, and for the headers of their results.
 
-The header of a result describes how the result was measured.
+The header of a result states the date, the machine, the versions and the command of the measurement.
 """
 
 import argparse
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# Benchmarks write to this folder by default, and git ignores this folder. To keep a result, copy it to benchmarks/ by hand.
+# By default, benchmarks write their results to this folder, which git ignores. To keep a result, copy it to benchmarks/ by
+# hand.
 RESULTS = ROOT / "outputs" / "benchmarks"
 
 
 def new_parser(doc: str) -> argparse.ArgumentParser:
-    """Create the parser of a script. `doc` is the docstring of the script, which becomes the help text."""
+    """Create the parser of a script. The docstring of the script, `doc`, becomes the help text."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -69,7 +70,7 @@ def describe_run(
         module: the name of the benchmark module, such as "scripts.bench.ring".
         argv: the command-line arguments of the module.
         gpus: the number of GPUs on which the benchmark ran.
-        ranks: the number of ranks if torchrun started the module; None if the module was started without torchrun.
+        ranks: the number of ranks, or None if the module was started without torchrun.
         packages: the names of further installed packages whose versions are included.
     """
     launcher = ["python"] if ranks is None else ["torchrun", f"--nproc_per_node={ranks}"]

@@ -1,4 +1,4 @@
-"""Functions that scripts use to plot their results."""
+"""Functions for plotting the results of scripts."""
 
 import io
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from PIL import Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# The number of colours in a PNG file. Plots have few colours, so such a small palette makes the files several times smaller.
+# The number of colours in a PNG file. Plots have few colours, and a small palette makes the files several times smaller.
 PALETTE = 64
 
 

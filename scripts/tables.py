@@ -1,4 +1,4 @@
-"""Functions that scripts use to write their results as Markdown tables."""
+"""Functions for writing the results of scripts as Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 

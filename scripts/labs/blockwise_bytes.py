@@ -1,8 +1,8 @@
 """Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
 
-An operand of a tile counts as loaded unless it is the operand of the previous tile. For a new tile of queries, all operands are
-loaded again. A kernel on a GPU does the same, because it keeps the queries on the chip and loads one tile of keys and values
-after the other.
+A tile counts an operand as loaded, unless the previous tile used the same operand. For a new tile of queries, all operands are
+counted again. This matches a kernel on a GPU, which keeps the queries on the chip and loads one tile of keys and values after
+the other.
 """
 
 from collections.abc import Callable, Generator
@@ -26,17 +26,17 @@ class TileSize(NamedTuple):
 
 @contextmanager
 def tile_size(tile: TileSize) -> Generator[None]:
-    """Let the blockwise kernel use tiles of this size."""
+    """Return a context manager in which the blockwise kernel uses tiles of this size."""
     with patch.multiple(blockwise, QUERY_TILE=tile.queries, KEY_TILE=tile.keys):
         yield
 
 
 class Loads:
-    """The number of bytes that the tiles have loaded so far."""
+    """Count the bytes that tiles load."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._loaded: list[tuple[Any, ...]] = []  # for each operand of the previous tile: its address and its shape
+        self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
         """Count the operands of a tile. The first operand must be the queries."""
@@ -49,17 +49,17 @@ class Loads:
 
 @contextmanager
 def counted_loads() -> Generator[Loads]:
-    """Count the loads of all calls of the blockwise kernel.
+    """Return a context manager that counts the loads of all calls of the blockwise kernel.
 
-    The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. This function therefore counts the
-    tensors that these calls receive, including the accumulators of gradients. The state of the queries does not count, because
-    it stays on the chip.
+    The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. Therefore the tensors that these
+    calls receive are counted, including the accumulators of gradients. The states of the queries are not counted, because they
+    stay on the chip.
     """
     loads = Loads()
 
     def counted(function: Callable[..., Any], forward: bool) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            # The arguments of the backward are q, k, v, dout, lse and delta, and the sums dq, dk and dv by keyword.
+            # The backward receives q, k, v, dout, lse and delta by position, and the accumulators dq, dk and dv by keyword.
             loads.add([*arguments[:3]] if forward else [*arguments[:6], *(options[name] for name in ("dq", "dk", "dv"))])
             return function(*arguments, **options)
 
@@ -73,7 +73,7 @@ def counted_loads() -> Generator[Loads]:
 
 
 def predicted_loads(intervals: Intervals, heads: int, head_dim: int, tile: TileSize) -> dict[str, int]:
-    """Return the bytes that the tiles load in the forward pass and in the backward pass, for fp32 inputs.
+    """Predict the bytes that the tiles load in the forward pass and in the backward pass, for fp32 inputs.
 
     Args:
         intervals: the mask. B is 1, and there are as many key heads as query heads.

@@ -2,9 +2,9 @@
 
     python -m scripts.labs.counted_bytes
 
-On a GPU, ncu runs `scripts.tools.count_bytes` for the Triton kernels and for the Hopper kernels, and reads the counters of the
-L2 cache and of DRAM. ncu requires the permission to read these counters. On a CPU, the lab counts the bytes that the tiles of
-the blockwise kernel load. All calls are causal self-attention, forward and backward.
+On a GPU, the profiler ncu runs `scripts.tools.count_bytes` for the Triton kernels and for the Hopper kernels. It reads the
+counters of the L2 cache and of DRAM, which requires a permission. On a CPU, the lab counts the bytes that the tiles of the
+blockwise kernel load. All calls are causal self-attention, forward and backward.
 """
 
 import csv
@@ -40,7 +40,7 @@ NAMES = {"l2_read": "L2 reads", "l2_reduce": "L2 reductions", "dram_read": "DRAM
 
 
 class Row(NamedTuple):
-    """One counter of one kernel, in bytes."""
+    """The predicted and the counted bytes of one counter and one kernel."""
 
     kernel: str
     counter: str
@@ -61,7 +61,7 @@ def profiler_command(backend: str, length: int, sizes: Sizes, log: Path) -> list
 
 
 def read_counters(text: str) -> dict[str, dict[str, int]]:
-    """Return the bytes of each counter by the name of the kernel, from the CSV output of ncu. Messages of ncu are skipped."""
+    """Parse the CSV output of ncu, and return the bytes of each counter for each kernel. Messages of ncu are skipped."""
     found: dict[str, dict[str, int]] = {}
     units = {metric: (field, unit) for field, (metric, unit) in COUNTERS.items()}
     for line in csv.DictReader(row for row in text.splitlines() if row.startswith('"')):
@@ -72,7 +72,7 @@ def read_counters(text: str) -> dict[str, dict[str, int]]:
 
 
 def count_on_gpu(length: int, sizes: Sizes) -> list[Row]:
-    """Count the bytes of the Triton kernels and of the Hopper kernels.
+    """Count the bytes of the Triton kernels and of the Hopper kernels with ncu.
 
     Raises:
         RuntimeError: ncu failed, for example because it may not read the counters.
@@ -95,7 +95,7 @@ def count_on_gpu(length: int, sizes: Sizes) -> list[Row]:
 
 
 def compare(kernel: str, predicted: Traffic, counted: dict[str, int]) -> list[Row]:
-    """Return a row for each counter of a kernel, except for counters that are 0 and predicted to be 0."""
+    """Return a row for each counter of a kernel. Leave out counters whose predicted and counted bytes are both 0."""
     rows = [Row(kernel, NAMES[x], getattr(predicted, x), counted[x]) for x in COUNTERS if x in counted]
     return [row for row in rows if row.predicted or row.counted]
 
@@ -120,7 +120,6 @@ def count_on_cpu(sizes: Sizes) -> list[Row]:
 
 
 def results_table(rows: list[Row]) -> str:
-    """Return the table of all counters."""
     lines = [
         [
             row.kernel,

@@ -2,14 +2,14 @@
 
     python -m scripts.labs.gpt2
 
-The variants `eager` and `sdpa` are the GPT2LMHeadModel of transformers with these attention implementations. The variant
-`ringattn` is the GPT of this project with `flash_attention` and the loss in chunks. Each variant runs with and without
-torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. Every step has the same
-tokens, and consists of the forward pass, the backward pass and AdamW.
+The variants `eager` and `sdpa` are GPT2LMHeadModel of transformers with these attention implementations. The variant `ringattn`
+is the GPT of this project, with `flash_attention` and a loss that is computed in chunks. Each variant runs with and without
+torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. A step consists of the
+forward pass, the backward pass and AdamW. All timed steps have the same tokens.
 
-All variants first train on the same text, the source code of Python's standard library with one token per byte. The loss is
-that of the text after the training steps. On a GPU, the models have the shape of GPT-2 124M (configs/model/124m.yaml) and bf16
-parameters. On a CPU, the models are small and use fp32.
+All variants first train on the same text, which is the source code of Python's standard library with one token per byte. The
+table contains the loss on the next piece of this text. On a GPU, the models have the shape of GPT-2 124M
+(configs/model/124m.yaml) and bf16 parameters. On a CPU, the models are small and use fp32.
 """
 
 import gc
@@ -41,13 +41,13 @@ from scripts.tables import markdown_table
 VARIANTS = ("eager", "sdpa", "ringattn")
 SMALL = ModelConfig(vocab_size=1024, layers=2, dim=256, heads=4, kv_heads=4)
 LENGTHS = {"cpu": [128, 512], "cuda": [1024, 8192]}
-TRAINING_STEPS = 20  # before the loss is compared; the time is measured afterwards
+TRAINING_STEPS = 20  # before the loss is compared. The time is measured afterwards.
 TIMED_STEPS = 10  # on a GPU
 Loss = Callable[[Tensor, Tensor], Tensor]  # the loss of (tokens, labels), both (B, N)
 
 
 class Row(NamedTuple):
-    """The figures of a training step. Those after `parameters` are None if the memory was exhausted."""
+    """The measurements of a training step. If the step ran out of memory, the fields after `parameters` are None."""
 
     variant: str
     compiled: bool
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 def build_hugging_face(
     attention: str, config: ModelConfig, max_length: int, device: torch.device, compiled: bool
 ) -> tuple[nn.Module, Loss]:
-    """Return GPT-2 of transformers with this attention implementation, and its loss."""
+    """Return GPT-2 of transformers with this attention implementation, and its loss function."""
     import transformers
 
     sizes: dict[str, Any] = dict(n_embd=config.dim, n_layer=config.layers, n_head=config.heads, n_positions=max_length)
@@ -77,7 +77,7 @@ def build_hugging_face(
 
 
 def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) -> tuple[nn.Module, Loss]:
-    """Return the GPT of this project, and its loss."""
+    """Return the GPT of this project, and its loss function."""
     generator = torch.Generator(device).manual_seed(0)
     with device:
         model = GPT(config, vocab_size=0)
@@ -99,7 +99,7 @@ def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) ->
 
 
 def text_of_steps(steps: int, tokens: int, vocabulary: int) -> Tensor:
-    """Return the beginning of the modules of Python's standard library, one token per byte: int64 (steps, tokens + 1).
+    """Return source code of Python's standard library with one token per byte, int64 (steps, tokens + 1).
 
     The last token of a step is the first token of the next step.
     """
@@ -119,9 +119,9 @@ def training_step(loss: Loss, optimizer: torch.optim.Optimizer, text: Tensor, le
 
 
 def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor, device: torch.device, compiled: bool) -> Row:
-    """Train a variant on all steps of `text` but the last, compute its loss on the last step, and measure a training step."""
+    """Train a variant on all rows of `text` except the last, compute its loss on the last row, and measure a training step."""
     torch.manual_seed(0)
-    torch._dynamo.reset()  # Otherwise, the second length would be compiled for dynamic shapes.
+    torch._dynamo.reset()  # otherwise, the second length would be compiled for dynamic shapes
     if variant == "ringattn":
         model, loss = build_ringattn(config, device, compiled)
     else:
@@ -146,7 +146,7 @@ def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor
 
 
 def time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a step, and the seconds that the host needs to launch a step. On a CPU, both are the same."""
+    """Return the seconds per step, and the seconds that the host needs to launch a step. On a CPU, both are the same."""
     if device.type == "cpu":
         return (measure.milliseconds(step, device) / 1e3,) * 2
     step()
@@ -163,7 +163,6 @@ def time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, f
 
 
 def results_table(rows: list[Row]) -> str:
-    """Return the table of all variants and lengths."""
     lines = []
     for row in sorted(rows, key=lambda row: (row.length, row.compiled)):
         figures = ["out of memory", *"---"]
@@ -222,10 +221,10 @@ def main(argv: list[str]) -> None:
             if error.name != "transformers":
                 raise
             parser.error("the package transformers is not installed: run pip install 'transformers>=5'")
-        gc.collect()  # The graph of a compiled model refers to itself.
+        gc.collect()  # a compiled model contains reference cycles, which only the garbage collector frees
         if on_gpu:
             torch.cuda.empty_cache()
-        # A run takes minutes, so this line shows the progress.
+        # The measurements take minutes, so this line shows the progress.
         print(f"{variant}, {length:,} tokens{', compiled' * compiled}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print(results_table(rows), end="")
     model = f"GPT-2, {config.layers} layers of dim {config.dim}"

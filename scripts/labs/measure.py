@@ -1,4 +1,4 @@
-"""Functions that all labs share: the options of the command line, the time and the memory of a call, and a memory limit."""
+"""Functions that all labs use. They parse the options, measure the time and the memory of a call, and limit the memory."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ from scripts.plots import plt, save_plot
 OUTPUT = command.ROOT / "outputs" / "labs"
 CPU_REPEATS = 5
 MIB = 2**20
-# The size of the virtual memory of this process, in pages, is the first number in this file. Only Linux has such a file.
+# The first number in this file is the size of this process's virtual memory, in pages. Only Linux has such a file.
 MEMORY_FILE = Path("/proc/self/statm")
 
 
@@ -50,7 +50,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
 
 
 def describe_machine(device: torch.device) -> str:
-    """Return the name of the GPU, or "1 CPU thread", and the version of PyTorch."""
+    """Return the name of the GPU (or "1 CPU thread") and the version of PyTorch."""
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "1 CPU thread"
     return f"{machine}, torch {torch.__version__}"
 
@@ -58,8 +58,8 @@ def describe_machine(device: torch.device) -> str:
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the time of a call in milliseconds. The first call is not timed.
 
-    On a GPU, the result is the median time of many calls. On a CPU, it is the shortest time of a few calls, because other
-    programs on the machine only add time.
+    On a GPU, the result is the median time of many calls. On a CPU, the result is the shortest time of a few calls, because
+    other programs on the machine can only increase the time.
     """
     if device.type == "cuda":
         import triton
@@ -77,7 +77,7 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of a call in bytes, without the memory that was allocated before the call.
+    """Return the peak memory of a call in bytes. Memory that was allocated before the call is not counted.
 
     On a CPU, the profiler of PyTorch records every allocation and every release of a tensor.
     """
@@ -101,9 +101,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def limited_memory(limit: int, device: torch.device) -> Generator[None]:
-    """Make allocations fail if this process needs more than `limit` bytes in addition to its present memory.
+    """Return a context manager in which allocations fail if this process needs more than `limit` additional bytes.
 
-    The limit applies to tensors on the CPU, and only on Linux. A GPU has its own limit, which is the size of its memory.
+    The limit applies only to CPU memory, and only on Linux. On a GPU, the size of its memory is the limit.
     """
     if device.type == "cuda" or not MEMORY_FILE.exists():
         yield
@@ -118,7 +118,7 @@ def limited_memory(limit: int, device: torch.device) -> Generator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an exception says that the memory of the GPU or of the process is exhausted."""
+    """Return whether an exception means that the GPU or the process is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

@@ -3,9 +3,9 @@
     python -m scripts.labs.naive_attention
 
 Naive attention stores the N x N scores of every head. Tiled attention is `ringattn.flash_attention`. Both compute a causal
-forward and backward pass. The length of the sequence doubles from row to row. Naive attention stops at the first length at
-which an allocation fails. On a CPU, --limit-mib limits the memory. The default lengths are small on a CPU. On a GPU, they are
-so large that naive attention fills the memory of a large GPU.
+forward and backward pass. The length of the sequence doubles from row to row of the table. Naive attention stops at the first
+length at which an allocation fails. On a CPU, --limit-mib limits the memory. The default lengths are small on a CPU. On a GPU,
+they are so large that naive attention runs out of memory even on a large GPU.
 """
 
 import sys
@@ -25,7 +25,7 @@ from scripts.plots import clean_axes, plot_points, plt, set_length_axis, short_l
 from scripts.tables import markdown_table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# The steps of naive attention, in their order. The profiler finds them by these names.
+# The names of the steps of naive attention, in their order. The profiler finds the steps by these names.
 STEPS = ("S = Q K^T", "scale", "mask", "softmax", "O = P V")
 
 
@@ -52,7 +52,7 @@ class Cost(NamedTuple):
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention in the steps of a textbook, and store the scores after every step.
+    """Compute causal attention step by step, as in a textbook. Every step stores its whole result.
 
     Args:
         q, k, v: (B, N, H, D).
@@ -90,7 +90,7 @@ def random_inputs(length: int, sizes: Sizes, device: torch.device, count: int = 
 
 
 def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit: int) -> Cost | None:
-    """Measure a forward and backward pass. Return None if it needs more memory than there is.
+    """Measure a forward and a backward pass. Return None if they run out of memory.
 
     Args:
         attend: the implementation of attention.
@@ -109,19 +109,21 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
                 return torch.autograd.grad(attend(*inputs), inputs, dout)
 
             call()
-        # The limit does not apply to the measurements, because the profiler needs memory, too.
+        # The profiler also needs memory, so the limit does not apply to the measurements.
         return Cost(measure.milliseconds(call, device), measure.peak_bytes(call, device))
     except (RuntimeError, MemoryError) as error:
         if not measure.is_out_of_memory(error):
             raise
-    # The tensors of the failed call are referenced by the exception, so they are freed only after the `except` clause.
+    # The exception holds references to the tensors of the failed call, so they are freed only after the `except` clause.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return None
 
 
 def compare(sizes: Sizes, device: torch.device, limit: int) -> dict[str, dict[int, Cost | None]]:
-    """Return the costs of each implementation by length. After a failure, the implementation has no further lengths."""
+    """Return the cost of each implementation for each length. An implementation that runs out of memory is not run at greater
+    lengths.
+    """
     found: dict[str, dict[int, Cost | None]] = {}
     for name, attend in IMPLEMENTATIONS.items():
         found[name] = {}
@@ -133,7 +135,6 @@ def compare(sizes: Sizes, device: torch.device, limit: int) -> dict[str, dict[in
 
 
 def results_table(found: dict[str, dict[int, Cost | None]], lengths: list[int]) -> str:
-    """Return the table of all lengths."""
     rows = []
     for length in lengths:
         cells: list[str] = []
@@ -146,7 +147,9 @@ def results_table(found: dict[str, dict[int, Cost | None]], lengths: list[int]) 
 
 
 def plot(found: dict[str, dict[int, Cost | None]], lengths: list[int], capacity: int, title: str) -> plt.Figure:
-    """Plot the time and the peak memory over the length. A horizontal line shows the capacity of the memory in bytes."""
+    """Plot the time and the peak memory over the length. A horizontal line shows how much memory there is
+    (`capacity` bytes).
+    """
     figure, (times, peaks) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for number, (name, costs) in enumerate(found.items()):
         measured = {length: entry for length, entry in costs.items() if entry}

@@ -1,10 +1,10 @@
-"""Lab 3: profile naive attention, and compare the share of each step in the time with its share in the FLOPs.
+"""Lab 3: profile naive attention, and compare each step's share of the time with its share of the FLOPs.
 
     python -m scripts.labs.softmax_share
 
 The profiler of PyTorch measures the five steps of the forward pass of `scripts.labs.naive_attention`: the scores, the scale,
 the mask, the softmax, and the product with the values. On a GPU, the time of a step is the time of its kernels. The last line
-is the time of `ringattn.flash_attention` for the same inputs.
+of the table is the time of `ringattn.flash_attention` for the same inputs.
 """
 
 import sys
@@ -24,19 +24,19 @@ from scripts.tables import markdown_table
 
 SIZES = {"cpu": Sizes([1024], 4, 64, torch.float32), "cuda": Sizes([8192], 16, 128, torch.bfloat16)}
 REPEATS = 5
-# The number of FLOPs per score of the steps between the products. The softmax computes a maximum, a difference, an exp, a sum
-# and a quotient.
+# The FLOPs per score of the three steps between the matrix products. The softmax computes a maximum, a difference, an exp, a
+# sum and a quotient.
 FLOPS_PER_SCORE = {"scale": 1, "mask": 1, "softmax": 5}
 
 
 def step_flops(length: int, sizes: Sizes) -> dict[str, int]:
-    """Return the FLOPs of each step. Naive attention computes all N x N scores, also those that the mask removes."""
+    """Return the FLOPs of each step. Naive attention also computes the scores that the mask removes."""
     scores = sizes.heads * length**2
     return {step: scores * FLOPS_PER_SCORE.get(step, 2 * sizes.head_dim) for step in STEPS}
 
 
 def step_times(inputs: list[Tensor]) -> dict[str, float]:
-    """Return the time of each step in milliseconds, which is the shortest of REPEATS repetitions."""
+    """Return the time of each step in milliseconds. It is the shortest time of REPEATS repetitions."""
     on_gpu = inputs[0].is_cuda
     naive_attention(*inputs)  # the first call allocates memory and selects the kernels
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -47,7 +47,8 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
             torch.cuda.synchronize()
     microseconds = {step: [] for step in STEPS}
     for event in profiler.events() or []:
-        # On a GPU, the profiler reports every step twice. Use only the event of the host, which knows the kernels it launched.
+        # On a GPU, the profiler reports every step twice. Use only the host's event, which includes the time of the kernels
+        # that it launched.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
             microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
     return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}
@@ -60,7 +61,7 @@ def shares(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def results_table(times: dict[str, float], flops: dict[str, int], tiled_ms: float) -> str:
-    """Return the table of all steps, followed by the sum and by tiled attention."""
+    """Return a table of all steps, of their sum, and of tiled attention."""
     rows = []
     for step, ms in times.items():
         rows.append(

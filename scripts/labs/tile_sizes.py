@@ -4,8 +4,7 @@
 
 The lab runs the forward pass of causal attention. On a GPU, it compiles the portable Triton kernel for every tile size, and
 reads the shared memory and the registers from the compiled kernel. On a CPU, it runs the blockwise kernel, and counts the bytes
-that its tiles load. The traffic is predicted by the formulas of docs/io.md. If there were no caches, all of this traffic would
-come from HBM.
+that its tiles load. The formulas of docs/io.md predict the traffic. Without caches, all of this traffic would come from HBM.
 """
 
 import sys
@@ -31,7 +30,7 @@ from scripts.tables import markdown_table
 from scripts.tools.count_bytes import FP32_BYTES, forward_loads
 
 KIB = 2**10
-# The sizes of the call, the numbers of queries of a tile, and the numbers of keys of a tile.
+# For each device: the sizes of the call, the tested numbers of queries per tile, and the tested numbers of keys per tile.
 DEFAULTS = {
     "cpu": (Sizes([1024], 2, 64, torch.float32), (64, 256, 1024), (64, 256, 1024)),
     "cuda": (Sizes([16384], 16, 128, torch.bfloat16), (64, 128, 256), (32, 64, 128)),
@@ -66,7 +65,9 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 @contextmanager
 def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
-    """Let the Triton kernels use tiles of this size, and record the compiled kernel of every launch of the forward."""
+    """Return a context manager in which the Triton kernels use tiles of this size. It records the compiled kernel of every
+    launch of the forward.
+    """
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward
 
@@ -84,8 +85,6 @@ def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
 
 
 def measure_triton(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Point:
-    """Measure the Triton kernel with this tile size."""
-
     def call() -> Tensor:
         return output_of(flash_attention(*inputs, is_causal=True, backend="triton"))
 
@@ -112,7 +111,6 @@ def sweep(sizes: Sizes, queries: Sequence[int], keys: Sequence[int], device: tor
 
 
 def results_table(points: list[Point]) -> str:
-    """Return the table of all tile sizes."""
     rows = [
         [*p.tile, f"{p.traffic / MIB:,.1f}", f"{p.on_chip / KIB:,.0f}", f"{p.ms:,.2f}", p.remark]
         for p in sorted(points, key=lambda p: p.tile)
@@ -121,7 +119,7 @@ def results_table(points: list[Point]) -> str:
 
 
 def draw_map(axes: plt.Axes, points: list[Point], values: list[float], title: str) -> None:
-    """Draw a number for every tile size as a heat map with logarithmic colours. Small numbers are light."""
+    """Draw one number per tile size as a heat map with logarithmic colours. Small numbers have light colours."""
     queries, keys = (sorted({p.tile[i] for p in points}) for i in (0, 1))
     numbers = np.zeros((len(queries), len(keys)))
     for point, value in zip(points, values, strict=True):

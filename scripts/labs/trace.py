@@ -3,8 +3,8 @@
 python -m scripts.labs.trace --scores 1 3 2 5 --tile 2 --ranks 2
 python -m scripts.labs.trace --output trace.png
 
-Without --scores, the command traces the query "on" of a sentence of five tokens, "The cat sat on mat". All states in the tables
-are recorded in float64, from runs of the blockwise kernel and of `ringattn.ring.run_schedule` on a simulated ring.
+Without --scores, the command traces the query "on" of the sentence "The cat sat on mat", which has five tokens. The states in
+the tables are recorded in float64 while the blockwise kernel and `ringattn.ring.run_schedule` run on a simulated ring.
 """
 
 import argparse
@@ -43,11 +43,12 @@ class Problem(NamedTuple):
 
     @classmethod
     def of_scores(cls, scores: Sequence[float], values: Sequence[float] | None = None) -> "Problem":
-        """Return a problem in which every query has these scores. q and the scale are 1, so the keys are the scores.
+        """Return a problem in which every query has these scores. The queries and the scale are 1, so the keys equal the
+        scores.
 
         Args:
             scores: the scores of the keys.
-            values: the value of each key; None for 1, 2, 3, ...
+            values: the value of each key. None means 1, 2, 3, ...
 
         Raises:
             ValueError: there are no scores or too many scores, a number is infinite or NaN, or the number of values is not the
@@ -86,11 +87,11 @@ class Problem(NamedTuple):
 class Event:
     """The state of the traced query after the kernel has added a tile of keys, or after two states have been merged."""
 
-    hop: int  # the number of hops that the query has travelled; the last hop brings the state back to the owner
+    hop: int  # the number of hops of the query so far. The last hop returns the state to the owner.
     rank: int
-    tile: range  # the positions of the added keys; empty for a merge of two states
+    tile: range  # the positions of the added keys, empty if two states are merged
     seen: tuple[int, ...]  # the positions of all keys of the state
-    alpha: tuple[float, ...]  # exp(m_old - m) of the old state; for a merge, of both states
+    alpha: tuple[float, ...]  # exp(m_old - m) of the old state, or of both merged states
     m: float
     l: float
     o: tuple[float, ...]
@@ -111,12 +112,14 @@ def _numbers_of(state: PartialState, row: int) -> tuple[float, float, tuple[floa
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, tile: int, observe: Callable[..., None]
 ) -> PartialState:
-    """Call the blockwise kernel for one tile of keys after the other, and call observe(rows of k, old m, state) after each."""
+    """Call the blockwise kernel for one tile of keys after the other. After each tile, call observe(rows of k, old
+    m, state).
+    """
     state = PartialState.empty(q, v.shape[-1])
     for first in range(0, k.shape[1], tile):
         rows = slice(first, min(first + tile, k.shape[1]))
         part, old_m = intervals.restrict(slice(0, q.shape[1]), rows), state.m.clone()
-        # The call may overwrite the given state.
+        # The old m is a copy, because the call may overwrite the given state.
         state = PartialState(*dispatch.forward(q, k[:, rows], v[:, rows], part, scale, state, backend="blockwise"))
         observe(rows, old_m, state)
     return state
@@ -150,10 +153,12 @@ class _Observer:
         self.row = positions[self.owner].index(problem.position)
         self.positions = positions
         self.events: list[Event] = []
-        self.partial_m: Tensor | None = None  # the m of the partial state that this rank has computed for the traced query
+        self.partial_m: Tensor | None = None  # m of the partial state that this rank has computed for the traced query
 
     def run(self) -> tuple[list[Event], tuple[tuple[float, ...], float] | None]:
-        """Run this rank's part of the forward pass. Return the events, and on the owner of the query also (out, lse)."""
+        """Run this rank's part of the forward pass. Return (events, result). The result is (out, lse) on the owner of the
+        query, and None on other ranks.
+        """
         rank = self.group.rank
         q, k, v = (self.layout.shard(x[None, :, None], rank) for x in self.problem[:3])
         plan = get_plan(Mask.full(), self.layout, rank, q.device)
@@ -173,11 +178,11 @@ class _Observer:
             state = _attend(block[0], k, v, pairs[local_step].intervals, self.problem.scale, self.tile, observe)
             if traced and into is None:
                 self.partial_m = state.m
-            # `into` is still the empty state, so this merge does not change the state and is not an event.
+            # The state `into` is still empty, so this merge does not change the state and is not an event.
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
-            # A merge concerns the traced query in two cases. On the owner, the state of the query has returned. On another
+            # A merge involves the traced query in two cases. On the owner, the state of the query has returned. On another
             # rank, the state over the keys of earlier ranks is merged with the partial state of this rank.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
             return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
@@ -205,7 +210,7 @@ class _Observer:
 
 
 def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
-    """Trace the query through the hops of a state ring whose neighbours relay the queries and the states.
+    """Trace the query through the hops of a state ring. Each rank relays queries and states to its neighbour.
 
     The layout is contiguous. Every rank adds its own keys tile by tile, starting from the empty state.
 

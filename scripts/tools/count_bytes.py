@@ -1,4 +1,5 @@
-r"""Count the bytes that the GPU kernels move. Either print the prediction of docs/io.md, or run the kernels for a profiler.
+r"""Count the bytes that the GPU kernels move. The script either prints the prediction of docs/io.md, or runs the kernels under
+a profiler.
 
     python -m scripts.tools.count_bytes --predict --length 16384 --head-dim 128 --mask causal
 
@@ -7,12 +8,12 @@ r"""Count the bytes that the GPU kernels move. Either print the prediction of do
         python -m scripts.tools.count_bytes --length 16384 --head-dim 128 --mask causal
 
 With --backend hopper, both commands use the Hopper kernels, whose names are _forward_kernel, _prepare_kernel, _main_kernel and
-_finish_kernel. `python -m scripts.labs.counted_bytes` runs ncu for both backends and draws the result.
+_finish_kernel. The command `python -m scripts.labs.counted_bytes` runs the profiler ncu for both backends and draws the result.
 
 The first command prints the prediction. The second command prints nothing itself, because ncu writes one line per kernel and
-counter to bytes.csv. A sector has 32 bytes. ncu empties the caches before every kernel, so the inputs are read from DRAM once.
-Results that are still in L2 at the end of a kernel are not counted as written to DRAM. Without --predict, the script requires a
-CUDA device, and ncu requires the permission to read the counters.
+counter to bytes.csv. A sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from
+DRAM once. It does not count results as written to DRAM if they are still in the L2 cache when the kernel ends. Without
+--predict, the script requires a CUDA device, and ncu requires the permission to read the counters.
 """
 
 import sys
@@ -30,13 +31,15 @@ from scripts import command
 from scripts.tables import markdown_table
 
 BF16_BYTES, FP32_BYTES, SECTOR_BYTES = 2, 4, 32
-NUM_SMS = 132  # the number of SMs of an H200; each SM processes one tile at a time
+NUM_SMS = 132  # an H200 has 132 SMs, and each SM processes one tile at a time
 L2_BYTES = 50e6
 MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
 
 class Traffic(NamedTuple):
-    """The bytes that a kernel is predicted to move. `l2_reduce` is the number of bytes that the kernel adds in the L2 cache."""
+    """The number of bytes that a kernel is predicted to move. The field `l2_reduce` counts the bytes of additions in the L2
+    cache.
+    """
 
     l2_read: int
     dram_read: int
@@ -77,13 +80,13 @@ def forward_loads(
 
 
 def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
-    """Return the traffic of each Triton kernel as predicted by the formulas of docs/io.md.
+    """Predict the traffic of each Triton kernel with the formulas of docs/io.md.
 
     The prediction is for bf16 self-attention with B = 1 and one key head per query head.
     """
     intervals = Intervals.of(*mask.intervals(length), length)
     all_rows, row = heads * length, head_dim * BF16_BYTES
-    stats = 2 * FP32_BYTES  # bytes of lse and delta of a row; the values of one head are contiguous
+    stats = 2 * FP32_BYTES  # bytes of lse and delta of a row. The values of one head are contiguous.
 
     tile = triton_common.choose_tile("forward", torch.bfloat16, head_dim)
     reads = dram_reads(length, head_dim, tile.queries)
@@ -116,7 +119,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
 
 
 def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
-    """Return the traffic of each Hopper kernel, for the same attention as in `predict`. The head dim is 64 or 128."""
+    """Predict the traffic of each Hopper kernel for the same attention as in `predict`. The head dim must be 64 or 128."""
     from ringattn.kernels.hopper import backward as hopper_backward
     from ringattn.kernels.hopper import forward as hopper_forward
 
@@ -132,8 +135,9 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # This kernel reads out, dout and lse. It writes pairs of lse and delta, and zeros to which the main kernel adds dq. The lse
-    # of the heads of a token are neighbours, so reading the lse of one head transfers a whole sector.
+    # The kernel `prepare` reads out, dout and lse. It writes pairs of lse and delta, and zeros to which the main kernel adds
+    # dq. The lse of all heads of a token are adjacent in memory. Therefore reading the lse of one head transfers a whole
+    # sector.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),
@@ -157,10 +161,10 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
-    """Return how often the two operands of a loop are read from DRAM.
+    """Return how many times the two operands of a loop are read from DRAM.
 
-    If both operands fit into L2, they are read once. Otherwise they are read once per wave of tiles. The function assumes that
-    every wave reads all rows, so the result is an upper bound if there is a mask.
+    If both operands fit into L2, they are read once. Otherwise, they are read once per wave of tiles. The function assumes that
+    every wave reads all rows, so with a mask the result is an upper bound.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

@@ -1,4 +1,4 @@
-"""Draw a ring pass from its schedule. For each step, the plot shows what each rank computes and which messages are in flight.
+"""Draw the schedule of a ring pass. For each step, the plot shows what each rank computes and which messages are in flight.
 
 python -m scripts.tools.draw_schedule docs/ring.png
 """
@@ -36,7 +36,9 @@ def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
 
 
 def draw_message(axes: plt.Axes, t: int, message: Message) -> None:
-    """Draw an arrow from the sender to the receiver. The arrow is solid for a circulating block and dotted for a result."""
+    """Draw an arrow from the sender to the receiver. The arrow is solid for a circulating block and dotted for a partial
+    result.
+    """
     is_block = message.kind == "block"
     # Blocks and results between the same ranks are drawn at slightly different heights.
     shift = -0.08 if is_block else 0.08

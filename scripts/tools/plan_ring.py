@@ -4,21 +4,20 @@ r"""Predict the time, the bytes and the exposed communication of one attention l
     python -m scripts.tools.plan_ring --length 262144 --ranks 8 16 32 --ulysses auto --network-gbs 50 --plot plan.png
     python -m scripts.tools.plan_ring --measured rows.json
 
-The script predicts the forward and the backward pass of the layer. The options describe a cluster. The prediction uses the cost
-model with which ringattn chooses schedules (`ringattn/planning`).
+The script predicts the forward and the backward pass of the layer on the cluster that the options describe. It uses the same
+cost model with which ringattn chooses schedules (`ringattn/planning`).
 
 A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next blocks. A step
 takes as long as the slower of these two activities. If communication takes longer than computation, the difference is exposed.
-Each step also costs a GPU a fixed time, and merging partial results takes additional time. Hosts start steps ahead of the GPUs.
-However, a pass takes at least as long as the hosts need to start all of its steps. With a CUDA graph, the hosts need almost no
+Each step also takes a GPU a fixed time, and merging partial results takes additional time. The hosts start steps ahead of the
+GPUs, but a pass takes at least as long as the hosts need to start all of its steps. With a CUDA graph, the hosts need almost no
 time. If a ring spans several nodes, the ring runs at the speed of the network, because every hop waits for its slowest link.
 
 A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and the return of the last chunk are exposed. The
 transfers of the other chunks are exposed only if they take longer than attention.
 
 Long sequences are planned as sequences of 32,768 positions. Each position represents several tokens. Rings of more than 64
-ranks are planned as rings of 64 groups of ranks. Planning with groups of ranks changes times and bytes by less
-than 3%.
+ranks are planned as rings of 64 groups of ranks. These simplifications change times and bytes by less than 3%.
 
 The option --measured compares the prediction with measurements in a JSON file. The file contains a list of objects. Each object
 has the keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. If the Ulysses degree is not 1, the
@@ -81,7 +80,7 @@ class Cluster:
                 raise ValueError(f"{name} = {value:g}: must be {'at least 0' if may_be_zero else 'above 0'}")
 
     def speed(self, name: str, direction: str) -> float:
-        """Return one of the fields that differ between directions: "flops", "merge", "launch" or "overhead"."""
+        """Return the field "flops", "merge", "launch" or "overhead" for the direction "forward" or "backward"."""
         return getattr(self, f"{direction}_{name}")
 
     def interconnects(self, flops: float) -> tuple[Interconnect, Interconnect]:
@@ -90,14 +89,14 @@ class Cluster:
         return near, Interconnect("network", False, self.network, self.network_latency, flops)
 
     def ring_interconnect(self, ranks: int, flops: float) -> Interconnect:
-        """Return the interconnect of the ring if `ranks` consecutive GPUs take part in attention."""
+        """Return the slowest interconnect between `ranks` consecutive GPUs, which determines the speed of a ring."""
         near, far = self.interconnects(flops)
         return near if ranks <= self.node else far
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer on a batch of bf16 sequences, and the distribution of the layer over ranks."""
+    """One attention layer for a batch of bf16 sequences, which is distributed over several ranks."""
 
     seq_len: int
     heads: int
@@ -142,11 +141,11 @@ class Layer:
 
     @property
     def positions(self) -> int:
-        """The number of positions of the planned sequence, which represents the whole sequence."""
+        """The number of positions of the planned sequence. Each position may represent several tokens."""
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
-        """Return the mask of a sequence in which each position stands for `scale` tokens."""
+        """Return the mask of a sequence in which each position represents `scale` tokens."""
         return Mask(self.mask == "causal", self.window and max(1, round(self.window / scale)))
 
     @property
@@ -184,7 +183,7 @@ def meta(*shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one direction on the busiest rank."""
+    """The cost of the forward or the backward pass on the busiest rank."""
 
     compute: float  # seconds
     seconds: float
@@ -192,7 +191,7 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """The time, in seconds, of communication and of waiting for the host that is not hidden behind computation."""
+        """The seconds of communication, and of waiting for the host, that are not hidden behind computation."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -231,8 +230,9 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     """Return the cost of one ring pass with the schedule that ringattn would choose."""
     plan, scale, group = planned_ring(layer)
-    # If a planned rank stands for `group` ranks, each planned step stands for `group` hops. A real rank has 1 / group of the
-    # rows of a planned rank, so a hop moves 1 / group of the bytes and computes 1 / group ** 2 of the (query, key) pairs.
+    # If a planned rank represents `group` ranks, each planned step represents `group` hops. A real rank has 1 / group of the
+    # rows of a planned rank. Therefore a hop moves 1 / group of the bytes and computes 1 / group ** 2 of the (query, key)
+    # pairs.
     work = work.scaled(scale / group)
     interconnect = cluster.ring_interconnect(layer.ranks, cluster.speed("flops", work.direction))
     name = plan.choose_schedule(layer.schedule, work, interconnect)
@@ -260,7 +260,7 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
 
 
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
-    """Return the cost that the all-to-alls of one direction add to attention.
+    """Return the cost that the Ulysses all-to-alls of one direction add to attention.
 
     The all-to-alls of the forward direction move q, k, v and the output. The all-to-alls of the backward direction move the
     gradients of q, k, v and the output.
@@ -279,15 +279,17 @@ def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
 
 
 def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
-    """Return the layer with the Ulysses degree that `text` specifies: a number, or "auto" for `best_ulysses_degree`.
+    """Return the layer with the Ulysses degree `text`. The text is a number, or "auto" to choose the degree with
+    `best_ulysses_degree`.
 
     Raises:
-        ValueError: the text is neither a number nor "auto", or the number does not divide the number of ranks and the number of
-            heads.
+        ValueError: the text is neither a number nor "auto", or the number does not divide both the number of ranks and the
+            number of heads.
     """
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
-        # The forward pass has two matrix products, and the backward pass has five. `flops` is the mean speed of all seven.
+        # The forward pass has two matrix products, and the backward pass has five. The variable `flops` is the mean speed of
+        # all seven.
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)
         mask, (near, far) = layer.scaled_mask(1.0), cluster.interconnects(flops)
         ranks = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
@@ -307,7 +309,6 @@ COLUMNS = (
 
 
 def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
-    """Return one line of the table of predictions."""
     # The forward pass has two matrix products per (query, key) pair, and the backward pass has five. Each product costs 2 FLOPs
     # per element of a head.
     flops = 2 * 7 * layer.heads * layer.dim * layer.batch * layer.pairs
@@ -337,7 +338,7 @@ def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost
 
 
 def read_measured(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON file.
+    """Read the measurements in a JSON file.
 
     Raises:
         OSError: the file cannot be read.
@@ -353,7 +354,7 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
 
 
 def print_measured(rows: list[tuple[Layer, dict[str, Any]]], cluster: Cluster) -> None:
-    """Print a table of measured times, predicted times, and the ratios of these times."""
+    """Print a table of measured times, predicted times, and measured divided by predicted times."""
     columns = (
         "Ulysses x ring | length | heads | forward, ms | predicted, ms | measured / predicted"
         " | forward + backward, ms | predicted, ms | measured / predicted"

@@ -26,7 +26,7 @@ some defaults. `python train/run.py --cfg job --resolve` prints the values of a 
 
 
 def entries(group: type, prefix: str) -> list[str]:
-    """Return one Markdown paragraph per setting of a group. Nested groups are left out."""
+    """Return one Markdown paragraph per setting of a group, without nested groups."""
     texts = explanations(group)
     return [
         f"**`{prefix}{field.name}={as_yaml(field.default)}`**: {texts[field.name]}"
@@ -36,7 +36,6 @@ def entries(group: type, prefix: str) -> list[str]:
 
 
 def page() -> str:
-    """Return the content of the page."""
     parts = [HEADER.rstrip(), *entries(config.Config, "")]
     for field in dataclasses.fields(config.Config):
         if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
