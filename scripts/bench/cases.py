@@ -1,6 +1,6 @@
 """Define a case, which is one attention problem of a benchmark.
 
-A case provides its mask, its inputs, its FLOPs and bytes, and its float64 reference results.
+A case provides its mask and its inputs. It counts FLOPs and bytes, and computes float64 reference results.
 """
 
 import math
@@ -15,7 +15,7 @@ from ringattn import BlockMask, Mask
 from ringattn.kernels.interval_mask import Intervals
 from scripts.accuracy import float64_results, group_error
 
-BLOCK = 128  # the number of rows, and of columns, in a block of the block-sparse cases
+BLOCK = 128  # in the block-sparse cases, a block has this many rows and columns
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Case:
     length: int  # tokens, a multiple of BLOCK
     heads: int
     head_dim: int
-    kept: float = 1.0  # the fraction of blocks, chosen at random, that are computed; only for the kind "blocks"
-    key_heads: int | None = None  # None: the same number as query heads
-    value_dim: int | None = None  # the head dim of v; None: the same as that of q and k
-    window_size: int | None = None  # keys that a query attends to, for the kind "window"; None: a default, see `window`
+    kept: float = 1.0  # the fraction of blocks that are computed, chosen at random. Only for the kind "blocks".
+    key_heads: int | None = None  # None means as many as query heads
+    value_dim: int | None = None  # the head dim of v. None means the head dim of q and k.
+    window_size: int | None = None  # the number of keys per query, for the kind "window". None: see `window`.
 
     @property
     def num_key_heads(self) -> int:
@@ -53,7 +53,9 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """The window of the mask. Without `window_size`, it has 4,096 keys, but at most a quarter of the sequence."""
+        """The number of keys in the window of the mask. Without `window_size`, this is 4,096, but at most a quarter of the
+        sequence.
+        """
         return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 
     @cached_property
@@ -75,7 +77,8 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """A bool tensor (blocks, blocks) on the CPU that is True for each computed block. None except for the kind "blocks".
+        """A bool tensor (blocks, blocks) on the CPU that is True for each computed block. Only the kind "blocks" has this
+        tensor.
 
         The fraction of computed blocks is exactly `kept`. The same blocks are computed in every run.
         """
@@ -104,9 +107,9 @@ class Case:
     def flops(self, direction: str) -> float:
         """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".
 
-        A matrix product has 2 FLOPs per head, per (query, key) pair and per element of a head. In the forward pass, S needs the
-        elements of q and k, and out needs those of v. In the backward pass, S, dq and dk need the elements of q and k, and dP
-        and dv need those of v.
+        A matrix product has 2 FLOPs per head, per (query, key) pair and per element of a head. In the forward pass, the product
+        for S depends on the head dim of q and k, and the product for out depends on the head dim of v. In the backward pass,
+        the products for S, dq and dk depend on the head dim of q and k. The products for dP and dv depend on the head dim of v.
         """
         forward, backward = self.head_dim + self.out_dim, 3 * self.head_dim + 2 * self.out_dim
         elements = {"forward": forward, "backward": backward, "both": forward + backward}[direction]
@@ -141,7 +144,9 @@ def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Ten
 
 
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """Return float64 reference results for the first key head, the last key head, and the query heads that use them."""
+    """Return float64 reference results for the first key head, the last key head, and the query heads that share these key
+    heads.
+    """
     q, dout = (_first_and_last(x, case.heads // case.num_key_heads) for x in (q, dout))
     k, v = (_first_and_last(x, 1) for x in (k, v))
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)
@@ -149,7 +154,7 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of the heads for which `expected_results` has computed reference results."""
+    """Return the `group_error` of those heads for which `expected_results` has computed reference results."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 

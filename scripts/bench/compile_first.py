@@ -1,8 +1,9 @@
 """Compile the kernels of a benchmark in several processes, before one process measures them.
 
-flash-attn-4 compiles the kernels of one case for about 10 s, on one core. A process that measures many cases would compile for
-minutes, while the GPU is idle. Here, several processes each call one implementation with one case. They leave the compiled
-kernels in the caches on disk of Triton and of flash-attn-4, from which the measuring process loads them.
+The library flash-attn-4 compiles the kernels of one case for about 10 s on one core. A process that measures many cases would
+compile for minutes while the GPU is idle. Therefore several processes compile first. Each of them calls one implementation with
+one case, which stores the compiled kernels in the disk caches of Triton and flash-attn-4. The measuring process then loads the
+kernels from these caches.
 """
 
 import multiprocessing
@@ -21,7 +22,7 @@ MAX_LENGTH = 16384  # the kernels of longer sequences are the same
 
 
 def use_disk_cache() -> None:
-    """Enable flash-attn-4's cache on disk, which must happen before the library is imported.
+    """Enable the disk cache of flash-attn-4. Call this function before the library is imported.
 
     The environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_DIR sets the folder of the cache.
     """
@@ -29,7 +30,7 @@ def use_disk_cache() -> None:
 
 
 def distinct_cases(cases: Iterable[Case]) -> list[Case]:
-    """Return one case for each set of kernels. Cases that differ only in their length or window use the same kernels."""
+    """Return one case for each set of kernels. Cases that differ only in their length or their window use the same kernels."""
     found = {}
     for case in cases:
         short = replace(case, length=min(case.length, MAX_LENGTH))

@@ -1,4 +1,5 @@
-"""Time the decoding of one or a few tokens per sequence with a long KV cache, next to PyTorch's SDPA and other libraries.
+"""Time decoding of one or a few tokens per sequence with a long KV cache, and compare it with PyTorch's SDPA and other
+libraries.
 
     python -m scripts.bench.decode                       # all cases that fit into --gib of keys and values
     python -m scripts.bench.decode --only 'B1 32/8'      # only cases with a matching name
@@ -7,21 +8,22 @@
 
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
-Every case is measured in two ways. A replayed CUDA graph contains the calls of up to 32 layers, each with its own cache, so no
-key comes from the L2 cache. The graph time is the GPU time per call of such a replay. The eager time is the wall time of the
-same calls from Python. All implementations of a case are timed one after the other in several rounds. Each figure is the median
-of the rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that
-it can sustain. The column GB/s counts the bytes of the keys and values once. The last columns divide the rate and the eager
-time of ringattn by those of the fastest other implementation, and the graph time by the time of the kernels alone. The profiler
-measures the time of the kernels, which is the time during which at least one kernel of a call runs.
+Every case is measured in two ways. The graph time is the GPU time per call if a CUDA graph is replayed. The graph contains the
+calls of up to 32 layers, each with its own cache, so that no key comes from the L2 cache. The eager time is the wall time of
+the same calls from Python. All implementations of a case are timed one after the other in several rounds. Each number is the
+median of the rounds after the first round. Every measurement follows the previous one without a pause, so the GPU runs at a
+clock rate that it can sustain. The column GB/s counts the bytes of the keys and values once. The last columns compare ringattn
+with the fastest other implementation, in rate and in eager time. They also contain the graph time divided by the time of the
+kernels alone. The profiler measures the latter, which is the time during which at least one kernel of a call runs.
 
-`flash` and `cudnn` are backends of SDPA. `fa3` is flash-attn's kernel for KV caches, `fa4` is flash-attn-4, and `flashinfer` is
-FlashInfer's kernel for paged caches, which is planned once per case, outside of the measured time. FlashInfer compiles its
-kernels with nvcc in their first call. The script prints which libraries are not installed. They have the entry "-".
+The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
+flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. Its plan is computed once per case,
+outside of the measured time, and its kernels are compiled with nvcc in the first call. The script prints which libraries are
+not installed. Their entries in the table are "-".
 
-SDPA takes no lengths, so it receives caches that are exactly as long as the sequences. With several queries, SDPA is not
-causal. With --model, a model of configs/model with random weights generates tokens after --context tokens, see
-`scripts.bench.generation`. The script writes rows.json and README.md to --output.
+SDPA has no argument for lengths, so its caches are exactly as long as the sequences. With several queries, SDPA is not causal.
+With --model, the script also runs `scripts.bench.generation`, in which a model of configs/model with random weights generates
+tokens after --context tokens. The script writes rows.json and README.md to --output.
 """
 
 import argparse
@@ -52,18 +54,18 @@ from scripts.bench.stock_training import load_model_config
 from scripts.tables import markdown_table
 
 MAX_LAYERS = 32
-TOLERANCE = 1e-2  # the largest error of a row relative to its norm
+TOLERANCE = 1e-2  # the largest accepted error of a row, relative to the norm of the row
 OURS = "ringattn"
 NAMES = (OURS, "flash", "cudnn", "fa3", "fa4", "flashinfer")  # all implementations, in the order of the report
 DEVICE = torch.device("cuda")
 LENGTHS = (2048, 8192, 32768, 131072, 524288, 1048576)
-MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute", "flashinfer": "flashinfer"}  # of the optional libraries
+MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute", "flashinfer": "flashinfer"}  # the optional ones
 PAGE_SIZE = 64  # tokens per page of FlashInfer's cache
 FLASHINFER_WORKSPACE = 128 * 2**20  # the number of bytes that FlashInfer's documentation recommends
 
 
 class Layer(NamedTuple):
-    """The cache of one layer, and its keys and values in the order (B, Hkv, N, D) of SDPA."""
+    """The cache of one layer, and the same keys and values in the order (B, Hkv, N, D) for SDPA."""
 
     cache: KVCache
     keys: Tensor
@@ -71,7 +73,7 @@ class Layer(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """A function that decodes with the cache of a layer. `context` creates a context manager in which the calls run."""
+    """A function that decodes with the cache of a layer. The field `context` creates a context manager for its calls."""
 
     attend: Callable[[Layer], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -81,7 +83,7 @@ class Implementation(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Queries of the newest tokens of `batch` sequences with `keys` tokens each."""
+    """A decoding problem with `batch` sequences of `keys` tokens each. The queries belong to the newest tokens."""
 
     batch: int
     keys: int
@@ -108,7 +110,7 @@ CASES += [Case(1, 32768, queries=queries) for queries in (4, 16)]
 
 
 def make_layers(case: Case, num_layers: int, device: torch.device) -> list[Layer]:
-    """Return layers with filled caches. The layers have the same values in different memory."""
+    """Return layers with filled caches. All layers have the same keys and values, but in different memory."""
     shape = case.batch, case.keys, case.key_heads, case.head_dim
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     layers = []
@@ -127,7 +129,7 @@ def _is_installed(module: str) -> bool:
 
 
 def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
-    """Return the implementations that are installed, by name."""
+    """Return a dict of the installed implementations. The keys are their names."""
     queries = q.transpose(1, 2)
 
     def sdpa(layer: Layer) -> Tensor:
@@ -151,7 +153,8 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     if _is_installed(MODULES["fa4"]):
         from flash_attn.cute import flash_attn_func
 
-        # The library cannot split the keys on sm_90. On other GPUs, 0 lets it choose the number of splits.
+        # On sm_90, the library cannot split the keys. On other GPUs, the value 0 means that the library chooses the number of
+        # splits.
         num_splits = 1 if torch.cuda.get_device_capability(q.device)[0] == 9 else 0
 
         def flash_attn_4(layer: Layer) -> Tensor:
@@ -162,7 +165,7 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     if _is_installed(MODULES["flashinfer"]) and case.queries == 1:
         try:
             found["flashinfer"] = flashinfer(case, q)
-        except Exception as error:  # The library and its compiler raise exceptions of any kind.
+        except Exception as error:  # the library and its compiler raise exceptions of any type
             print(f"flashinfer is left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return found
 
@@ -172,7 +175,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
-    # The tensor cores are faster for groups of query heads, and slower for a single query head per key head.
+    # Tensor cores make decoding faster for several query heads per key head, and slower for a single query head per key head.
     grouped = case.heads > case.key_heads
     kernel = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped, backend="fa2")
     num_pages = case.batch * case.keys // PAGE_SIZE
@@ -180,7 +183,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
     pages, last = torch.arange(num_pages, dtype=torch.int32), torch.full((case.batch,), PAGE_SIZE, dtype=torch.int32)
     sizes = case.heads, case.key_heads, case.head_dim, PAGE_SIZE
     kernel.plan(ends, pages.to(q.device), last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
-    paged: dict[int, tuple[Tensor, ...]] = {}  # the caches of the layers in pages, by the address of the keys
+    paged: dict[int, tuple[Tensor, ...]] = {}  # the paged cache of each layer, by the address of the layer's keys
 
     def attend(layer: Layer) -> Tensor:
         address = layer.keys.data_ptr()
@@ -193,7 +196,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
 
 
 def with_bounds(case: Case, q: Tensor) -> Implementation:
-    """Return our call for CUDA graphs, which reads the lengths on the GPU."""
+    """Return the call of ringattn that a CUDA graph can contain. It reads the lengths on the GPU."""
     hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
     bounds = torch.zeros_like(hi), hi
 
@@ -204,7 +207,7 @@ def with_bounds(case: Case, q: Tensor) -> Implementation:
 
 
 def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
-    """Return the float64 output of the first query head of the first and last sequence, (2, Nq, D)."""
+    """Return the float64 output (2, Nq, D) of the first query head, for the first and the last sequence."""
     k, v, _ = cache.shard
     ends = [case.keys - case.queries + 1 + i if causal else case.keys for i in range(case.queries)]
     hi = torch.tensor([ends], dtype=torch.int32, device=q.device)
@@ -217,7 +220,7 @@ def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
 
 
 def row_error(out: Tensor, exact: Tensor) -> float:
-    """Return the largest error of a row relative to its norm. NaN counts as an infinite error."""
+    """Return the largest error of any row, relative to the norm of the row. NaN counts as an infinite error."""
     got = torch.stack([out[0, :, 0], out[-1, :, 0]]).double()
     return ((got - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(float("inf")).max().item()
 
@@ -247,7 +250,7 @@ def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
 
 
 def kernel_us(call: Implementation, layers: list[Layer]) -> float:
-    """Return the time per call during which at least one kernel runs, in microseconds."""
+    """Return for how many microseconds per call at least one kernel runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, call.context():
         for layer in layers:
             call.attend(layer)
@@ -288,7 +291,7 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
 
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Check and time all implementations of a case. Return the figures of each implementation by its name."""
+    """Check and time all implementations of a case. Return a dict with the measurements of each implementation."""
     # The tensors from which the caches are filled take as much memory as one layer.
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
@@ -299,13 +302,13 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
     for name, call in implementations(case, q).items():
         try:
             rows[name] = {"error": check(call, layers[0], case, q)}
-            # A graph reads the tensors of its calls in every replay, so they must not be freed before the last replay.
+            # Keep the tensors of the calls until the last replay, because the graph reads them in every replay.
             captured[name] = with_bounds(case, q) if name == OURS else call
             graphs[name] = capture(captured[name], layers)
             calls[name] = call
-        except Exception as error:  # The kernels of the peers raise exceptions of any kind.
+        except Exception as error:  # the kernels of other libraries raise exceptions of any type
             rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-    # A measurement takes about 10 ms at 3 TB/s, but contains at least a few calls.
+    # At 3 TB/s, a measurement takes about 10 ms. It contains at least a few calls.
     estimate = case.bytes / 3e6 + 10
     replays, eager_calls = max(2, int(1e4 / (estimate * len(layers)))), max(10, min(200, int(1e4 / max(estimate, 50))))
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
@@ -322,7 +325,7 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
 
 
 def cells(case: Case, rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the line of the table for a case."""
+    """Return the cells of a case in the table."""
     line = [case.name]
     for key, digits in (("graph_us", 1), ("gb_per_s", 0), ("eager_us", 1)):
         figures = [rows.get(name, {}).get(key) for name in NAMES]

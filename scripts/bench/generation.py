@@ -1,8 +1,8 @@
-"""Time the generation of tokens after a long context, next to `generate` of Hugging Face transformers.
+"""Time the generation of tokens after a long context, and compare it with `generate` of Hugging Face transformers.
 
-`scripts.bench.decode --model NAME` calls this module. All weights, keys and values are random, and nothing is downloaded. The
-caches are filled directly, because only the time per new token is measured. Both implementations select the most likely token,
-and copy every token to the host before the next step.
+The command `scripts.bench.decode --model NAME` calls this module. All weights, keys and values are random, and nothing is
+downloaded. The caches are filled directly, because only the time per new token is measured. Both implementations select the
+most likely token, and copy every token to the host before the next step.
 """
 
 import statistics
@@ -17,11 +17,11 @@ from ringattn.train.inference.token_step import TokenStep
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.settings.config import ModelConfig
 
-WARM_UP = 8  # tokens that are not timed, because transformers compiles the model while it generates the first ones
+WARM_UP = 8  # the first tokens are not timed, because transformers compiles the model while it generates them
 
 
 class Speed(NamedTuple):
-    """The median time per token, in milliseconds, and the bytes of weights, keys and values that a token reads."""
+    """The median time per token in milliseconds, and how many bytes of weights, keys and values are read per token."""
 
     ms_per_token: float
     bytes: int
@@ -43,14 +43,14 @@ def random_keys(config: ModelConfig, context: int, device: torch.device) -> tupl
 
 
 def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
-    """Return the bytes that a token reads in bf16. Only one row of the embedding is read."""
+    """Return how many bytes are read per token in bf16. Only one row of the embedding is read."""
     kv = 2 * config.layers * context * config.kv_heads * config.resolved_head_dim
     embedding = 0 if config.tie_embeddings else padded_vocabulary(config, 0) * config.dim
     return 2 * (kv + parameters - embedding)
 
 
 def speed_of(times: list[float], config: ModelConfig, context: int, parameters: int) -> Speed:
-    """Return the speed, given the times in seconds at which the tokens reached the host."""
+    """Compute the speed from the times, in seconds, at which the tokens reached the host."""
     steps = [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
     return Speed(statistics.median(steps) * 1e3, bytes_per_token(config, context, parameters))
 
@@ -66,7 +66,7 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
     caches = [KVCache(total) for _ in model.blocks]
     k, v = random_keys(config, context, device)
     for cache in caches:
-        # The memory of a cache is allocated for the whole capacity in `prefill`.
+        # The method `prefill` allocates the memory for the whole capacity of the cache.
         cache.prefill(k, v, Layout.contiguous(context, 1))
     step = TokenStep(model, caches, lambda hidden, head: hidden[0, -1:] @ head.T, "auto")
     if device.type == "cuda":
@@ -94,7 +94,9 @@ class Clock:
 
 @torch.no_grad()
 def time_transformers(config: ModelConfig, context: int, num_tokens: int, device: torch.device, compiled: bool) -> Speed:
-    """Time `generate` with SDPA and a static cache, for a Llama of the same size. With `compiled`, it compiles the model."""
+    """Time `generate` with SDPA and a static cache, for a Llama of the same size. With `compiled`, transformers compiles the
+    model.
+    """
     import transformers
 
     total = context + WARM_UP + num_tokens
@@ -107,7 +109,7 @@ def time_transformers(config: ModelConfig, context: int, num_tokens: int, device
     with device:
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     cache = transformers.StaticCache(config=model.config, max_cache_len=total)
-    # `generate` computes the tokens that the cache does not hold, which is the last token of the prompt.
+    # The cache holds all tokens of the prompt except the last one, which `generate` computes.
     k, v = (x.transpose(1, 2) for x in random_keys(config, context - 1, device))
     for layer in range(config.layers):
         cache.update(k, v, layer)
@@ -120,7 +122,7 @@ def time_transformers(config: ModelConfig, context: int, num_tokens: int, device
 
 
 def measure(config: ModelConfig, context: int, num_tokens: int, device: torch.device) -> dict[str, Speed | str]:
-    """Return the speed of each implementation, or the reason why it failed.
+    """Return the speed of each implementation, or the error with which it failed.
 
     Args:
         config: the model.
@@ -136,7 +138,7 @@ def measure(config: ModelConfig, context: int, num_tokens: int, device: torch.de
     for name, run in variants.items():
         try:
             results[name] = run()
-        except Exception as error:  # transformers raises exceptions of any kind
+        except Exception as error:  # transformers raises exceptions of any type
             results[name] = f"{type(error).__name__}: {str(error)[:200]}"
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
     python -m scripts.bench.hops --queries 16384 4096
 
 A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. All inputs are bf16,
-with B = 1, 16 heads and a head dim of 128. A hop has as many keys as queries, and the mask is full.
+with B = 1, 16 heads and a head dim of 128. A hop has as many keys as queries, and every query attends to all keys.
 
 - In a hop of the KV ring, the epilogue of the attention kernel merges the result of the hop into the state of the resident
   queries.
@@ -12,8 +12,8 @@ with B = 1, 16 heads and a head dim of 128. A hop has as many keys as queries, a
 - A pass has as many hops as ranks. In the last hop of the KV ring, the epilogue also divides o by l. In the state ring, one
   kernel merges the states of up to three other ranks and divides o by l.
 
-Before anything is timed, the outputs are compared with float64. The script times all calls as
-`scripts.bench.kernels` does, and prints a table.
+Before anything is timed, the outputs are compared with float64. The script times all calls in the same way as
+`scripts.bench.kernels`, and prints a table.
 """
 
 import statistics
@@ -37,7 +37,7 @@ from scripts.tables import markdown_table
 
 DEVICE = torch.device("cuda")
 HEADS, HEAD_DIM, SCALE = 16, 128, 128**-0.5
-RANKS = 4  # the ranks of a pass, so the owner merges the states of three other ranks
+RANKS = 4  # a pass has four ranks, so the owner merges the states of three other ranks
 HOPS = ("attention without a merge", "KV ring", "state ring", "state ring, eager merge")
 PASSES = (f"KV ring, pass of {RANKS} hops", f"state ring, pass of {RANKS} hops")
 
@@ -52,7 +52,7 @@ class Problem:
         self.q, self.dout = hops[0][0], hops[0][3]
         self.keys = [(k, v) for _, k, v, _ in hops]
         self.intervals = Intervals.of(*case.mask.intervals(queries), queries, DEVICE)
-        self.state = self.attend(0)  # a state into which the timed hops merge
+        self.state = self.attend(0)  # the timed hops merge into this state
 
     def attend(self, hop: int, state: State | None = None, final: bool = False) -> Any:
         """Return the state, or (out, lse) if `final` is true."""
@@ -72,7 +72,7 @@ class Problem:
         return dispatch.merge_states(own, [(0, state) for state in others], torch.bfloat16)
 
     def relayed_pass(self) -> tuple[Tensor, Tensor]:
-        """A pass of the state ring in which a separate kernel merges every hop in place."""
+        """Run a pass of the state ring in which a separate kernel merges the result of every hop in place."""
         state = self.attend(0)
         for hop in range(1, RANKS):
             dispatch.merge_states(state, [(0, self.attend(hop))])
@@ -103,9 +103,9 @@ class Problem:
 
 
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
-    """Check and time all calls for a number of queries, and return the rows of the table.
+    """Check and time all calls for one number of queries. Return the rows of the table.
 
-    The last column of a row is a time relative to the KV ring: the time of a hop in HOPS, and of a pass in PASSES.
+    The last column is the time of a hop (HOPS) or of a pass (PASSES) divided by the time of the KV ring.
     """
     problem = Problem(queries)
     problem.check()

@@ -11,15 +11,15 @@
 All suites use bf16 and B = 1. A CUDA device is required. The speed of an implementation is reported only if its results are
 correct.
 
-- `speed` measures head dims 64 and 128 with causal and full masks. With --lengths, the suite also measures a causal mask with
-  D = 128 at all of these sequence lengths.
+- `speed` measures head dims 64 and 128 with causal and full masks. With --lengths, this suite also measures a causal mask with
+  D = 128 at each of these sequence lengths.
 - `masks` measures a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
 - `heads` measures 32 query heads with 32 key heads and with 8 key heads.
 - `head-dims` measures the head dims 256, 192/128 (192 for queries and keys, 128 for values) and 96, with causal and full masks.
 - `windows` measures a causal mask, windows of 128 to 4,096 tokens, and packed documents, with D = 128. At four times the
-  length, it measures the two kinds of layers of gpt-oss 20B and of Gemma 3 4B: causal, and with a window.
-- `backward` measures the cases in which a backward of 16,384 or 65,536 tokens is compared with flash-attn-4: D = 128 with a
-  causal mask, a full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
+  length, this suite also measures the layers of gpt-oss 20B and of Gemma 3 4B, with a causal mask and with a window.
+- `backward` compares the backward with flash-attn-4 for 16,384 and 65,536 tokens. The cases are D = 128 with a causal mask, a
+  full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
 - `fp8` measures the head dims 64, 128 and 256 with causal and full masks. This suite runs only if --suite names it.
 - `blocks` measures block-sparse masks that keep some of the blocks, chosen at random.
 - `memory` measures the extra memory of a call, and compares it with the size of the N x N scores.
@@ -27,28 +27,29 @@ correct.
   --suite names it.
 
 The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`, and `fp8` is ringattn with
-precision="fp8". `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. `sinks` is ringattn with learned
-sinks that are too small to change the results. These implementations are measured only if --peers names them.
+precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. The implementation
+`sinks` is ringattn with learned sinks that are too small to change the results. These four implementations are measured only if
+--peers names them.
 
-flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes compile the kernels of all cases first,
-see `scripts.bench.compile_first`.
+The library flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes first compile the kernels
+of all cases, as `scripts.bench.compile_first` explains.
 
 Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The comparison
 covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
-A GPU that runs at its power limit lowers its clock after a moment. If a kernel is timed after a pause, the GPU still has a high
-clock, and the kernel seems faster than it is. Such a pause occurs, for example, while a different kernel compiles. If a kernel
-is timed after a power-hungry kernel, the kernel seems slower than it is. For this reason all implementations of a case are
-prepared and checked first. All implementations are then timed one after the other in several rounds, and every second round
-runs in reverse order. Before each measurement the call is repeated for 0.2 s, so that the GPU reaches the clock that it can
-sustain. Every figure is the median over the rounds. The field `samples` in rows.json contains the milliseconds of each round.
-With --graph, calls are replayed from CUDA graphs, so the measured times do not include the time of the host. For short
-sequences, the host takes longer than the GPU.
+A GPU that reaches its power limit soon lowers its clock rate. If a kernel is timed after a pause, the clock rate is still high,
+and the kernel seems faster than it is. Such a pause occurs, for example, while another kernel is compiled. If a kernel is timed
+after a kernel that needs much power, it seems slower than it is. Therefore all implementations of a case are prepared and
+checked first. All implementations are then timed one after the other in several rounds, and every second round runs in reverse
+order. Before each measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every
+time is the median over the rounds. The field `samples` in rows.json contains the milliseconds of each round. With --graph, the
+calls are replayed from CUDA graphs, so the times do not include the time of the host. For short sequences, the host takes
+longer than the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. If
-the head dims of keys and values differ, every matrix product is counted with its own head dim, see `Case.flops`. To compute
-GB/s, the bytes of q, k, v and out are counted once and divided by the time. In the backward pass, the bytes of dout and of the
-gradients are also counted. The extra memory of a call is its peak memory without the tensors that are passed and returned.
+the head dims of keys and values differ, `Case.flops` counts every matrix product with its own head dim. The rate in GB/s counts
+the bytes of q, k, v and out once. In the backward pass, it also counts the bytes of dout and of the gradients. The extra memory
+of a call is its peak memory without the tensors that are passed and returned.
 """
 
 import argparse
@@ -77,15 +78,15 @@ MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
 WINDOWS = (128, 512, 1024, 4096)
-# The layers of gpt-oss 20B and of Gemma 3 4B: head dim, query heads, key heads, window.
+# The layers of gpt-oss 20B and of Gemma 3 4B are (head dim, query heads, key heads, window).
 MODEL_LAYERS = ((64, 64, 8, 128), (256, 8, 4, 1024))
-# The suite "head-dims": the head dim of q and k, the head dim of v, and the numbers of query heads and of key heads. None means
-# that the two numbers are the same.
+# The cases of the suite "head-dims" are (head dim of q and k, head dim of v, query heads, key heads). None means the same
+# number as for q.
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
 BACKWARD_LENGTHS = (16384, 65536)
-# The suite "fp8": the head dim and the number of heads.
+# The cases of the suite "fp8" are (head dim, number of heads).
 FP8_CASES = ((64, 16), (128, 16), (256, 8))
-FP8_TOLERANCE = 0.1  # the largest accepted error of results with FP8 inputs, whose rounding causes an error of 0.05
+FP8_TOLERANCE = 0.1  # the largest accepted error with FP8 inputs. Rounding the inputs causes an error of 0.05.
 SUITES = ("speed", "masks", "heads", "head-dims", "windows", "backward", "blocks", "memory")
 FP8, DECODE = "fp8", "decode"  # the suites that run only on request
 Call = Callable[[], tuple[Tensor, ...]]  # a function that computes the results of one direction
@@ -93,7 +94,7 @@ Key = tuple[str, str]  # the name of the implementation, and the direction
 
 
 def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
-    """Return the cases of a suite. `lengths` contains the sequence lengths of the curve in the suite `speed`."""
+    """Return the cases of a suite. The argument `lengths` contains the sequence lengths that the suite `speed` plots."""
     dim = HEAD_DIMS[-1]
     if suite == "memory":
         return [Case("causal", n, 2, dim) for n in MEMORY_LENGTHS]
@@ -133,12 +134,14 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
 
 
 def case_name(case: Case) -> str:
-    """Return the name of a case. The option --only chooses the cases whose names match its argument."""
+    """Return the name of a case. The option --only chooses cases by their names."""
     return f"{case.label} D{case.dims} S{case.length}"
 
 
 def warm_up(call: Callable[[], object]) -> None:
-    """Repeat a call for WARMUP_SECONDS. Only a few calls are queued at a time, so that the queue of the GPU stays short."""
+    """Repeat a call for WARMUP_SECONDS. The host waits for the GPU after every few calls, so that the queue of the GPU stays
+    short.
+    """
     end = time.perf_counter() + WARMUP_SECONDS
     while time.perf_counter() < end:
         for _ in range(4):
@@ -154,7 +157,9 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 def extra_bytes(call: Call) -> int:
-    """Return the peak memory of a call. Memory that was allocated before the call and memory of the results is not counted."""
+    """Return the peak memory of a call in bytes. Memory that was allocated before the call, and the memory of the results, are
+    not counted.
+    """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -164,12 +169,12 @@ def extra_bytes(call: Call) -> int:
 
 
 def describe_failure(error: Exception) -> dict[str, Any]:
-    """Return the row for a direction in which a call raised an exception."""
+    """Return the entry for a direction in which the call raised `error`."""
     return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict[str, Any]:
-    """Return the errors of the results of a call. If the results are correct, also return the extra memory of the call."""
+    """Run a call and return the errors of its results. If the results are correct, also return the extra memory of the call."""
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= tolerance:
         return {"status": "wrong", "errors": errors}
@@ -182,8 +187,8 @@ def check(
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
     Returns:
-        Two dicts with directions as keys. If a direction was checked, the first dict contains the value that `check_call`
-        returned. Otherwise it contains the reason. The second dict contains the calls whose results are correct.
+        Two dicts with directions as keys. The first dict contains the results of `check_call`, or the reason why a direction
+        was not checked. The second dict contains the calls whose results are correct.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}
@@ -208,14 +213,14 @@ def check(
         reason: dict[str, Any] = {}
     except peers.Unsupported:
         reason = {"status": "unsupported"}
-    except Exception as error:  # The compilers and kernels of the peers raise exceptions of any kind.
+    except Exception as error:  # compilers and kernels of other libraries raise exceptions of any type
         reason = describe_failure(error)
     found = {direction: found.get(direction) or reason for direction in DIRECTIONS}
     return found, {direction: call for direction, call in calls.items() if found[direction]["status"] == "ok"}
 
 
 def summarise(case: Case, direction: str, samples: list[float]) -> dict[str, Any]:
-    """Return the median time of all rounds in milliseconds, and the rates that are computed from this median."""
+    """Return the median time of all rounds in milliseconds, and the rates that follow from this median."""
     ms = statistics.median(samples)
     rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
     return {"ms": ms, **rates, "samples": samples}
@@ -239,8 +244,8 @@ def time_in_rounds(
     """Time all calls one after the other in several rounds. Every second round runs in reverse order.
 
     Returns:
-        Two dicts. The first dict contains the milliseconds of each round for the calls that succeeded. The second dict contains
-        a description of the error for the calls that failed. A call that raises an exception is not timed again.
+        Two dicts. The first dict contains, for each call that succeeded, the milliseconds of each round. The second dict
+        contains, for each call that failed, a description of the error. A call that raises an exception is not timed again.
     """
     timed: dict[Key, Callable[[], object]] = {**calls}
     samples: dict[Key, list[float]] = {key: [] for key in calls}
@@ -259,7 +264,7 @@ def time_in_rounds(
 
 
 def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict[str, Any]]:
-    """Check and time all implementations of a case, print their results, and return one row per implementation.
+    """Check and time all implementations of a case. Print their results, and return one row per implementation.
 
     The function also prints how many seconds pass before the measurement starts. Compilation takes most of this time.
     """
@@ -332,7 +337,7 @@ def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 @contextmanager
 def stream_for(use_graphs: bool) -> Generator[None]:
-    """Run the body on a stream that can be captured in CUDA graphs. The default stream cannot be captured."""
+    """Return a context manager that uses a stream which CUDA graphs can capture. The default stream cannot be captured."""
     if not use_graphs:
         yield
         return
@@ -341,7 +346,7 @@ def stream_for(use_graphs: bool) -> Generator[None]:
 
 
 def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[str, peers.Prepare]) -> list[dict[str, Any]]:
-    """Measure all requested cases, write the report and return the rows of our own kernels."""
+    """Measure all requested cases and write the report. Return the rows of this project's kernels."""
     chosen = choose_cases(args)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:
@@ -354,7 +359,7 @@ def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[
         for case in cases:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, args.rounds, args.graph)
-            # Results are written after every case. If the run is interrupted, the results measured before are kept.
+            # The results are written after every case, so that an interrupted run keeps the results of earlier cases.
             kernels_report.save_rows(args.output, header, suites, rows)
         kernels_report.write(args.output, header, suites, rows)
     return [row for found in rows.values() for row in found if row["implementation"] == peers.OURS]

@@ -1,9 +1,9 @@
-"""Write the tables and plots of `scripts.bench.kernels` from its raw rows.
+"""Write the tables and plots of `scripts.bench.kernels` from its measurements.
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-`scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. The command reads
-rows.json in the directory, and writes README.md and the plots to the same directory. The command needs no GPU.
+The benchmark `scripts.bench.kernels` calls this module after every suite. The command above writes the same report later,
+without a GPU. It reads rows.json in the directory, and writes README.md and the plots to the same directory.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Format = Callable[[float], str]
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Describe one direction of a row in one line. The benchmark prints this line to show its progress."""
+    """Describe one direction of a row in one line. The benchmark prints this line while it runs."""
     if found["status"] == "failed":
         return f"failed: {found['error']}"
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.get("errors", {}).items())
@@ -43,7 +43,7 @@ def save_rows(output: Path, header: dict[str, Any], suites: dict[str, list[Case]
 
 
 def load_rows(path: Path) -> tuple[dict[str, Any], dict[str, list[Case]], Rows]:
-    """Read the rows that `save_rows` has written. Cases that an interrupted run did not measure are left out."""
+    """Read the rows that `save_rows` has written. Cases that were not measured because the run was interrupted are left out."""
     header = json.loads(path.read_text())
     rows: Rows = {}
     for row in header.pop("rows"):
@@ -62,10 +62,10 @@ def _find(rows: Rows, case: Case, name: str) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any], key: str, form: Format) -> str:
-    """Return one figure as `forward / backward`.
+    """Return the text of one measurement as `forward / backward`.
 
-    If a figure was not measured, the text contains "wrong", "failed" or "-" instead. "-" means that the implementation does not
-    support the mask.
+    If there is no measurement, the text contains "wrong", "failed" or "-" instead. The text "-" means that the implementation
+    does not support the mask.
     """
     parts = []
     for direction in DIRECTIONS:
@@ -78,7 +78,7 @@ def _cell(row: dict[str, Any], key: str, form: Format) -> str:
 
 
 def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
-    """Return a figure of an implementation, divided by the figure of the same implementation for the case `base`.
+    """Return a measurement divided by the measurement of the same implementation for the case `base`.
 
     The text has the form ` (forward / backward)`.
     """
@@ -93,7 +93,7 @@ def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
 
 
 class Report:
-    """Creates the sections of a report.
+    """The sections of a report.
 
     Every table has one line per case, one column per implementation, and a column for the date.
     """
@@ -107,7 +107,9 @@ class Report:
         cell: Callable[[Case, dict[str, Any]], str],
         extra: dict[str, Callable[[Case], str]] | None = None,
     ) -> str:
-        """Return a table. `extra` maps the name of each additional column to a function that computes the cell of a case."""
+        """Return a table. The argument `extra` maps the name of each additional column to a function that computes the cell of
+        a case.
+        """
         extra = extra or {}
         lines = []
         for case in cases:
@@ -118,7 +120,7 @@ class Report:
         return markdown_table(" | ".join(("D", "mask", "S", "H", *extra, *self.names, "date")), lines)
 
     def figures(self, cases: list[Case], key: str, form: Format) -> str:
-        """Return a table of one figure, with a cell for every case and implementation."""
+        """Return a table of the measurement `key`, with a cell for every case and implementation."""
         return self.table(cases, lambda _, row: _cell(row, key, form))
 
     def speed(self, cases: list[Case]) -> str:
@@ -199,7 +201,7 @@ class Report:
 
 
 def write(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], rows: Rows) -> None:
-    """Write README.md and the plots of the suites that were measured so far."""
+    """Write README.md and the plots of all suites that have been measured so far."""
     plots = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
     report = Report(header, rows)
     setting = f"{header['machine']}; bf16, B = 1. Times and rates are medians of all rounds ({header['rounds']})."
@@ -230,7 +232,7 @@ def _add_legend(figure: plt.Figure) -> None:
 def _plot_implementations(
     axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable[[Case], float], scale: float = 1.0
 ) -> None:
-    """Draw one line per implementation. The line connects all cases for which the implementation has a figure."""
+    """Draw one line per implementation. The line connects all cases for which the implementation was measured."""
     for index, name in enumerate(_names(rows)):
         figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
         plot_points(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)
@@ -276,7 +278,7 @@ def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
 
 
 def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Plot the time of a call, divided by its time for a full mask. The x axis is the fraction of blocks.
+    """Plot the time of a call divided by its time for a full mask. The x axis is the fraction of computed blocks.
 
     If the full mask was not measured, return None.
     """

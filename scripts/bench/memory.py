@@ -3,10 +3,10 @@
     python -m scripts.bench.memory
     python -m scripts.bench.memory --cases '124m 65536 1' '1.4b 65536 2 parallel.ulysses=2'
 
-A case consists of a model, the tokens of a sequence, the number of GPUs, and optional settings of `train/run.py`. Each case is
-a job of a few steps with one document per sequence. By default, the script measures all cases for which this machine has
-enough GPUs. The peak is measured by torch's allocator. If a job fails, the table contains its error message. The script writes
-README.md to --output.
+A case consists of a model, the number of tokens per sequence, the number of GPUs, and optional settings of `train/run.py`. Each
+case is a job of a few steps with one document per sequence. By default, the script measures all cases for which this machine
+has enough GPUs. The allocator of torch measures the peak memory. If a job fails, the table contains its error message. The
+script writes README.md to --output.
 """
 
 import argparse
@@ -71,7 +71,9 @@ def job_command(case: str, steps: int, output: Path) -> list[str]:
 
 
 def measure(case: str, steps: int) -> Row:
-    """Run one job, and return its summary and its predicted seconds. If it fails, return its error message as "failed"."""
+    """Run one job, and return its summary and its predicted seconds. If the job fails, return its error message under the key
+    "failed".
+    """
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")
         arguments = job_command(case, steps, Path(directory) / "run")

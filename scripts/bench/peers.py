@@ -1,8 +1,7 @@
-"""Provide several implementations of attention with a common interface, so that a benchmark can compare them.
+"""Several implementations of attention with a common interface, so that a benchmark can compare them.
 
-Each implementation is a function `prepare(case, device)`. `prepare` returns a function attend(q, k, v) -> out for tensors
-of (1, N, H, D). The function attend supports autograd. `prepare` raises `Unsupported` if the implementation cannot express the
-mask of the case.
+Each implementation is a function `prepare(case, device)`. It returns a function attend(q, k, v) -> out for tensors of (1, N, H,
+D), which supports autograd. If the implementation cannot express the mask of the case, it raises `Unsupported`.
 """
 
 import importlib
@@ -35,7 +34,9 @@ class Unsupported(Exception):
 
 
 def ringattn(backend: str) -> Prepare:
-    """Return the kernels of this project. `backend` is "auto" (the best kernels) or "triton" (the portable Triton kernels)."""
+    """Return the kernels of this project. The backend is "auto" (the fastest kernels) or "triton" (the portable Triton
+    kernels).
+    """
 
     def prepare(case: Case, device: torch.device) -> Attend:
         blocks = case.blocks(device)
@@ -45,7 +46,7 @@ def ringattn(backend: str) -> Prepare:
 
 
 def sinks(case: Case, device: torch.device) -> Attend:
-    """Return our kernels with learned sinks, which are so small that the results are those without sinks."""
+    """Return the kernels of this project with learned sinks. The sinks are too small to change the results."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     logits = torch.full((case.heads,), -1e4, device=device, requires_grad=True)
@@ -53,14 +54,15 @@ def sinks(case: Case, device: torch.device) -> Attend:
 
 
 def fp8(case: Case, _device: torch.device) -> Attend:
-    """Return our kernels with precision="fp8". The time includes the rounding of the inputs."""
+    """Return the kernels of this project with precision="fp8". Their time includes the rounding of the inputs."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, precision="fp8"))
 
 
 def fp8_rounded(case: Case, device: torch.device) -> Attend:
-    """Return our FP8 forward without the rounding of the inputs, as it runs in each hop of a ring. It has no backward.
+    """Return the FP8 forward of this project without the rounding of the inputs, as it runs in each hop of a ring. There is no
+    backward.
 
     The inputs of the first call are rounded once, and all calls must have the same inputs.
     """
@@ -93,7 +95,9 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Enable deterministic algorithms, but do not let PyTorch fill new tensors with NaN, which would take time."""
+    """Return a context manager that enables deterministic algorithms. PyTorch's filling of new tensors with NaN is disabled,
+    because it takes time.
+    """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     torch.use_deterministic_algorithms(True)
@@ -105,7 +109,7 @@ def deterministic() -> Generator[None]:
 
 
 def context(name: str) -> AbstractContextManager[None]:
-    """Return the context manager in which the forward and backward passes of an implementation run."""
+    """Return the context manager for the forward and backward passes of an implementation."""
     return deterministic() if name == DETERMINISTIC else nullcontext()
 
 
@@ -198,12 +202,12 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
 
 
 def available() -> dict[str, Prepare]:
-    """Return the implementations that are installed, and print a message if flash-attn-4 is not usable."""
+    """Return the installed implementations. Print a message if flash-attn-4 cannot be used."""
     found = dict(IMPLEMENTATIONS)
     if "fa4" in found:
         try:
             importlib.import_module("flash_attn.cute")
-        except Exception as error:  # The dependencies of flash-attn-4 may raise exceptions of any kind.
+        except Exception as error:  # the dependencies of flash-attn-4 may raise exceptions of any type
             print(f"fa4 is left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
             del found["fa4"]
     return found

@@ -1,14 +1,15 @@
-"""Time the planning of attention on the host, over the numbers of tokens, documents and ranks.
+"""Time how long the host plans attention, for several numbers of tokens, documents and ranks.
 
     python -m scripts.bench.planning
 
 No GPU is required. The script plans the forward pass and the backward pass of one rank, as a training step with a new mask
-does. The parts are: the layout; the overlaps of all ranks and the choice of the schedules; the intervals of the rank's local
-steps; and the tables of the Hopper kernels for 16 heads with a head dim of 128, for 132 SMs. Every round plans a new random
-mask. Times are medians of the CPU time of the process, because other processes may slow down the machine.
+does. Planning has four parts. The first part computes the layout. The second part computes which ranks overlap and chooses the
+schedules. The third part computes the intervals of the rank's local steps. The last part computes the tables of the Hopper
+kernels, for 16 heads with head dim 128 and 132 SMs. Every round plans a new random mask. The table contains medians of the CPU
+time of the process, because other processes may slow down the machine.
 
-The script prints a table and writes its rows as JSON. If `--earlier` names the JSON file of another commit, the table also
-contains the times of this commit.
+The script prints a table and writes its rows as JSON. If the option --earlier names the JSON file of another commit, the table
+also contains the times of this other commit.
 """
 
 import argparse
@@ -40,14 +41,16 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. The window exceeds the sequence, so that every mask is new."""
+    """Return a causal mask of documents with random lengths. The window differs for every seed and exceeds the sequence, so
+    that no mask is cached.
+    """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
     return Mask.causal(window=seq_len + seed, documents=lengths)
 
 
 def plan(seq_len: int, documents: int, ranks: int, seed: int) -> dict[str, float]:
-    """Plan the attention of the rank in the middle, and return the seconds of each part."""
+    """Plan attention for the rank in the middle. Return the seconds of each part."""
     mask, rank, times = random_mask(seq_len, documents, seed), ranks // 2, [time.process_time()]
     layout = balanced_layout(mask, seq_len, ranks)
     times.append(time.process_time())
@@ -84,7 +87,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
-    """Return a table of the rows. `earlier` are the rows of an earlier commit, for the same cases, or an empty list."""
+    """Return a table of the rows. The argument `earlier` contains the rows of another commit for the same cases, or
+    is empty.
+    """
     known = {(x["tokens"], x["documents"], x["ranks"]): x["total"] for x in earlier}
     cells = []
     for row in rows:
@@ -95,7 +100,7 @@ def table(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
 
 
 def machine() -> str:
-    """Return the model of the CPU, if the system names it, and the versions."""
+    """Return the model of the CPU, if it is known, and the versions."""
     try:
         name = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     except (OSError, TypeError):
@@ -123,5 +128,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # as in training; otherwise collections would visit all objects of the imported modules
+    gc.freeze()  # as in training. Otherwise, garbage collections would visit all objects of the imported modules.
     sys.exit(main(sys.argv[1:]))

@@ -4,16 +4,17 @@
     torchrun --nproc_per_node=4 -m scripts.bench.ring --cases causal-16k causal-64k --variants nvlink-auto local --rounds 5
 
 All cases use bf16 and B = 1. Cases with documents use the layout that balances the work, and all other cases use a zigzag
-layout. `scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its gradients are
-compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is reported only if its
-results are correct.
+layout. The module `scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its
+gradients are compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is
+reported only if its results are correct.
 
-The variants are timed one after the other in several rounds, because clocks fall as GPUs warm up. In each round, the mean time
-of consecutive calls on the slowest rank is measured. A figure is the median of these mean times over all rounds. `local` runs
-the kernels of the automatic schedule as if every message had already arrived. The time of `local` is therefore the time that
-the ring would take if communication were free. `ulysses-4-local` does the same for `ulysses-4`. The variants that end with
-`-graph` replay CUDA graphs, so their times do not include the time of the host. With 4,096 tokens per rank, the host takes
-about as long as the GPU. All backward passes run in the calling thread, including the backward passes of context_parallel.
+The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. In each
+round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median of these means over
+all rounds. The variant `local` runs the kernels of the automatic schedule as if every message had already arrived. The time of
+`local` is therefore the time that the ring would take if communication took no time. The variant `ulysses-4-local` does the
+same for `ulysses-4`. Variants that end with `-graph` replay CUDA graphs, so their times do not include the time of the host.
+With 4,096 tokens per rank, the host takes about as long as the GPU. All backward passes run in the calling thread, including
+the backward passes of context_parallel.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -21,7 +22,7 @@ receive buffer of the NVLink transport is reported separately (`receive_buffer_b
 the number of hops, the bytes that the busiest rank sends, and the difference between the time of the ring and the time of
 `local`.
 
-Rank 0 writes README.md, ring.json and a plot to --output; see `scripts/bench/ring_report.py`.
+Rank 0 writes README.md, ring.json and a plot to --output, with the functions of `scripts/bench/ring_report.py`.
 """
 
 import argparse
@@ -50,10 +51,10 @@ from scripts.bench.ring_report import PARTS
 from scripts.bench.ring_variants import Call, Calls
 from scripts.tools.plan_ring import bytes_sent
 
-CHECKED_LENGTH = 1536  # the number of tokens per rank in the check against the float64 reference
+CHECKED_LENGTH = 1536  # the comparison with the float64 reference has this many tokens per rank
 NAMES = ("out", "dq", "dk", "dv")
-# One measurement repeats a call for about MEASUREMENT_SECONDS. The number of repetitions is computed from the assumed speed, in
-# FLOP/s per GPU.
+# A measurement repeats a call for about MEASUREMENT_SECONDS. The number of repetitions follows from ASSUMED_SPEED, in FLOP/s
+# per GPU.
 MEASUREMENT_SECONDS, ASSUMED_SPEED = 0.2, 4e14
 
 
@@ -101,7 +102,7 @@ def mean_ms(call: Call, repeats: int) -> float:
 
 
 def peak_bytes(call: Call) -> int:
-    """Return the peak of torch's allocator during a call, on the rank with the highest peak."""
+    """Return the peak of torch's allocator during a call, in bytes, on the rank with the highest peak."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -111,7 +112,7 @@ def peak_bytes(call: Call) -> int:
 
 
 def receive_buffer_bytes(transport: NvlinkTransport) -> int:
-    """Return the bytes of a transport's receive buffers for rings and all-to-alls.
+    """Return the number of bytes of a transport's receive buffers for rings and all-to-alls.
 
     The statistics of torch's allocator do not include these bytes.
     """
@@ -123,7 +124,8 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     """Return the schedules, the number of hops with messages, and the bytes sent by the busiest rank.
 
     Returns:
-        A dict with the keys "forward" and "both". The figures of "both" cover the forward pass and the backward pass together.
+        A dict with the keys "forward" and "both". The numbers under "both" are for the forward pass and the backward pass
+        together.
     """
     plan = get_plan(case.mask, variants.ring_layout(case, ranks), 0, torch.device("cpu"))
     heads = case.heads, case.num_key_heads
@@ -144,10 +146,10 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add figures about communication to the row of each timed ring.
+    """Add measurements of communication to the row of each timed ring.
 
-    The figures describe the messages of the ring, and the additional time of the ring in microseconds compared with the same
-    kernels without communication.
+    These are the number and the bytes of the messages, and how many microseconds longer the ring takes than the same kernels
+    without communication.
 
     Args:
         case: the case of the rows.
@@ -169,11 +171,11 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
     """Time all variants one after the other in several rounds.
 
     Returns:
-        Milliseconds, TFLOP/s per GPU and samples for each variant and each of PARTS.
+        The milliseconds, the TFLOP/s per GPU and the samples of each variant, for each of PARTS.
     """
     samples: dict[tuple[str, str], list[float]] = {(variant, part): [] for variant in calls for part in PARTS}
     if case.flops("forward") / dist.get_world_size() <= pass_graphs.MAX_FORWARD_FLOPS:
-        # The ring replays the passes of short shards after some calls.
+        # After some calls with short shards, the ring replays CUDA graphs. Therefore warm up.
         for timed in calls.values():
             with timed.context():
                 for _ in range(pass_graphs.CALLS_BEFORE_CAPTURE):
@@ -193,7 +195,7 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Check and time the named variants of a case, and return one row per variant."""
+    """Check and time the variants `names` of a case. Return one row per variant."""
     found: dict[str, dict[str, Any]] = {}
     calls: dict[str, Calls] = {}
     for variant in names:

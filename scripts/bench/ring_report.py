@@ -1,11 +1,11 @@
-"""Write the tables and the plot of `scripts.bench.ring` again, from the file ring.json of one run or of several runs.
+"""Write the tables and the plot of `scripts.bench.ring` from the files ring.json of one or several runs.
 
     python -m scripts.bench.ring_report outputs/benchmarks/ring
     python -m scripts.bench.ring_report outputs/benchmarks/ring --join short/ring.json long/ring.json
 
 The command replaces README.md in the directory. If causal attention was measured at two or more lengths, the command also
-writes lengths.png. With --join, the command first writes a file ring.json with the rows of all runs. All runs must come from
-the same machine. Each case may occur in only one run, because ratios are computed within a run.
+writes lengths.png. With --join, the command first writes one file ring.json with the rows of all given files. All files must
+come from the same machine. Each case may occur in only one file, because ratios are computed within a run.
 """
 
 import json
@@ -20,9 +20,9 @@ from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_ax
 from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
-PARTS = ("forward", "both")  # the timed parts; "both" is a forward pass followed by a backward pass
-# Maps the name of each case to a dict. This dict contains the case under the key "case", and the row of each variant under its
-# name.
+PARTS = ("forward", "both")  # "both" is a forward pass followed by a backward pass
+# This dict maps the name of each case to another dict. The inner dict contains the case under the key "case", and the row of
+# each variant under the name of the variant.
 Rows = dict[str, dict[str, dict[str, Any]]]
 COMMUNICATION_NOTE = """\
 In a pair of figures, the first is for the forward, and the second is for the forward + backward. The column "hops" gives the
@@ -73,7 +73,7 @@ def speed_table(header: dict[str, Any], rows: Rows) -> str:
 
 
 def communication_table(header: dict[str, Any], rows: Rows) -> str:
-    """Return a Markdown table of the bytes that the rings sent and the time that was not hidden.
+    """Return a Markdown table of the bytes that the rings send, and of the communication time that is not hidden.
 
     If no ring was timed, return "".
     """
@@ -97,7 +97,7 @@ def communication_table(header: dict[str, Any], rows: Rows) -> str:
 
 
 def _both_parts(row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> str:
-    """Return a figure as `forward / forward + backward`. Return "-" if there is no hop, or no base for the comparison."""
+    """Return a text of the form `forward / forward + backward`. Return "-" if there is no hop, or nothing to compare with."""
     try:
         return " / ".join(form(row[part]) for part in PARTS)
     except (KeyError, ZeroDivisionError):
@@ -105,7 +105,7 @@ def _both_parts(row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> s
 
 
 def plot_lengths(rows: Rows) -> plt.Figure | None:
-    """Plot TFLOP/s per GPU for causal masks without grouped heads. The x axis is the sequence length.
+    """Plot TFLOP/s per GPU for causal masks with as many key heads as query heads. The x axis is the sequence length.
 
     If there is only one sequence length, return None.
     """
@@ -153,7 +153,7 @@ def read(path: Path) -> tuple[dict[str, Any], Rows]:
 
 
 def join(paths: list[Path]) -> tuple[dict[str, Any], Rows]:
-    """Join the runs of several files ring.json into a single run, whose header lists the commands of all runs.
+    """Join the runs of several files ring.json into a single run. Its header lists the commands of all runs.
 
     Raises:
         ValueError: the runs come from different machines, or a case occurs in two runs.

@@ -1,12 +1,12 @@
-"""Define the attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
+"""The attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
 
-- `nvlink-auto`, `p2p-kv` and similar names stand for `ring_attention` with the named transport and schedule.
-- `p2p_priority-auto` and similar names stand for `p2p-auto` over a process group with the options of NCCL_OPTIONS. These
+- The variants `nvlink-auto`, `p2p-kv` and so on are `ring_attention` with the named transport and schedule.
+- The variants `p2p_priority-auto` and so on are `p2p-auto` over a process group with the options of NCCL_OPTIONS. These
   variants are timed only on request.
-- `ulysses-4` stands for `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
-- `local` and `ulysses-4-local` stand for the kernels of the ring and of `ulysses-4` without communication.
-- `context_parallel` stands for PyTorch's context_parallel with cuDNN.
-- If the name of a variant ends with `-graph`, its calls are replayed from a CUDA graph.
+- The variant `ulysses-4` is `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
+- The variants `local` and `ulysses-4-local` are the kernels of the ring and of `ulysses-4` without communication.
+- The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
+- The calls of variants whose names end with `-graph` are replayed from a CUDA graph.
 """
 
 import contextlib
@@ -74,7 +74,8 @@ VARIANTS = (
     "ulysses-4-graph",
     "context_parallel",
 )
-# Options of NCCL process groups: whether NCCL's kernels run on a stream of high priority, and how many CTAs they may have.
+# The options of NCCL process groups state whether NCCL's kernels run on a stream of high priority, and how many CTAs they may
+# have.
 NCCL_OPTIONS = {
     "p2p_priority": (True, None),
     "p2p_priority_16": (True, 16),
@@ -87,7 +88,7 @@ class Calls(NamedTuple):
     """The timed calls of a variant, and the context in which these calls must run."""
 
     forward: Call
-    both: Call  # a forward and a backward pass; returns out, dq, dk and dv
+    both: Call  # runs a forward and a backward pass, and returns out, dq, dk and dv
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
@@ -115,7 +116,7 @@ def ring_group(variant: str) -> dist.ProcessGroup:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether the variant runs communicating code of this project. Only the results of such variants are checked."""
+    """Return whether the variant runs code of this project that communicates. Only the results of such variants are checked."""
     return "local" not in variant and variant != "context_parallel"
 
 
@@ -125,7 +126,7 @@ def ulysses_degree(variant: str) -> int:
 
 
 def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
-    """Return the requested variants, or by default all variants whose Ulysses degree divides the number of ranks.
+    """Return the requested variants. By default, return all variants whose Ulysses degree divides the number of ranks.
 
     Raises:
         SystemExit: the degree of a requested variant does not divide the number of ranks.
@@ -136,9 +137,9 @@ def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
 
 
 def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
-    """Return a zigzag layout. For documents, return the layout that balances the work.
+    """Return a zigzag layout, or for documents the layout that balances the work.
 
-    The setting parallel.layout=auto chooses the same layouts for training.
+    Training with parallel.layout=auto uses the same layouts.
     """
     if case.kind == "documents":
         layout = balanced_layout(case.mask, case.length, ranks // ulysses)
@@ -173,7 +174,7 @@ def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
 def _calls_with_autograd(
     attend: Callable[[], Tensor], shard: list[Tensor], context: Callable[..., Any] = contextlib.nullcontext
 ) -> Calls:
-    """Return the calls of a differentiable function of the first three tensors of `shard`."""
+    """Return the calls of a differentiable function whose arguments are the first three tensors of `shard`."""
     *inputs, dout = shard
 
     def forward() -> Tensor:
@@ -181,7 +182,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # Normally, autograd runs a backward pass in a thread of its own. Waking this thread would make a call about 50% slower.
+        # By default, autograd runs a backward pass in another thread. Waking this thread would make a call about 50% slower.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)
@@ -246,9 +247,9 @@ class LocalTransport(MessageTransport):
         """Do nothing, because no message is in flight."""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return the replacement for tensor `i` of a message. The shape is the shape of x, with the row count of the message.
+        """Return the replacement for tensor `i` of a message. It has the shape of x, but the number of rows of the message.
 
-        Every replaced result has its own memory, like a result that arrives from another rank.
+        Every replacement of a result has its own memory, like a result that arrives from another rank.
         """
         kind, rows = message.kind, len(message.rows)
         if kind == "block" and rows <= x.shape[1]:
@@ -327,7 +328,7 @@ def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
 
 
 def capture(call: Call) -> Call:
-    """Capture a call in a CUDA graph, and return a function that replays it and returns the same tensors every time."""
+    """Capture a call in a CUDA graph. Return a function that replays the graph and returns the same tensors every time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -340,7 +341,7 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         results = call()
 
-    # The default argument keeps a reference to the call. The tensors that the graph reads therefore stay allocated.
+    # The default argument keeps a reference to the call, so that the tensors that the graph reads stay allocated.
     def replay(_call: Call = call) -> object:
         graph.replay()
         return results

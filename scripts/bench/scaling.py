@@ -1,12 +1,12 @@
-"""Time training steps on several GPUs, with every way to share the work, and compare them with one GPU.
+"""Time training steps on several GPUs with several kinds of parallelism, and compare them with one GPU.
 
     python -m scripts.bench.scaling
     python -m scripts.bench.scaling --ranks 2 4 --jobs ring ulysses --rounds 3
 
-Every job trains on packed documents of the default corpus. `one GPU` and the jobs of `SHARED` train the default model with
-32,768 tokens per sequence, so their tokens/s can be compared. All other jobs train on longer sequences. Each figure comes from
-a separate job, and the jobs of a round run one after the other. Rates are computed from the time of the second half of the
-steps. A figure is the median over all rounds. The script writes README.md, scaling.json and scaling.png to --output.
+Every job trains on packed documents of the default corpus. The job `one GPU` and the jobs of `SHARED` train the default model
+with 32,768 tokens per sequence, so their tokens/s can be compared. All other jobs train on longer sequences. The jobs of a
+round run one after the other. The rates of a job are computed from the time of the second half of its steps. Every reported
+rate is the median over all rounds. The script writes README.md, scaling.json and scaling.png to --output.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def measure(job: str, ranks: int, steps: int) -> Row:
 
 
 def rates(records: list[dict[str, Any]], ranks: int) -> Row:
-    """Return the rates of the second half of the steps. `records` is the content of metrics.jsonl."""
+    """Return the rates of the second half of the steps. The argument `records` is the content of metrics.jsonl."""
     half = records[len(records) // 2 :]
     seconds = [record["seconds"] for record in half]
     tokens = sum(record["tokens_per_s_per_rank"] * ranks * record["seconds"] for record in half)
@@ -95,7 +95,9 @@ def median_rows(rows: list[Row]) -> list[Row]:
 
 
 def relative_speed(row: Row, rows: list[Row]) -> float | None:
-    """Return the tokens/s of a job relative to one GPU, for the jobs that train on the same tokens."""
+    """Return the tokens/s of a job divided by the tokens/s of one GPU. Return None if they do not train on the same
+    sequences.
+    """
     one = next((other for other in rows if other["ranks"] == 1 and other["job"] == "ring" and "failed" not in other), None)
     return row["tokens_per_s"] / one["tokens_per_s"] if one and row["job"] in SHARED else None
 
@@ -116,7 +118,7 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row]) -> plt.Figure:
-    """Plot the speed relative to one GPU over the number of GPUs."""
+    """Plot the speed relative to one GPU. The x axis is the number of GPUs."""
     figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
     counts = sorted({row["ranks"] for row in rows})
     for index, job in enumerate(SHARED):

@@ -1,10 +1,11 @@
-"""Plot what the host and the GPU of a rank do in one training step, from traces of `trainer.profile`.
+"""Plot what the host and the GPU of a rank do in one training step. The data are traces that the setting `trainer.profile`
+writes.
 
     torchrun --nproc_per_node=2 train/run.py name=profiled trainer.steps=24 trainer.profile=20-22
     python -m scripts.bench.step_timeline outputs/profiled/profile/trace-*-rank0.json.gz --steps 21 --output timeline.png
 
-Several traces are drawn below each other, for example of a step before and after a change. The title of each part states the
-time of the step and the share of this time in which the GPU is busy. The profiler makes the host slower than usual.
+Several traces are drawn below each other, for example a step before a change and a step after it. The title of each part states
+the time of the step and the share of this time in which the GPU is busy. The profiler slows down the host.
 """
 
 import gzip
@@ -16,7 +17,7 @@ from typing import Any
 from scripts import command
 from scripts.plots import plt, save_plot
 
-# The parts of a step on the host: the start of an operation's name, the colour and the legend. The first match counts.
+# The parts of a step on the host are (start of the operation's name, colour, legend). The first match counts.
 HOST = (
     ("FSDP::", "tab:green", "FSDP"),
     ("Attention", "tab:blue", "attention"),
@@ -35,7 +36,9 @@ Interval = tuple[float, float]  # start and end in milliseconds from the start o
 
 
 def read_step(path: Path, step: int) -> tuple[float, list[tuple[float, float, str]], list[Interval]]:
-    """Return the length of a step in ms, the outermost operations of its thread with their names, and the work of the GPU."""
+    """Return the length of a step in ms, the outermost operations of the host with their names, and the intervals in which the
+    GPU is busy.
+    """
     with gzip.open(path) as file:
         events = [x for x in json.load(file)["traceEvents"] if x.get("ph") == "X"]
     span = next((x for x in events if x["name"] == f"step {step}" and x.get("cat") == "user_annotation"), None)
@@ -76,7 +79,7 @@ def busy_share(length: float, gpu: list[Interval]) -> float:
 
 
 def plot(steps: list[tuple[str, float, list[tuple[float, float, str]], list[Interval]]]) -> plt.Figure:
-    """Draw the host and the GPU of each (label, length, host, gpu)."""
+    """Draw the host and the GPU of each step, which is (label, length, host, gpu)."""
     figure, rows = plt.subplots(
         len(steps), squeeze=False, sharex=True, figsize=(9, 1.7 * len(steps) + 0.8), layout="constrained"
     )

@@ -1,15 +1,15 @@
-"""Plot the activity of every GPU of a ring in one forward and backward pass.
+"""Plot what every GPU of a ring does in one forward and backward pass.
 
 The plot shows the kernels and copies that the profiler of torch records.
 
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The script accepts the same cases as `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start the
-recorded call at the same time, while their GPUs are idle. Therefore the first kernels of the recorded call wait for the host.
-In a series of calls, these kernels would not wait. All ranks must be on one host, because they must share one clock. Rank 0
-writes timeline.json and timeline.png to --output. The option --draw draws the plot again from timeline.json and needs no GPU.
-The white lines in the plot separate consecutive kernels and do not show pauses.
+The script accepts the same cases as `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start
+this call at the same time, while their GPUs are idle. Therefore its first kernels wait for the host, as they would not in a
+series of calls. All ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png
+to --output. The option --draw draws the plot again from timeline.json and needs no GPU. The white lines in the plot separate
+consecutive kernels and do not show pauses.
 """
 
 import argparse
@@ -42,8 +42,7 @@ KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-# Names of copies to another GPU. The profiler records one of these names, depending on how the memory of the other GPU is
-# mapped.
+# The profiler gives copies to another GPU one of these names, depending on how the memory of the other GPU is mapped.
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 KINDS = {  # maps each kind of event to its lane, its colour and its legend
     "forward": (0, "tab:blue", "attention, forward"),
@@ -80,7 +79,7 @@ def classify(events: list[Event]) -> list[str]:
 
     Circulating blocks are copied on one stream, and partial results are copied on a second stream. Attention kernels run on
     neither of these streams. The trace does not state which of the two streams copies blocks. However, a pass always sends a
-    block before it has any result, so the first copy is on the stream of the blocks.
+    block before it has any result. Therefore the stream of the first copy is the stream of the blocks.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
@@ -121,8 +120,8 @@ def draw(found: dict[str, Any]) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.3 * band * ranks), layout="constrained")
     for kind in present:
         lane, colour, label = KINDS[kind]
-        # White edges separate consecutive attention kernels. Copies are so short that a white edge would hide them, so the edge
-        # of a copy has the colour of the copy.
+        # White edges separate consecutive attention kernels. A white edge would hide a short copy, so the edge of a copy has
+        # the colour of the copy.
         edge = "white" if kind in ("forward", "backward") else colour
         for rank in range(ranks):
             own = [event for event in events if event["rank"] == rank and event["kind"] == kind]
@@ -155,7 +154,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
         call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        # The profiler initialises itself during the first call. Therefore the first call is not recorded.
+        # The first call is not recorded, because the profiler initialises itself during this call.
         steps = schedule(wait=0, warmup=1, active=1, repeat=1)
 
         def save(profiler: profile) -> None:
@@ -176,7 +175,8 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
-    # The copies of a replayed graph may be on any stream, so `classify` cannot classify them.
+    # Variants with CUDA graphs are left out. In a replayed graph, copies may be on any stream, so `classify` cannot classify
+    # them.
     variants = (*VARIANTS, *REQUESTED_VARIANTS)
     rings = [variant for variant in variants if is_ring(variant) and not variant.endswith("-graph")]
     parser.add_argument("--case", choices=CASES, default="causal-64k", help="default: causal-64k")

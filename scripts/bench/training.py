@@ -1,14 +1,14 @@
-"""Time complete training steps of a GPT, and compare them with a training script that uses only stock PyTorch.
+"""Time complete training steps of a GPT, and compare ringattn with a training script that uses only stock PyTorch.
 
     python -m scripts.bench.training --ranks 2 --lengths 32768 65536 131072
     python -m scripts.bench.training --ranks 2 --lengths 32768 --variants ringattn stock --model 124m
 
-All jobs use bf16 and train on one sequence per step over all ranks. Attention is causal and ignores documents, because stock
-PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant
-`stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. Each
-figure comes from a separate job, and the jobs run one after the other. Rates are computed from the time of the median step. If
-a job fails, for example because it runs out of memory, the table contains its error message. The script writes README.md,
-training.json and training.png to --output.
+All jobs use bf16. In every step, all ranks together train on one sequence. Attention is causal and ignores documents, because
+stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant
+`stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. The jobs
+run one after the other. The rates of a job are computed from the median time of its steps. If a job fails, for example because
+it runs out of memory, the table contains its error message. The script writes README.md, training.json and training.png to
+--output.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
 
 
 def find_reason(stderr: str) -> str:
-    """Return the first line of a job's stderr that names an error. If no line names an error, return the last line."""
+    """Return the first line of a job's stderr that names an error, or the last line if no line does."""
     lines = [cells.strip() for cells in stderr.splitlines() if cells.strip()]
     errors = (cells for cells in lines if "Error" in cells or cells.startswith("error:"))
     return next(errors, lines[-1] if lines else "no message")[:200]
