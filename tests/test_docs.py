@@ -2,8 +2,8 @@
 
 import ast
 import copy
+import importlib.util
 import itertools
-import math
 import re
 import shlex
 import subprocess
@@ -13,36 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn import Layout, Mask, ring_attention
 from scripts.command import child_environment, torchrun
 from tests.distributed import run_ranks
+from tests.ringattn.transformers.small_models import (
+    all_processes,
+    new_model,
+    packed_rows,
+    random_tokens,
+    training_arguments,
+)
 from tests.train.settings.test_config import composed
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [40, 35, 1, 25]
-
-
-SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-# The models that the page names as exact, with windows that are shorter than the documents.
-EXACT_MODELS = {
-    "qwen3": dict(num_hidden_layers=2),
-    "ministral": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
-    "gemma3_text": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
-    "olmo3": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
-    "gpt_oss": dict(num_hidden_layers=2, sliding_window=7, num_local_experts=2, num_experts_per_tok=2, rope_parameters=None),
-    "mixtral": dict(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-}
-REJECTED_MODELS = {
-    "gemma2": (dict(num_hidden_layers=2), "softcap"),
-    "llama4_text": (dict(num_hidden_layers=4, intermediate_size_mlp=64, num_local_experts=1), "chunked_attention"),
-    "qwen3_next": (dict(num_hidden_layers=4, num_experts=2, num_experts_per_tok=1), "linear_attention"),
-    "mamba": (dict(num_hidden_layers=1), "Conv1d"),
-}
 
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
@@ -62,6 +48,8 @@ RUN_BY_RANKS = (
     "docs/how-to/several-ranks-on-one-gpu.md-0",
     "docs/how-to/your-own-loop.md-0",
     "docs/how-to/your-own-loop.md-1",
+    "docs/how-to/your-own-loop.md-2",
+    "docs/how-to/your-own-loop.md-3",
 )
 
 
@@ -93,63 +81,37 @@ def test_the_example_of_several_ranks_on_one_gpu(tmp_path: Path) -> None:
     assert max(errors) < 0.02
 
 
-def code_of_the_page() -> dict:
-    """Run the code of the page and return its names."""
-    page: dict = {}
-    exec(EXAMPLES["docs/how-to/your-own-loop.md-0"], page)
-    return page
-
-
-def new_model(kind: str, **settings: object) -> torch.nn.Module:
-    """Return a model of transformers with random weights that are large enough for attention to matter."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **settings, pad_token_id=0, eos_token_id=1, bos_token_id=1)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+WINDOWS = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+MODELS = {
+    "gemma3_text": WINDOWS,
+    "gpt_oss": WINDOWS | dict(num_local_experts=2, num_experts_per_tok=2, rope_parameters=None),
+}
 
 
 def check_the_training_loop(kind: str) -> None:
     """Train one step on a ring with sharded parameters as the page says, and compare it with one process that has neither."""
-    page, model = code_of_the_page(), new_model(kind, **EXACT_MODELS[kind])
-    tokens = torch.randint(128, (1, sum(DOCUMENTS)))
+    model = new_model(kind, std=0.3, **MODELS[kind])
+    tokens = random_tokens(1, sum(DOCUMENTS))
     reference, losses = copy.deepcopy(model), []
     for document in tokens.split(DOCUMENTS, 1):
-        logits = reference(document, use_cache=False).logits[0, :-1]
+        logits = reference(document).logits[0, :-1]
         losses.append(F.cross_entropy(logits, document[0, 1:], reduction="none"))
     expected = torch.cat(losses).mean()
     expected.backward()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    page["put_on_ring"](model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    optimizers[1].step()
-    assert page["train_step"](model, optimizers[0], tokens, DOCUMENTS, mesh) == pytest.approx(expected.item(), rel=1e-5)
+    names = dict(model=model)
+    exec(EXAMPLES["docs/how-to/your-own-loop.md-3"].replace('"cuda"', '"cpu"'), names)
+    names["optimizer"], optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    labels = tokens.masked_fill(positions == 0, -100)
+    found = names["train_step"]({"input_ids": tokens, "position_ids": positions, "labels": labels})
+    optimizer.step()
+    assert found == pytest.approx(expected.item(), rel=1e-5)
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-4, atol=1e-5)
-    # The second example takes another step.
-    names = page | dict(
-        model=new_model(kind, **EXACT_MODELS[kind]), optimizer=optimizers[0], tokens=torch.randint(128, (1, 2048))
-    )
-    exec(EXAMPLES["docs/how-to/your-own-loop.md-1"].replace('"cuda"', '"cpu"'), names)
-    assert math.isfinite(names["loss"])
-
-
-def check_other_tokens_are_an_error() -> None:
-    """Every rank takes a sequence of its own, as from a data loader that accelerate has prepared."""
-    page, mesh = code_of_the_page(), init_device_mesh("cpu", (dist.get_world_size(),))
-    with pytest.raises(ValueError, match="rank 1 of the group has another batch than rank 0"):
-        page["train_step"](None, None, torch.full((1, sum(DOCUMENTS)), dist.get_rank()), DOCUMENTS, mesh)
-
-
-def test_ranks_with_other_tokens_are_an_error(tmp_path: Path) -> None:
-    run_ranks(check_other_tokens_are_an_error, 2, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in EXACT_MODELS]
+    "kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in MODELS]
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)], ids=lambda n: f"P{n}")
 def test_a_model_of_transformers_trains_on_a_ring(kind: str, ranks: int, tmp_path: Path) -> None:
@@ -158,33 +120,27 @@ def test_a_model_of_transformers_trains_on_a_ring(kind: str, ranks: int, tmp_pat
     run_ranks(check_the_training_loop, ranks, tmp_path / "ranks", kind)
 
 
-@pytest.mark.parametrize("kind", REJECTED_MODELS)
-def test_a_model_that_would_be_wrong_on_a_ring_is_rejected(kind: str) -> None:
-    """The error names the keyword or the type of layer that attention on a ring does not support."""
-    pytest.importorskip("transformers")
-    settings, named = REJECTED_MODELS[kind]
-    page, model = code_of_the_page(), new_model(kind, **settings)
-    page["fully_shard"] = lambda module: None
-    page["ring"].update(layout=Layout.contiguous(8, 1), documents=[8], group=None)
-    with pytest.raises(ValueError, match=named):
-        page["put_on_ring"](model)
-        model(torch.randint(128, (1, 8)), use_cache=False)
+def check_the_trainers(folder: Path) -> None:
+    """Run the other examples of the page. The tests of ringattn.transformers compare their losses with one process."""
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    all_processes()
+    rows = packed_rows(2)
+    names = dict(model=new_model(), args=training_arguments(folder, max_steps=1), dataset=rows)
+    exec(EXAMPLES["docs/how-to/your-own-loop.md-0"], names)
+    names["trainer"].train()
+    if importlib.util.find_spec("trl"):
+        exec(EXAMPLES["docs/how-to/your-own-loop.md-1"], names)
+    model, accelerator = new_model(), Accelerator(cpu=True)
+    names = dict(model=model, optimizer=torch.optim.SGD(model.parameters()), loader=DataLoader(rows), accelerator=accelerator)
+    exec(EXAMPLES["docs/how-to/your-own-loop.md-2"], names | dict(init_device_mesh=init_device_mesh))
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_attention_sinks_scale_the_output() -> None:
-    """A sink adds exp(sink) to the denominator of the softmax, so the output is multiplied by sigmoid(lse - sink)."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 9, 3, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
-    sink = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
-    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
-    scores = torch.cat([scores, sink[None, :, None, None].expand(2, 3, 9, 1)], -1)
-    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v)
-    out, lse = ring_attention(q, k, v, layout=Layout.contiguous(9, 1), mask=Mask.causal(), return_lse=True)
-    found = out * torch.sigmoid(lse - sink)[..., None]
-    torch.testing.assert_close(found, expected)
-    grads = (torch.autograd.grad(x.square().sum(), (q, k, v, sink)) for x in (found, expected))
-    torch.testing.assert_close(*grads)
+@pytest.mark.slow
+def test_the_trainers_of_the_page_run(tmp_path: Path) -> None:
+    run_ranks(check_the_trainers, 2, tmp_path / "ranks", tmp_path / "run")
 
 
 def anchors(page: Path) -> set[str]:
