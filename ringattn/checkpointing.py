@@ -2,8 +2,9 @@
 
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`. A selective policy of torch calls a Python function per operation. On
-the host, this takes longer than a short kernel takes on the GPU. `save_attention` returns a policy only to a compiler.
+Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`. A policy for selective checkpointing would call a Python function for
+every operation, which takes longer on the host than a short kernel takes on the GPU. Therefore, `save_attention` returns a
+policy only while a compiler traces.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ def save_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, with `use_reentrant=False`. During the
     recomputation, the n-th call of `ring_attention`, `ulysses_attention` or `flash_attention` returns the results of the n-th
     call of the forward pass. The backward pass uses the recomputed q, k and v. In `ulysses_attention` without
-    `recompute_all_to_all`, it uses the saved results of the all-to-all.
+    `recompute_all_to_all`, the backward pass uses the saved results of the all-to-all.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
@@ -42,7 +43,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
     Args:
         attend: computes attention and returns a tuple of tensors and lists of tensors.
-        like: any tensor of the call. Nothing is saved if `like` is fake, because a compiler is tracing.
+        like: any tensor of the call. If `like` is a fake tensor, a compiler is tracing, and nothing is saved.
     """
     context = _innermost.get()
     if context is None or isinstance(like, FakeTensor | FunctionalTensor):
@@ -51,7 +52,10 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
 
 class _Context:
-    """A context for the calls of attention in a checkpointed function. Every backward on the same graph enters it once."""
+    """A context for the calls of attention in a checkpointed function.
+
+    Every backward pass over the same graph enters the context of the recomputation once.
+    """
 
     def __init__(self, results: list[tuple[Any, ...]]) -> None:
         self.results = results
@@ -71,7 +75,7 @@ class _Context:
 class _Save(_Context):
     def run(self, attend: Attend) -> tuple[Any, ...]:
         results = attend() if self.outer is None else self.outer.run(attend)
-        # The graph refers to this context. Saved tensors with a reference to the graph would therefore form a cycle.
+        # The autograd graph refers to this context. Saved tensors that refer to the graph would therefore form a cycle.
         saved = _detached(results)
         self.results.append((saved, _versions(saved)))
         return results
@@ -103,7 +107,7 @@ class _Reuse(_Context):
 
 
 def _versions(results: tuple[Any, ...]) -> list[int]:
-    """Return the version counter of each tensor, which counts in-place modifications of all detached tensors."""
+    """Return the version counter of each tensor. It counts in-place modifications, also of detached tensors."""
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 

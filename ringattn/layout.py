@@ -125,7 +125,7 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """The distance between consecutive positions in a piece of `pieces`. It is 1 unless the layout is striped."""
+        """The distance between consecutive positions in a piece of `pieces`, which is 1 unless the layout is striped."""
         return self.ranks // self.parts if self.kind.startswith("striped") else 1
 
     @cached(maxsize=256)
@@ -200,7 +200,7 @@ class Layout:
 
         Args:
             x: this rank's rows, to be gathered over `group`; or a list with the rows of every rank, without a group.
-            group: the group of all ranks of the layout. None means the default group here, but one process in attention calls.
+            group: the group of all ranks of the layout. None means the default group, but one process in attention calls.
             dim: the dimension of the rows.
 
         Raises:

@@ -43,8 +43,9 @@ class Operands(Protocol):
         *arguments: Any,
         **options: Any,
     ) -> Tensors:
-        """Compute the attention of some queries to some keys. Both are rows of circulating blocks, or None for all rows of this
-        rank.
+        """Compute the attention of some queries to some keys.
+
+        `queries` and `keys` are rows of circulating blocks, or None for all rows of this rank.
 
         `arguments` and `options` are those of `dispatch.forward`.
         """

@@ -1,6 +1,6 @@
 """A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
 
-Column i // page_size of the page table contains the number of the page that stores row i of a sequence, at row i % page_size:
+Row i of a sequence is stored in the page whose number is in column i // page_size of the page table, at row i % page_size:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
@@ -84,7 +84,7 @@ class PagedKVCache:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence that grows.
             entry: the index of the only sequence that grows, for B = 1. None for all sequences.
             rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, below the capacity.
-                The call then does not wait for the GPU and does not change `lengths`.
+                With `rows`, the call does not wait for the GPU and does not change `lengths`.
 
         Raises:
             ValueError: too few pages are free, the tokens exceed the capacity, or their shape or dtype has changed.
@@ -117,7 +117,7 @@ class PagedKVCache:
         self._reserve({i: as_integer("a length", length) for i, length in enumerate(lengths)})
 
     def truncate(self, entry: int, length: int) -> None:
-        """Keep the first `length` tokens of a sequence, and return unused pages. With 0, a new sequence may use the entry."""
+        """Keep the first `length` tokens of a sequence, and return unused pages. After length=0, a new sequence may follow."""
         entry = self._index(entry)
         length = as_integer("length", length, high=self.lengths[entry], remedy=", the tokens of the sequence")
         kept, before = -(-length // self.page_size), self._num_pages[entry]

@@ -68,7 +68,7 @@ class Runs:
 
 @lru_cache(maxsize=8)
 def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
-    """Return the runs of all ranks. Their rows are queries, or keys if `transposed`, as in `mask.intervals_at`."""
+    """Return the runs of all ranks. The rows are queries. With `transposed`, the rows are keys, as in `mask.intervals_at`."""
     stride, seq_len = layout.stride, layout.seq_len
     before = RowsBefore(layout, np.unique(np.concatenate(kinks(mask, seq_len, transposed)).clip(0, seq_len)))
     columns: list[list[np.ndarray]] = [[], [], [], []]
@@ -113,7 +113,7 @@ class RowsBefore:
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Return the sums of `rows` over the bounds of all rows of each run, int64 (B, R).
+        """For each run, return the sum of `rows` over the bounds of all rows of the run: int64 (B, R).
 
         The positions of this object must be lo or hi of runs, (2, B, R). `count` contains the number of rows of each run.
         """
@@ -137,9 +137,9 @@ def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, i
     """Return tables of the pieces of all ranks. The pieces are sorted by position. An empty piece at `seq_len` comes last.
 
     Returns:
-        The first position and the rank of each piece, int64 (pieces,). Then two tables (2, ranks, pieces): the number of rows
-        of a rank before a piece, and the sum of these numbers for all positions before the piece. Finally the length of the
-        pieces, or 0 if their lengths differ.
+        The first position and the rank of each piece, int64 (pieces,), then two tables (2, ranks, pieces), and the length of
+        the pieces, or 0 if their lengths differ. The first table contains the number of rows of each rank before each piece.
+        The second table contains the sum of these numbers over all positions before the piece.
     """
     pieces = [layout.pieces(rank) for rank in range(layout.ranks)]
     begin, count = map(np.concatenate, zip(*pieces, strict=True))

@@ -98,7 +98,8 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # an earlier group, which has been destroyed, had the same name
                 _connections[key][1].watchdog.stop()
-            # Another rank may use an earlier connection of the group for this call. The logs of that connection then differ.
+            # Add this call to the logs of the group's other connections. If another rank uses one of these connections for the
+            # same call, the logs differ, and the run ends.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -237,7 +238,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU. Raise ValueError if they do and the group uses NCCL."""
+    """Return whether two ranks use the same GPU. If the group uses NCCL, raise ValueError instead."""
     users: dict[tuple[str, str], list[int]] = {}  # the ranks that use each GPU
     for number, rank in enumerate(ranks):
         if rank.gpu != "none":

@@ -1,7 +1,7 @@
-"""Call functions of the CUDA driver that torch does not offer. They copy with copy engines and operate on flags, without SMs.
+"""Call functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags.
 
 A flag is a 32-bit word. A stream sets a flag or waits for it, in order with the other operations of the stream. An address may
-be in the memory of any GPU. A stream argument is the raw handle `torch.cuda.Stream.cuda_stream`.
+be in the memory of any GPU. A stream argument is the raw handle `torch.cuda.Stream.cuda_stream`. No function occupies SMs.
 """
 
 import ctypes

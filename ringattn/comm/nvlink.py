@@ -9,12 +9,12 @@ B:
       set B's "arrived" flag  ----------------------------->  kernels read the slot
                                                               set A's "credit" flag: the slot may be reused
 
-Communication uses no kernels and no SMs, and the host never waits. Blocks and results have separate slots. Each kind uses its
-slots in turn. A *credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready*
-flag tells the sender that the receiver has read all messages of the previous pass. Results need no ready flag, because a rank
+Communication uses no kernels and no SMs, and the host never waits. Blocks and results have separate slots, which messages use
+in turn. A *credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready* flag
+tells the sender that the receiver has read all messages of the previous pass. Results need no ready flag, because a rank
 receives results only after it has started the pass.
 
-Every message has its own flag, 0 or 1. The stream that waits for a flag clears the flag, so a CUDA graph can be replayed. The
+Every message has its own flag, which is 0 or 1. The stream that waits for a flag clears it, so CUDA graphs can be replayed. The
 work of step t waits only for work that other ranks issue in step t or earlier. Therefore, no deadlock is possible, even if a
 GPU runs its streams one after the other.
 """
@@ -45,7 +45,7 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# Every kind and step has one flag per purpose. The only ready flags in use are those for blocks in step 0.
+# Each kind of message has one flag per step and purpose. Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # If the results of a pass need at most this memory, they stay in the receive buffer, and one kernel sums them at the end.
@@ -59,7 +59,7 @@ ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
-    """Return how many bytes of a receive buffer `rows` rows of a tensor like `x` (B, N, ...) need."""
+    """Return the number of bytes that `rows` rows of a tensor like `x` (B, N, ...) need in a receive buffer."""
     size = x.shape[0] * rows * x.shape[2:].numel() * x.element_size()
     return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -154,7 +154,7 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Issue copies from the region into the tensors, which wait until all messages have arrived."""
+        """Issue the copies from the region into the tensors. The copies wait until all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
         # Hops must finish in the order in which they start, and exchanges finish in the order of their last sends.

@@ -73,7 +73,7 @@ class P2PTransport(MessageTransport):
 
     def interrupt(self) -> None:
         if self._uses_gloo:
-            # This message never arrives. When it exceeds its timeout, gloo ends all waits.
+            # This message never arrives. When the wait for it exceeds its timeout, gloo ends all other waits, too.
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
@@ -143,7 +143,8 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent only some of the messages. No other rank has this number, so the next call raises an error.
+            # NCCL has sent only some of the messages. No other rank has this number of exchanges, so the next call raises an
+            # error.
             self.num_exchanges = -1 - self.rank
             raise
         finally:

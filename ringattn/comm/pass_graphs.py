@@ -19,7 +19,7 @@ from ringattn.comm.watchdog import NoWatchdog, Watchdog
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# Passes with more FLOPs in the forward are not captured. They take over 1 ms on an H100, which is longer than their launch.
+# Passes with more FLOPs in the forward are not captured. Such passes take over 1 ms on an H100, longer than their launch.
 MAX_FORWARD_FLOPS = 5e11
 # Passes with more bytes of q, k and v are not captured, because a captured pass keeps copies of them.
 MAX_INPUT_BYTES = 64 << 20
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class PassGraphs:
-    """The captured passes of a transport. A pass is freed with its plan. `begin_replay` is called before every replay."""
+    """The captured passes of a transport. Each is freed together with its plan. `begin_replay` is called before a replay."""
 
     def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
         self.watchdog, self.begin_replay = watchdog, begin_replay
-        # The number of passes so far, or the captured pass, for each plan and then for each combination of settings and shapes.
+        # For each plan, and each combination of settings and shapes: the captured pass, or the number of passes so far.
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:

@@ -149,7 +149,10 @@ class Recovery:
         self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """Let this rank's streams run to their end, although messages are missing. The user may wait for the GPU meanwhile."""
+        """Let this rank's streams run to their end, although messages are missing.
+
+        This method runs in a thread, because the user may wait for the GPU.
+        """
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
                 self.transport.release(events, lambda: self._meet("past"))

@@ -57,7 +57,7 @@ class RingFault(RuntimeError):
 
 
 class Hop:
-    """A hop in progress. Its description is created only when the description is printed or published."""
+    """A hop in progress. The text that describes the hop is created only when it is printed or published."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 

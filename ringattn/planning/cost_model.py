@@ -17,7 +17,7 @@ FLOPS_PER_HBM_BYTE = 150
 # Fixed time to start and drain one step on a GPU, in seconds, fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# Merging one byte of partial results takes as long as this many FLOPs. The value of the backward is fitted.
+# Merging one byte of partial results takes as long as this many FLOPs. The value for the backward is fitted to measurements.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
 # An all-to-all inside a host takes this many times as long as its bytes / the link's bandwidth. Fitted to four H200s.
@@ -83,7 +83,7 @@ def hop_costs(
     interconnect: Interconnect,
     rank: int | None = None,
 ) -> list[HopCost]:
-    """Return the cost of every step of a schedule for `rank`. With None, each number is the maximum over all ranks.
+    """Return the cost of every step of a schedule for `rank`. With rank=None, each number is the maximum over all ranks.
 
     `row_bytes` contains the bytes per row of a circulating block and of a result. `flops` returns the FLOPs of local steps.
     """

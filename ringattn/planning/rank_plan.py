@@ -122,7 +122,7 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # This plan may have more local steps. These prepare their tables when they are first used.
+            # This plan may have more local steps than the other plan. Additional steps prepare their tables at their first use.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -242,7 +242,10 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return (lo, hi) of the queries of `query_rank` as key rows of `key_rank`: integers (B or 1, query rows) on the CPU."""
+    """Return the intervals (lo, hi) of the queries of `query_rank`, counted in key rows of `key_rank`.
+
+    Both are integers (B or 1, query rows) on the CPU.
+    """
     lo, hi = _rows_before_bounds(mask, layout, query_rank)
     return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))
 
@@ -315,7 +318,10 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return, for each rank, the row at which its own block is split. The rows before have FIRST_SHARE of the block's work."""
+    """Return, for each rank, the row at which its own block is split.
+
+    The rows before the split contain FIRST_SHARE of the work of the block.
+    """
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs

@@ -24,7 +24,7 @@ MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return the copies of each key head that the all-to-all sends, so that each rank has the key heads of its query heads."""
+    """Return how many copies of a key head the all-to-all sends, so that each rank has the key heads of its query heads."""
     # The query heads of a rank must be divided evenly among its key heads.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)

@@ -97,11 +97,11 @@ def read_run_meta(path: Path) -> dict[str, Any]:
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. From a checkpoint of another run, this run
-    branches until it has checkpoints of its own.
+    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is a checkpoint of another run, this
+    run starts from it until this run has checkpoints of its own.
 
     Returns:
-        The checkpoint, or None for a new run, and the checkpoint of another run from which this run branched, or None.
+        The checkpoint, or None for a new run. Then the checkpoint of another run from which this run branched, or None.
 
     Raises:
         ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
@@ -113,7 +113,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
 
 
 def choose_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
-    """Do the same as `find_checkpoint`, without the other ranks."""
+    """Find a checkpoint like `find_checkpoint`, but on this rank alone."""
     newest = storage.latest(directory)
     if newest is not None:
         if trainer.init_from is not None:
@@ -148,7 +148,7 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
-    """Return the settings of a resumed run. It keeps some settings of its checkpoint.
+    """Return the settings of a resumed run, which keeps some settings of its checkpoint.
 
     The run keeps the learning rate and the warmup, unless the user sets them. Otherwise a larger `trainer.steps` would lengthen
     the warmup. If the checkpoint belongs to this run, the run also keeps `trainer.init_from`.

@@ -351,7 +351,7 @@ def _write_meta(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:
-    """Return the checksum of meta.json without the entry `checksum`. The order and the layout do not matter."""
+    """Return the checksum of meta.json without the entry `checksum`. The order of entries and white space do not matter."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
 

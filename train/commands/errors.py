@@ -123,7 +123,7 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
 
 
 def describe_external_error(error: Exception) -> str | None:
-    """Describe an error that a disk or another rank has caused in one line, or return None for any other error."""
+    """If a disk or another rank has caused an error, describe the error in one line. Otherwise return None."""
     if isinstance(error, RingFault | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:

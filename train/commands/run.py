@@ -170,7 +170,7 @@ def run_as_rank_zero(launch: Launch) -> int:
 
 
 def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
-    """Call `function(config, directory)` on all ranks. The other ranks wait for it in `run_as_other_rank`."""
+    """Call `function(config, directory)` on all ranks. The other ranks wait for this call in `run_as_other_rank`."""
     broadcast_object((function, config, directory))
     return function(config, directory)
 

@@ -77,7 +77,7 @@ class PackedDataset:
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
             shuffle: True for a random order of the sequences of an epoch, False for the order of the stream.
-            group_size: the number G of sequences per group. It is ignored without `shuffle`, or if there are fewer sequences.
+            group_size: the number G of sequences per group. Without `shuffle`, or with fewer sequences, there are no groups.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -202,8 +202,8 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
     """Return the tokenised documents of a corpus, with the columns of TOKENS. All ranks must call this function.
 
-    The first call tokenises the documents into a folder in the cache of `datasets`. If it is killed, the next call repeats only
-    the incomplete file.
+    The first call tokenises the documents into a folder in the cache of `datasets`. If this call is killed, the next call
+    repeats only the incomplete file.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.

@@ -32,13 +32,13 @@ EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
 COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 
-# The first bytes of compressed files. No text in UTF-8 begins with them, except for "BZh".
+# The first bytes of compressed files. Except for "BZh91AY", UTF-8 text never begins with these bytes.
 MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# Where a document is, for error messages, and its text. A row without text has the text "". A blank line of JSON lines has the
-# text None, and does not count as a row in a slice such as "train[:90%]".
+# The place of a document, for error messages, and the text of the document. A row without text has the text "". A blank line of
+# JSON lines has the text None, and does not count as a row in a slice such as "train[:90%]".
 Entry = tuple[str, str | None]
 
 
@@ -46,7 +46,7 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
     """Read the documents of a corpus.
 
     Returns:
-        The documents, and the number of rows by split. If the whole split "train" is read, this is None, because its rows are
+        The documents, and the number of rows by split. The numbers are None for the whole split "train", because its rows are
         counted only at the end.
 
     Raises:
@@ -301,7 +301,7 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
     """Return whether two corpora of the same `source` have no document in common.
 
     Corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint. Corpora
-    that share only some files are not. `sizes` contains the number of rows in each split of the training text.
+    that share only some files are not disjoint. `sizes` contains the number of rows in each split of the training text.
     """
     if training.path and training.source != "hub":
         first, second = files(training), files(held_out)
@@ -313,7 +313,7 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
-    """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` are the rows of whole splits."""
+    """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` contains the rows of whole splits."""
     parts = [_absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 

@@ -63,7 +63,7 @@ def estimate(
 
     A step reaches its peak at one of five moments: in the backward pass of the loss, of the last feed-forward network or of the
     last attention layer, or when FSDP reduces the gradients of the last group of blocks or of the other parameters. The
-    estimate depends only on shapes. It includes neither fragmentation nor the receive buffers of a ring over NVLink.
+    estimate depends only on shapes, and includes neither fragmentation nor the receive buffers of a ring over NVLink.
 
     Args:
         config: the settings of the run.
@@ -99,7 +99,7 @@ def estimate(
 
     chunk = min(tokens, chunk_size(logits_dim))
     # The logits of a chunk, their gradient and the gradient of the previous chunk exist at the same time. Later, the gradient
-    # and its products do.
+    # and the results of its matrix products exist at the same time.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:

@@ -40,10 +40,10 @@ MEMORY_BYTES_PER_S = (
 )
 # Fused kernels reach this fraction of the bytes per second.
 MEMORY_EFFICIENCY = 0.7
-# Elements per token and layer that fused kernels read and write in both passes, as multiples of the widths of the model and of
-# the feed-forward network. In the 1.44B model, these kernels take 110 ms.
+# For each token and layer, fused kernels read and write these multiples of the widths of the model and of the feed-forward
+# network, in both passes. In the 1.44B model, these kernels take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
-# Bytes per parameter of a rank's shard that clipping and AdamW read and write, in fp32.
+# Clipping and AdamW read and write this many bytes per parameter of a rank's shard, in fp32.
 OPTIMIZER_BYTES = 40
 # Bytes per second of FSDP's collectives inside a host. They take 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
