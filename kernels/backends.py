@@ -38,9 +38,9 @@ def record(choice: Choice) -> None:
 
 
 def last_backend() -> Choice | None:
-    """Return the kernels of this process's most recent forward or decoding call, and the reason; None before the first call.
+    """Return the backend of this process's latest forward or decoding call, or None before the first call.
 
-    `print(ringattn.last_backend())` explains, for example, why a call on a GPU did not use the Hopper kernels.
+    The result contains the reason for the choice, for example why a call on a GPU did not use the Hopper kernels.
     """
     return _last
 

@@ -73,8 +73,8 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for each key block, a list with a column for every query block and head that keep it: int32 (B or 1, Hkv or
-        1, key blocks, query blocks * group + 1, 2). The number of a column is query block * group + head.
+        """Return, for each key block, the list of its kept columns. A column is a query block and a head. The result is int32
+        (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). Columns are numbered query block * group + head.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 

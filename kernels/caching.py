@@ -126,7 +126,9 @@ class SharedTensors(dict[Any, Any]):
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Protect tensors that the current stream has written, without storing them in the dictionary."""
+        """Let other streams wait for tensors that the current stream has written, without storing these tensors in the
+        dictionary.
+        """
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
             return

@@ -406,7 +406,7 @@ def backward(
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `reference.add_sinks`. On a GPU, 16-bit and fp32 outputs take one pass over memory."""
+    """Compute `reference.add_sinks`. On a GPU, a single kernel computes 16-bit and fp32 outputs."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
         return _triton_sinks().add_sinks(out.contiguous(), lse.contiguous(), sinks)
     return reference.add_sinks(out, lse, sinks)

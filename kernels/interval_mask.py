@@ -19,7 +19,8 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# If a bound increases by at least this many times the rows of a tile, a long document ends there, and so must the tile.
+# A tile ends at a row whose bound exceeds the previous bound by at least this many times the rows of a tile. This is where a
+# long document ends.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -143,7 +144,7 @@ class Intervals:
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
         # Where a document starts, the bound lo of the queries increases by a large step. In a transposed mask, the bound hi of
-        # the keys does.
+        # the keys increases instead.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -230,7 +231,7 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return the shape of the largest table with this key that a mask of the same shape may need."""
+        """Return the largest shape that the table `key` can have for any mask of this shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":

@@ -259,10 +259,10 @@ def backward(
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `out` (B, N, Hq, Dv) and `lse` (B, N, Hq) of attention in which a sink per head (Hq,) takes part in the softmax.
+    """Add a sink per head (Hq,) to the softmax of attention. Return the new `out` (B, N, Hq, Dv) and `lse` (B, N, Hq).
 
-    `lse` and `sinks` have the dtype of states. A sink adds exp(sink) to the sum of the softmax, and nothing to its product with
-    the values. All operations are differentiable.
+    A sink adds exp(sink) to the denominator of the softmax, and has no value vector. The tensors `lse` and `sinks` have the
+    dtype of states. All operations are differentiable.
     """
     return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
 
@@ -270,7 +270,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 def add_sinks_backward(
     out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the arguments `out`, `lse` and `sinks` of `add_sinks`. `dlse` may be None."""
+    """Return the gradients of `out`, `lse` and `sinks`, the arguments of `add_sinks`. The argument `dlse` may be None."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (out, lse, sinks)]
         new_out, new_lse = add_sinks(*inputs)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 # With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less for each other.
-# With fewer query heads, the operands and dq stay in the L2 cache. If directions alternate, about ALTERNATING_TILES query tiles
-# per head group let neighbours start four steps apart.
+# With fewer query heads, the operands and dq stay in the L2 cache. If directions alternate, neighbours start about four steps
+# apart when a head group has ALTERNATING_TILES query tiles.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 

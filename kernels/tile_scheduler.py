@@ -9,7 +9,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# The fixed time of a work tile, in units of the time of a step.
+# The time that a work tile takes in addition to its steps, measured in steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
@@ -104,7 +104,7 @@ def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
 
 
 def forward_times(work_tiles: ndarray) -> ndarray:
-    """Estimate the time of each work tile. A step with half of the rows takes more than half of the time."""
+    """Estimate the time of each work tile. A step with half of the rows takes more than half of the time of a full step."""
     num_consumers = _ceil_div(work_tiles[:, 1] - work_tiles[:, 0], CONSUMER_ROWS)
     return (work_tiles[:, 4] + work_tiles[:, 5] + FORWARD_TILE_OVERHEAD) * (1 + num_consumers)
 

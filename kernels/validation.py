@@ -1,7 +1,7 @@
 """Check the arguments of attention calls. A rule that several callers need is defined only here, with its error message.
 
 The public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check the arguments
-of every kernel call, which catches mistakes in the code between the two. The kernels themselves check nothing.
+of every kernel call, which catches mistakes in the code of `ringattn`. The kernels themselves check nothing.
 
 Functions whose names begin with `check` return None or raise ValueError. The message states the given value, the requirement
 and what to do.

@@ -1,8 +1,8 @@
 """The host code of the Hopper backward, which implements `reference.backward`. It chooses the constants of the kernels and
 launches them.
 
-The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The kernels that run before and after them
-are in `backward_rows`.
+The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The kernels that run before and after the
+main kernels are in `backward_rows`.
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def keeps_operands(self) -> bool:
-        """Whether a consumer keeps K and the first part of V of a work tile in registers.
+        """Return whether a consumer keeps K and the first part of V of a work tile in registers.
 
         Then the products read mainly Q and dO from shared memory, whose bandwidth limits this kernel. With 64 or 128 columns,
         there are too few registers, because there are more queries per step or larger gradients.

@@ -85,7 +85,7 @@ STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# The spare chunk is stored before the sums of dq. The first dQ of every program is added to it, and it is never read.
+# The spare chunk is stored before the sums of dq. The first dQ of every program is added to this chunk, which is never read.
 SPARE_CHUNK = gl.constexpr(0)
 
 
@@ -466,7 +466,7 @@ def _main_kernel(
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, one for each consumer's chunks.
         dk, dv: the results, overwritten or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. If the order of the sums is not fixed, None.
+        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. It is None if dq is summed in no fixed order.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries

@@ -74,7 +74,7 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Convert one chunk of dq to row order, multiply it by `scale`, and store it in the contiguous dq, or add it."""
+    """Convert one chunk of dq to row order and multiply it by `scale`. Then store it in the contiguous dq, or add it to dq."""
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads

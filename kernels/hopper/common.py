@@ -242,7 +242,7 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions with side effects. Return the int32 that they write to $0. The operand $1 is 0.
+    """Execute PTX instructions with side effects. Return the int32 that the instructions write to $0. The operand $1 is 0.
 
     An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;".
     """

@@ -53,7 +53,7 @@ def take_number(progress):
 
 @gluon.jit
 def _load_progress(pointer):
-    """Load the progress of a work tile. Later memory accesses happen after this load."""
+    """Load the progress of a work tile with acquire semantics, so that this warp's later memory accesses follow the load."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -19,7 +19,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# For each row that has overflowed, the kernel sets the sign bit of l.
+# The kernel sets the sign bit of l in each row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 

@@ -102,7 +102,7 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def q_in_registers(self) -> bool:
-        """Whether a consumer keeps the Q of a work tile in registers.
+        """Return whether a consumer keeps the Q of a work tile in registers.
 
         Then S = Q K^T reads only K from shared memory, whose bandwidth limits this product with 64 keys per step. With 128
         columns, there are too few registers.

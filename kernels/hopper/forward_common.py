@@ -196,8 +196,8 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
 
 @gluon.jit
 def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows. The barriers require that it releases all stages and takes all
-    turns.
+    """Skip a work tile in which this consumer has no rows. The barriers require that the consumer still releases all stages and
+    takes all turns.
     """
     _, q_empty, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step

@@ -199,7 +199,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return the factor (64,) of each row. A score in log2 units is q k^T times this factor and the scale of K."""
+    """Return a factor (64,) per row. A score in log2 units is q k^T times this factor, times the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))

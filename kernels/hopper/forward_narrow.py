@@ -31,8 +31,8 @@ A `full` barrier waits for one arrival of the producer and for the bytes that TM
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
 TMA stores an output from the shared memory of its Q. Therefore a call that returns an output has a second slot for the next Q,
-and releases a slot after the first product of the next work tile. The fp32 o of a state is larger than Q. It passes through the
-next stages of K and V, as `epilogue` explains.
+and releases a slot after the first product of the next work tile. The fp32 o of a state is larger than Q, so it passes through
+the next stages of K and V, as `epilogue` explains.
 
 With ping-pong, a consumer waits until the previous consumer has issued its products, so that they compute the softmax at
 different times.

@@ -1,4 +1,4 @@
-"""The softmax of the Hopper forward with FP8 inputs: the reference max, and the rounding of probabilities to e4m3.
+"""The softmax of the Hopper forward with FP8 inputs rounds probabilities to e4m3.
 
 The format e4m3 represents numbers from 2^-9 to 448. A constant reference max, as in `softmax`, would soon overflow. Therefore
 this softmax raises the reference max in every step in which a probability would exceed 448. Most probabilities p = exp2(score -
@@ -23,8 +23,8 @@ and replaces negative numbers by 0. If both numbers are scaled by 2^-24, this in
 exactly up to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
 
 The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent this change, so
-`raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row instead. This adds errors
-only if the reference max changes by more than 238 in one step.
+`raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row instead. Lowering levels
+adds errors only if the reference max changes by more than 238 in one step.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The levels of the probabilities 1 and 448. The latter is the largest e4m3 number.
+# The levels of the numbers 1 and 448. The largest e4m3 number is 448.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
@@ -89,7 +89,8 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
     KEYS: gl.constexpr = CONFIG.keys
-    # The scores of 32 keys have the dimensions h, b // 2, t and b % 2. A tile of values has the order h, t, b // 2 and b % 2.
+    # The scores of 32 keys have the dimensions (h, b // 2, t, b % 2). Permute them to (h, t, b // 2, b % 2), the order of a
+    # tile of values.
     tile = scores.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([ROWS, KEYS])
     tile = gl.convert_layout(tile, LEFT).reshape([ROWS, KEYS // 16, 4, 2, 2])
     even, odd = gl.split(tile)

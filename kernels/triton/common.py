@@ -204,7 +204,7 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of one block of rows. A column of the list is a block and one of GROUP
+    """Return the pointer to the list of kept blocks of one block of rows. Each element of the list is a block and one of GROUP
     heads.
     """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
@@ -217,7 +217,7 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     """Return the tuple `loop` of the rows [first, end) for a list of kept blocks. Each block has BLOCK // STEP tiles."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
-    # The rows attend to no column outside the blocks [start, stop), and to all columns of the blocks [full, tail).
+    # No row attends to a column outside the blocks [start, stop). Every row attends to all columns of the blocks [full, tail).
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)

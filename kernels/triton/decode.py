@@ -38,7 +38,7 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# A program of the second launch loads this many elements of o at once. They are some columns of all parts of one row.
+# A program of the second launch loads this many elements of o at once, namely some columns of all parts of one row.
 MERGE_ELEMENTS = 4096
 # If the second launch has more programs per SM, the next kernel does not start early. Otherwise, the second launch would end
 # later on some SMs than on others, and the programs of the next kernel would be distributed unevenly.
@@ -179,7 +179,9 @@ def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Move the address x of a head from page 0 to `page`, such that row numbers of the whole sequence can be added to it."""
+    """Move the address x of a head from page 0 to `page`. The result is the address of row 0, if rows are numbered over the
+    whole sequence.
+    """
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
 

@@ -56,8 +56,8 @@ def launch(
 class PreparedLaunch:
     """Repeated launches of one kernel on one device with the same grid, numbers, constants, options and dtypes.
 
-    This takes even less time than `launch`, which explains the arguments. The argument `options` contains launch options of
-    Triton.
+    A prepared launch takes even less time than `launch`, whose docstring explains the arguments. The argument `options`
+    contains launch options of Triton.
     """
 
     def __init__(

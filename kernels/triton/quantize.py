@@ -20,7 +20,7 @@ BLOCK = tl.constexpr(fp8.BLOCK)
 # These numbers of warps per program were the fastest on an H200.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
 
-# With this limit of registers per thread, an SM can run three programs instead of two (inputs of 16 bits).
+# With 16-bit inputs, this limit of registers per thread lets an SM run three programs instead of two.
 MAX_REGISTERS = {128: 168}
 
 # The number of rows of each Hadamard matrix. Larger matrices would need more shared memory and L2 bandwidth.
@@ -50,7 +50,7 @@ def _largest(x):
 
 @triton.jit
 def _round(x):
-    """Round x to e4m3. Without the `where`, infinity would become 448 instead of NaN."""
+    """Round x to e4m3. The conversion alone would change infinity to 448 instead of NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan")).to(tl.float8e4nv)
 
 

@@ -62,7 +62,7 @@ class ScratchPool:
 
 
 class CounterChunks:
-    """Counters for calls that are captured in a CUDA graph. They are zeros before and after every replay.
+    """Counters for calls that are captured in a CUDA graph. The counters are zeros before and after every replay.
 
     If a graph set its own counters to zero, this would take as long as a short kernel in every replay. Therefore each captured
     call receives its own part of a chunk of zeros. Chunks are never freed, because it is unknown when a graph is deleted.

@@ -1,4 +1,4 @@
-"""Add learned attention sinks to the results of attention, in one pass over memory per direction."""
+"""Add learned attention sinks to the results of attention. The forward and the backward each take one pass over memory."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ ELEMENTS = 4096  # elements of `out` per program
 
 @triton.jit
 def _keys_share(lse, sink):
-    """Return the share of the softmax that belongs to the keys and not to the sink."""
+    """Return which share of the softmax belongs to the keys. The rest belongs to the sink."""
     return 1 / (1 + tl.exp(sink - lse))
 
 
@@ -46,7 +46,7 @@ def _backward_kernel(
     x = tl.load(out + element, mask=mask, other=0.0).to(tl.float32)
     dx = tl.load(dout + element, mask=mask, other=0.0).to(tl.float32)
     tl.store(new_dout + element, (dx * share[:, None]).to(new_dout.dtype.element_ty), mask=mask)
-    # The derivative of the share for lse is share * (1 - share). That for the sink is the negative.
+    # The derivative of the share for lse is share * (1 - share). The derivative for the sink is -share * (1 - share).
     grad = tl.sum(x * dx, 1) * share * (1 - share)
     from_lse = tl.load(dlse + row, mask=inside, other=0.0) if dlse is not None else tl.zeros_like(share)
     tl.store(new_dlse + row, grad + from_lse * share, mask=inside)
