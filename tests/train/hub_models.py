@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,14 +218,15 @@ def logits(model: GPT, tokens: Tensor) -> Tensor:
     """Return the logits (S, rows of the embedding) that our model computes for tokens (S,)."""
     positions = torch.arange(len(tokens))
     distance = positions[:, None] - positions[None]
-    allowed = (distance >= 0) & (distance < (model.config.window or len(tokens)))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        allowed = (distance >= 0) & (distance < (window or len(tokens)))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
 
+    attends = [partial(attend, window=layer.window) for layer in model.layers]
     with torch.no_grad():
-        return model(tokens[None], positions, attend, lambda hidden, head: hidden @ head.T)[0]
+        return model(tokens[None], positions, attends, lambda hidden, head: hidden @ head.T)[0]
 
 
 def settings_of(folder: Path) -> ModelConfig:

@@ -38,6 +38,7 @@ TOKENS = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
 
 WINDOW = {"sliding_window": 7}
 SLIDING, FULL = ({"layer_types": [f"{kind}_attention"] * 2} for kind in ("sliding", "full"))
+MIXED = {"layer_types": ["full_attention", "sliding_attention"]}
 KINDS = {
     "Llama": {},
     "Llama with an unused window": WINDOW,
@@ -46,10 +47,13 @@ KINDS = {
     "Mistral without a window": {"model_type": "mistral", "sliding_window": NULL},
     "Ministral": {"model_type": "mistral"} | WINDOW | SLIDING,
     "Ministral without a window": {"model_type": "mistral"} | WINDOW | FULL,
+    "Ministral with a window in some layers": {"model_type": "mistral"} | WINDOW | MIXED,
     "Qwen 2": {"model_type": "qwen2", "use_sliding_window": False, "max_window_layers": 1} | WINDOW,
     "Qwen 2 with a window": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0} | WINDOW,
     "Qwen 2 with a listed window": {"model_type": "qwen2", "use_sliding_window": True} | WINDOW | SLIDING,
     "Qwen 2 with a window in no layer": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2} | WINDOW,
+    "Qwen 2 with a window in the last layer": {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
+    | WINDOW,
     "Qwen 3": {"model_type": "qwen3"},
     "Qwen 3 with a window": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0} | WINDOW,
 }

@@ -3,9 +3,12 @@
 Every family is a variation of Llama. To add a family whose parts our model has, add an entry to FAMILIES.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from ringattn.train.settings.config import ConfigError
 
 
 class Entry(NamedTuple):
@@ -31,20 +34,168 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)  # entries of which our model supports only this value
     names: dict[str, str] = field(default_factory=dict)  # the names of weights
     norm_eps: str = "rms_norm_eps"  # the entry of `norm_eps`
+    # Returns the type of each layer, as in `model.layer_types`.
+    layers: Callable[[dict[str, Any]], list[str]] = lambda config: ["full"] * config["num_hidden_layers"]
+    lists_layers: bool = False  # whether an export contains `layer_types`
+    local_rope_theta: float | None = None  # the default base in sliding layers, if the family can have a separate one
+    rotary_fraction: float | None = None  # the default fraction of rotated dimensions, if the family can have another one
+    reads: frozenset[str] = frozenset()  # further entries that `layers` and `huggingface.settings_from_config` read
+
+
+def listed(config: dict[str, Any], default: Callable[[int], str]) -> list[str]:
+    """Return the `layer_types` of a config.json in our terms. `default` returns the type of a layer, counted from 1."""
+    types = config.get("layer_types")
+    count = config["num_hidden_layers"]
+    if types is None:
+        return [default(layer) for layer in range(1, count + 1)]
+    if len(types) != count or not {*types} <= {"full_attention", "sliding_attention"}:
+        shown = " and ".join(sorted({*map(str, types)}))
+        raise ConfigError(
+            f"layer_types is {shown} in {len(types)} layers, but only full_attention and sliding_attention in {count} layers "
+            "are supported"
+        )
+    return [kind.removesuffix("_attention") for kind in types]
+
+
+def mistral_layers(config: dict[str, Any]) -> list[str]:
+    return listed(config, lambda _: "full" if config["sliding_window"] is None else "sliding")
+
+
+def qwen_layers(config: dict[str, Any]) -> list[str]:
+    if not config.get("use_sliding_window"):
+        return ["full"] * config["num_hidden_layers"]
+    first = config["max_window_layers"] if config["sliding_window"] is not None else config["num_hidden_layers"]
+    return listed(config, lambda layer: "sliding" if layer > first else "full")
+
+
+def alternating_layers(config: dict[str, Any]) -> list[str]:
+    """Every n-th layer is full, where n is `sliding_window_pattern`."""
+    pattern = config["sliding_window_pattern"]
+    return listed(config, lambda layer: "sliding" if layer % pattern else "full")
+
+
+def nope_in_full_layers(config: dict[str, Any]) -> list[str]:
+    """Return `alternating_layers`, whose full layers have no rotary embedding."""
+    return ["full-nope" if kind == "full" else kind for kind in alternating_layers(config)]
+
+
+def exaone_layers(config: dict[str, Any]) -> list[str]:
+    """A model without a window has rotary embeddings in all layers."""
+    return alternating_layers(config) if config["sliding_window"] is None else nope_in_full_layers(config)
+
+
+def smollm_layers(config: dict[str, Any]) -> list[str]:
+    interval, count = config["no_rope_layer_interval"], config["num_hidden_layers"]
+    has_rope = config.get("no_rope_layers") or [layer % interval != 0 for layer in range(1, count + 1)]
+    has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    kinds = listed(config, lambda layer: "sliding" if has_window and not has_rope[layer - 1] else "full")
+    kinds = kinds if config.get("use_sliding_window") else ["full"] * count
+    return [kind if rope else f"{kind}-nope" for kind, rope in zip(kinds, has_rope, strict=False)]
 
 
 def inverse(x: float) -> float:
     return 1 / x
 
 
+def inverse_root(x: float) -> float:
+    return 1 / math.sqrt(x)
+
+
+def square(x: float) -> int:
+    return round(x**2)
+
+
+def inverse_square(x: float) -> int:
+    return round(x**-2)
+
+
+AFTER = {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
 # Maps the `model_type` in config.json to the family. An export uses the first one that can have the settings of the model.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
-    "qwen2": Family("Qwen2ForCausalLM", QWEN, {"qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", QWEN | {"head_dim": 128}, {"qk_norm": True}),
+    "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}, layers=mistral_layers),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        layers=mistral_layers,
+        lists_layers=True,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", QWEN, {"qkv_bias": True}, layers=qwen_layers, lists_layers=True),
+    "qwen3": Family("Qwen3ForCausalLM", QWEN | {"head_dim": 128}, {"qk_norm": True}, layers=qwen_layers, lists_layers=True),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+        {"norm_position": "after", "qk_norm": True, "qk_norm_all_heads": True},
+        names=AFTER,
+        layers=alternating_layers,
+        lists_layers=True,
+        local_rope_theta=500_000.0,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+            **{"sliding_window_pattern": 6, "rope_theta": 1e6, "tie_word_embeddings": True},
+        },
+        {"norm": "rms_plus_one", "norm_position": "both", "qk_norm": True, "activation": "gelu"},
+        {
+            "hidden_size": Entry("embedding_scale", 2304.0, math.sqrt, square),
+            "query_pre_attn_scalar": Entry("attention_scale", 256.0, inverse_root, inverse_square),
+        },
+        {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
+        {**AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+        layers=alternating_layers,
+        lists_layers=True,
+        local_rope_theta=10_000.0,
+        reads=PATTERN | {"rope_local_base_freq", "_sliding_window_pattern"},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        layers=smollm_layers,
+        lists_layers=True,
+        reads=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
+    ),
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        {"sliding_window": 4096, "sliding_window_pattern": 4, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
+        {"norm": "layer", "parallel": True, "rope_interleaved": True},
+        {"logit_scale": Entry("logit_scale", 0.0625)},
+        {
+            **{"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"},
+            **{"rotary_pct": 1.0, "order_of_interleaved_layers": "local_attn_first"},
+        },
+        norm_eps="layer_norm_eps",
+        layers=nope_in_full_layers,
+        lists_layers=True,
+        reads=PATTERN | {"layer_switch", "use_embedding_sharing", "use_parallel_embedding"},
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
+        {"norm_position": "both", "rope_interleaved": True},
+        {"attention_bias": Entry("qkv_bias", True)},
+        names={
+            **{"attention_post_norm": "post_self_attn_layernorm", "ffn_post_norm": "post_mlp_layernorm"},
+            **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+        },
+        rotary_fraction=0.5,
+    ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+        {"norm_position": "after", "qk_norm": True},
+        names=AFTER,
+        layers=exaone_layers,
+        lists_layers=True,
+        reads=PATTERN,
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         entries={
@@ -114,7 +265,16 @@ IRRELEVANT = {
 def unknown_entries(config: dict[str, Any]) -> list[str]:
     """Return the sorted names of the entries of a config.json whose meaning is not known. Entries of null have no effect."""
     family = FAMILIES[config["model_type"]]
-    known = READ | IRRELEVANT | {*OFF} | FIXED.keys() | family.fixed.keys() | family.entries.keys() | {family.norm_eps}
+    known = (
+        READ
+        | family.reads
+        | IRRELEVANT
+        | {*OFF}
+        | FIXED.keys()
+        | family.fixed.keys()
+        | family.entries.keys()
+        | {family.norm_eps}
+    )
     return sorted(name for name, value in config.items() if value is not None and name not in known)
 
 

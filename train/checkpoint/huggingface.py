@@ -21,7 +21,7 @@ from ringattn.train.checkpoint.families import FAMILIES, NAMES, OFF, Family, fix
 from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
-from ringattn.train.settings.config import MAY_DIFFER, ConfigError, ModelConfig
+from ringattn.train.settings.config import MAY_DIFFER, RANGES, ConfigError, ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,11 @@ ARCHITECTURE = (
     *("rope_interleaved", "qkv_bias", "output_bias", "qk_norm", "qk_norm_all_heads", "attention_scale", "norm"),
     *("norm_position", "parallel", "activation", "embedding_scale", "residual_scale", "logit_scale"),
 )
+# Settings whose effect `ModelConfig.layer` describes.
+OF_LAYERS = {
+    *("window", "layer_types", "rope_theta", "local_rope_theta", "rotary_fraction"),
+    *("rope_factor", "rope_trained_len", "rope_scaling"),
+}
 # The advice for a model with another architecture.
 OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
 
@@ -112,26 +117,33 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"it contains the unknown entries {', '.join(unknown)}, which may change the results of the model")
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
-    # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope, local_theta = _rope_entries(config, family)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "yarn" and rope.get("truncate") is False:
         kind = "yarn-exact"
     _check_supported(config, rope, kind, family)
     dim, heads = _number("hidden_size", config), _number("num_attention_heads", config)
+    layers, most = _number("num_hidden_layers", config), RANGES["model.layers"][1]
+    if not 1 <= layers <= most:
+        raise ConfigError(f"num_hidden_layers is {layers}, but only 1 to {most} is supported")
+    types = family.layers(config)
+    is_sliding = any(kind.startswith("sliding") for kind in types)
     settings: dict[str, Any] = {
         "vocab_size": _number("vocab_size", config),
-        "layers": _number("num_hidden_layers", config),
+        "layers": layers,
         "dim": dim,
         "heads": heads,
         "kv_heads": _number("num_key_value_heads", config, default=heads),
         "resolved_head_dim": _number("head_dim", config, default=dim // heads),
         "resolved_ffn_dim": _number("intermediate_size", config),
         "rope_theta": _number("rope_theta", rope, config, kind=float, default=10_000.0),
+        "local_rope_theta": local_theta if is_sliding else None,
+        "rotary_fraction": _number("partial_rotary_factor", rope, config, kind=float, default=family.rotary_fraction or 1.0),
         "rope_factor": None,
         "norm_eps": _number(family.norm_eps, config, kind=float, default=1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
-        "window": _number("sliding_window", config) if "sliding_attention" in _layer_types(config) else None,
+        "window": _number("sliding_window", config) if is_sliding else None,
+        "layer_types": None if {*types} == {"full"} or ({*types} == {"sliding"} and local_theta is None) else _period(types),
     }
     settings |= {name: getattr(ModelConfig, name) for name in ARCHITECTURE} | family.settings
     for name, entry in family.entries.items():
@@ -150,11 +162,14 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
 def describes(config: dict[str, Any], model: ModelConfig) -> bool:
     """Return whether a config.json describes exactly the settings of a model, except for rounding."""
     settings = settings_from_config(config)
+    other = ModelConfig(**{name.removeprefix("resolved_"): value for name, value in settings.items()})
 
     def is_equal(value: Any, other: Any) -> bool:
         return math.isclose(value, other) if isinstance(value, float) and isinstance(other, float) else value == other
 
-    return all(is_equal(value, getattr(model, name)) for name, value in settings.items())
+    return all(model.layer(i) == other.layer(i) for i in range(model.layers)) and all(
+        is_equal(value, getattr(model, name)) for name, value in settings.items() if name not in OF_LAYERS
+    )
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
@@ -222,33 +237,39 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
         # In transformers, null means the default value only for these two settings.
         is_default = name in ("beta_slow", "beta_fast") and rope.get(name) is None
         checks[name] = value if is_default else rope.get(name, value), (value,)
-    checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
+    if family.rotary_fraction is None:
+        checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
     if kind.startswith("yarn"):
         checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(_rope_factor(config, rope)))
         checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
     if any(isinstance(value, dict) for value in rope.values()):
         checks["rope_parameters"] = "different in layers of different types", ("one for all layers",)
-    types = sorted({*map(str, _layer_types(config))})
-    supported = ("one of them in all layers",) if len(types) > 1 else ("full_attention", "sliding_attention")
-    checks["layer_types"] = " and ".join(types), supported
     for name, (value, supported) in checks.items():
         if value not in supported:
             raise ConfigError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
 
 
-def _layer_types(config: dict[str, Any]) -> list[str]:
-    """Return the types of layers in the model: "sliding_attention" (with a window) and "full_attention" (without a window)."""
-    kind = config["model_type"]
-    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window")):
-        return ["full_attention"]
-    # transformers loads a model of the type "mistral" with layer_types as a Ministral model.
-    if config.get("layer_types") is not None:
-        return config["layer_types"]
-    first = 0 if kind == "mistral" else _number("max_window_layers", config)
-    has_window = config["sliding_window"] is not None
-    # Every layer between the first and the last one has the type of one of these two.
-    layers = 0, _number("num_hidden_layers", config) - 1
-    return ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in layers]
+def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], float | None]:
+    """Return the entries for rotary embeddings, and their base in sliding layers if it is separate."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if family.local_rope_theta is None:
+        return rope, None
+    parameters = config.get("rope_parameters") or {}
+    if unknown := parameters.keys() - {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"rope_parameters has {', '.join(sorted(unknown))}, but only entries per type of layer are supported")
+    full, local = (parameters.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    if (kind := local.get("rope_type") or "default") != "default":
+        raise ConfigError(f"rope_type is {kind} in sliding layers, but only default is supported")
+    older = {"rope_theta": config.get("rope_local_base_freq")}
+    theta = _number("rope_theta", local, older, kind=float, default=family.local_rope_theta)
+    full = full | (config.get("rope_scaling") or {})
+    is_same = full.get("rope_type", "default") == "default" and _number("rope_theta", full, config, kind=float) == theta
+    return full, None if is_same else theta
+
+
+def _period(types: list[str]) -> list[str]:
+    """Return the shortest beginning of the list whose repetition is the list."""
+    return next(types[:n] for n in range(1, len(types) + 1) if all(kind == types[i % n] for i, kind in enumerate(types)))
 
 
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
@@ -291,7 +312,8 @@ def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
     if model.rope_factor is not None and model.rope_trained_len is not None:
         scaled = int(model.rope_factor * model.rope_trained_len)
         positions = scaled if has_other_scaling else max(scaled, positions)
-    if min(seq_len, model.window or seq_len) <= positions:
+    layers = [model.layer(index) for index in range(model.layers)]
+    if max((layer.window or seq_len for layer in layers if layer.rope.dim), default=0) <= positions:
         return ""
     trained = model.rope_trained_len or positions
     return (

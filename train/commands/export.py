@@ -62,14 +62,17 @@ ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps"),
-    # The types of models have different defaults of num_key_value_heads.
-    "window": (
-        *("model_type", "architectures", "num_key_value_heads"),
-        *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    **dict.fromkeys(
+        ("window", "layer_types"),
+        (
+            # The types of models have different defaults of num_key_value_heads.
+            *("model_type", "architectures", "num_key_value_heads", "sliding_window", "use_sliding_window"),
+            *("max_window_layers", "layer_types", "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
+        ),
     ),
     **dict.fromkeys(
-        ("rope_theta", "rope_factor", "rope_trained_len", "rope_scaling"),
-        ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"),
+        ("rope_theta", "local_rope_theta", "rope_factor", "rope_trained_len", "rope_scaling"),
+        ("rope_theta", "rope_local_base_freq", "rope_parameters", "rope_scaling", "original_max_position_embeddings"),
     ),
 }
 
@@ -279,10 +282,11 @@ def config_json(
     model = replace(model, vocab_size=vocab_size)
     preferred = [] if published is None else [read_config(published, "config.json")["model_type"]]
     for model_type in (*preferred, *FAMILIES):
-        entries = _model_entries(model_type, model) | {"max_position_embeddings": max_positions}
-        # A family suits a model if the entries describe all of its settings.
-        if huggingface.describes(entries, model):
-            return entries | special | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        entries = _model_entries(model_type, model) | {"max_position_embeddings": max_positions, "pad_token_id": None}
+        # A family suits a model if the entries describe all of its settings. Some families have a window unless it is null.
+        for choice in (entries, entries | {"sliding_window": model.window}):
+            if huggingface.describes(choice, model):
+                return choice | special | {"torch_dtype": str(dtype).removeprefix("torch.")}
     values = {name: getattr(model, name) for name in (*huggingface.ARCHITECTURE, "window", "layer_types", "rotary_fraction")}
     changed = (f"model.{name}={value}" for name, value in values.items() if value != getattr(ModelConfig, name))
     raise ConfigError(f"transformers has no model with all of {', '.join(changed)}: such a model cannot be exported")
@@ -291,14 +295,26 @@ def config_json(
 def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
     """Return the entries of config.json that describe a model of a family. The family may lack some of its settings."""
     family = FAMILIES[model_type]
+    layers = [model.layer(index) for index in range(model.layers)]
+    types = [f"{'full' if layer.window is None else 'sliding'}_attention" for layer in layers]
     optional: dict[str, Any] = {}
     if model.window:
         optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
+    if family.lists_layers:
+        optional["layer_types"] = types
+    if "no_rope_layers" in family.reads:
+        optional["no_rope_layers"] = [int(layer.rope.dim > 0) for layer in layers]
+    if family.rotary_fraction is not None:
+        optional["partial_rotary_factor"] = model.rotary_fraction
     if model.rope_factor is not None:
         kind, factor, trained_len = model.rope_scaling, model.rope_factor, model.rope_trained_len
         optional["rope_scaling"] = {"rope_type": kind.removesuffix("-exact"), "factor": factor, **huggingface.ROPE_FIXED[kind]}
         if trained_len is not None:
             optional["rope_scaling"]["original_max_position_embeddings"] = trained_len
+    if family.local_rope_theta is not None:
+        full = {"rope_type": "default", "rope_theta": model.rope_theta, **optional.get("rope_scaling", {})}
+        local = full if model.local_rope_theta is None else {"rope_type": "default", "rope_theta": model.local_rope_theta}
+        optional["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
     if model.attention_scale is None:
         model = replace(model, attention_scale=model.resolved_head_dim**-0.5)
     return {

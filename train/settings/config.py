@@ -113,8 +113,7 @@ class ModelConfig(Frozen):
     # Which rotary frequencies are divided by `rope_factor`: "linear" (all), "llama3" or "yarn", which also sharpens the softmax
     # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss.
     rope_scaling: str = "llama3"
-    # Whether neighbouring dimensions of a head are rotated together, as in Command R, instead of dimensions i and
-    # `head_dim / 2 + i`.
+    # Whether neighbouring dimensions of a head are rotated together, as in Command R.
     rope_interleaved: bool = False
     # Whether queries, keys and values have a bias, as in Qwen 2.
     qkv_bias: bool = False
@@ -126,21 +125,19 @@ class ModelConfig(Frozen):
     qk_norm_all_heads: bool = False
     # The factor of the scores of attention. None: `1 / sqrt(head_dim)`.
     attention_scale: float | None = None
-    # The norm: "rms" (RMSNorm), "rms_plus_one" (RMSNorm whose weight is added to 1, as in Gemma) or "layer" (LayerNorm without
-    # bias, as in Command R).
+    # The norm: "rms" (RMSNorm), "rms_plus_one" (its weight is added to 1, as in Gemma) or "layer" (LayerNorm without bias).
     norm: str = "rms"
     # What a norm adds to the mean square or to the variance.
     norm_eps: float = 1e-5
-    # Whether the norms are "before" attention and the feed-forward network, "after" them, as in OLMo 3, or at "both" places, as
-    # in Gemma 3.
+    # Whether norms are "before" attention and the feed-forward network, "after" them (OLMo 3) or "both" (Gemma 3).
     norm_position: str = "before"
-    # Whether attention and the feed-forward network have the same input, as in Command R, instead of following each other.
+    # Whether attention and the feed-forward network have the same input, as in Command R.
     parallel: bool = False
-    # The activation of the feed-forward network: "silu", or "gelu" (its approximation by tanh, as in Gemma).
+    # The activation of the feed-forward network: "silu" or "gelu" (approximated by tanh).
     activation: str = "silu"
     # The factor of the embeddings.
     embedding_scale: float = 1.0
-    # The factor of the outputs of attention and of the feed-forward network, before they are added to the residual stream.
+    # The factor of what a layer adds to the residual stream.
     residual_scale: float = 1.0
     # The factor of the logits.
     logit_scale: float = 1.0

@@ -33,8 +33,49 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400, "rope_theta": 50.0}
+QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 50.0}
 # The class of the settings in transformers and further entries of config.json, for each kind of model.
 MODELS = {
+    "ministral": (
+        "MinistralConfig",
+        dict(head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"] * 2),
+    ),
+    "ministral with windows": ("MinistralConfig", dict(sliding_window=7, head_dim=8)),
+    "olmo3": ("Olmo3Config", dict(sliding_window=7, rope_parameters={"full_attention": YARN})),
+    "olmo3 without a scaling": ("Olmo3Config", dict(sliding_window=7)),
+    "olmo3 with full layers": ("Olmo3Config", dict(num_key_value_heads=4, layer_types=["full_attention"] * 4)),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        dict(
+            num_hidden_layers=7,
+            head_dim=16,
+            query_pre_attn_scalar=20,
+            sliding_window=7,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 70.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+            },
+        ),
+    ),
+    "gemma3_text with windows": (
+        "Gemma3TextConfig",
+        dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=7, layer_types=["sliding_attention"] * 4),
+    ),
+    "smollm3": ("SmolLM3Config", dict(tie_word_embeddings=False)),
+    "smollm3 with a window": (
+        "SmolLM3Config",
+        dict(no_rope_layers=[1, 0, 0, 1], use_sliding_window=True, sliding_window=7),
+    ),
+    "cohere2": ("Cohere2Config", dict(sliding_window=7, logit_scale=0.3)),
+    "cohere2 with listed layers": (
+        "Cohere2Config",
+        dict(sliding_window=7, layer_types=["full_attention", "sliding_attention"] * 2, tie_word_embeddings=False),
+    ),
+    "glm4": ("Glm4Config", dict(head_dim=16)),
+    "glm4 without biases": ("Glm4Config", dict(head_dim=32, attention_bias=False, rope_parameters=QUARTER)),
+    "exaone4": ("Exaone4Config", dict(sliding_window=7)),
+    "exaone4 without a window": ("Exaone4Config", dict(sliding_window=None, layer_types=["full_attention"] * 4)),
     "granite": (
         "GraniteConfig",
         dict(attention_multiplier=0.3, embedding_multiplier=7.0, residual_multiplier=0.22, logits_scaling=3.0),
@@ -66,7 +107,7 @@ def our_logits(folder: Path) -> torch.Tensor:
         return logits(model, TOKENS)[:, :259]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (" " in kind)) for kind in MODELS])
 def test_a_model_has_the_logits_of_transformers_and_is_exported(kind, tmp_path):
     folder, copy, rewritten = write_model(tmp_path / "hf", kind), tmp_path / "copy", tmp_path / "rewritten"
     expected = exact_logits_of_transformers(folder, TOKENS)

@@ -172,24 +172,24 @@ def _load_on_a_rank(folder: Path, expected: Path) -> None:
         assert torch.equal(model.state_dict()[name].full_tensor(), tensor), name
 
 
-WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
 UNSUPPORTED = {
     "another type": ({"model_type": "gpt2"}, "model_type is gpt2, but only llama or mistral"),
     "no type": ({"model_type": None}, "supported model: model_type is None, but only llama or mistral"),
-    "a window in some layers": (WINDOW | {"max_window_layers": 1}, "layer_types is full_attention and sliding_attention"),
-    "a window in some layers, listed": (
-        WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types is full_attention and sliding_attention, but only one of them",
-    ),
-    "Ministral": (
-        MISTRAL | {"layer_types": ["sliding_attention", "full_attention"]},
-        r"is full_attention and sliding_attention, but only one of them in all layers .*; .* docs/how-to/your-own-loop.md",
-    ),
     "another type of layer": (
         MISTRAL | {"layer_types": ["chunked_attention"] * 2},
-        "layer_types is chunked_attention, but only",
+        "layer_types is chunked_attention in 2 layers, but only full_attention and sliding_attention in 2 layers",
     ),
-    "no types of layers": (MISTRAL | {"layer_types": []}, "layer_types is , but only"),
+    "no types of layers": (MISTRAL | {"layer_types": []}, "layer_types is  in 0 layers, but only"),
+    "types of other layers": (MISTRAL | {"layer_types": ["full_attention"] * 3}, "is full_attention in 3 layers, .* 2 layers"),
+    "too many layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10+, but only 1 to 4096 is supported"),
+    "another scaling in sliding layers": (
+        {"model_type": "olmo3", "rope_parameters": {"sliding_attention": YARN}},
+        "rope_type is yarn in sliding layers, but only default",
+    ),
+    "one scaling for all types of layers": (
+        {"model_type": "gemma3_text", "hidden_act": None},
+        "rope_parameters has rope_theta, rope_type, but only entries per type of layer",
+    ),
     "biases of Qwen 2": (
         {"model_type": "qwen2"},
         r"is a model of model.qkv_bias=True \(now False\): leave",
@@ -278,7 +278,7 @@ def test_another_architecture_is_rejected_with_the_page_that_may_help(model_type
     with pytest.raises(ConfigError) as error:
         huggingface.read_settings(tmp_path)
     message = str(error.value)
-    assert f"supported model: model_type is {model_type}, but only llama or mistral or qwen2 or qwen3 or " in message
+    assert f"supported model: model_type is {model_type}, but only llama or mistral or " in message
     assert message.endswith("docs/how-to/your-own-loop.md lists the exact models")
     assert "Error" not in message
 
@@ -334,14 +334,21 @@ def test_nested_lists_are_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "types"), [(0, {"sliding_attention"}), (1, {"sliding_attention", "full_attention"}), (2, {"full_attention"})]
+    ("first", "types", "window"),
+    [(0, None, 4), (1, ["full", "sliding"], 4), (2, ["full", "full", "sliding"], 4), (3, None, None)],
 )
-def test_types_of_layers_follow_from_the_first_layer_with_a_window(first, types):
-    config = CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": first}
-    assert {*huggingface._layer_types(config)} == types
-    # The number is invalid, and is rejected later. A loop over all layers would never end.
-    many = config | {"num_hidden_layers": 10**30, "max_window_layers": 0}
-    assert {*huggingface._layer_types(many)} == {"sliding_attention"}
+def test_types_of_layers_follow_from_the_first_layer_with_a_window(first, types, window, tmp_path):
+    qwen = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 3 if first != 1 else 2}
+    write_config(tmp_path / "hf", **qwen, max_window_layers=first)
+    settings = huggingface.declared_settings(tmp_path / "hf")
+    assert (settings["layer_types"], settings["window"]) == (types, window)
+
+
+@pytest.mark.parametrize(("count", "types"), [(4, ["sliding"] * 3 + ["full-nope"]), (9, ["sliding"] * 3 + ["full-nope"])])
+def test_types_of_layers_that_repeat_are_shortened(count, types, tmp_path):
+    rest = {"rms_norm_eps": None, "sliding_window": 4}
+    write_config(tmp_path / "hf", model_type="cohere2", num_hidden_layers=count, **rest)
+    assert huggingface.declared_settings(tmp_path / "hf")["layer_types"] == types
 
 
 def test_null_is_read_like_a_missing_setting(tmp_path):
