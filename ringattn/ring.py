@@ -1,4 +1,4 @@
-"""The forward pass and the backward pass of two kinds of rings: the state ring and the KV ring.
+"""Run the forward pass and the backward pass of the state ring and of the KV ring.
 
 In the state ring, keys and values stay on their rank. The queries circulate, and their partial softmax states (m, l, o) follow
 one hop behind. The diagram shows four ranks with full attention and relays. "Q3 K0": rank 3's queries attend to rank 0's keys.
@@ -71,7 +71,7 @@ def run_schedule(
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
         merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass. If
-            the transport cannot keep the results, or with None, every result is merged when it arrives.
+            this is None, or the transport cannot keep the results, every result is merged when it arrives.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -172,7 +172,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 @dataclass(frozen=True)
 class Ring:
-    """The plan, the transport and the spec of a call. The tensors of every method are contiguous, as in `ring_attention`."""
+    """A ring for one call. The tensors of every method are contiguous, and have the shapes of `ring_attention`."""
 
     plan: Plan
     transport: Transport
@@ -200,12 +200,12 @@ class Ring:
 
     @property
     def kernel_options(self) -> dict[str, Any]:
-        """The options that are the same for all kernels of this ring, see `dispatch.forward`."""
+        """The options of `dispatch.forward` that are the same for all kernels of this ring."""
         shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether a CUDA graph may replay a pass: the shard must be short, and the pass the same in every call."""
+        """Return whether a CUDA graph may replay a pass. The shard must be short, and all calls must run the same pass."""
         # The seed of the dropout and the tables of a fixed plan change between calls.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
@@ -240,7 +240,7 @@ class Ring:
     def _prepare(
         self, name: str, results: bool, row_multiple: int = 1
     ) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
-        """Return the schedule, and the intervals and kernel options of each local step, before the pass begins."""
+        """Return the schedule of a pass, and the intervals and kernel options of each local step."""
         schedule = self.plan.schedule(name, results, self.interconnect.all_pairs, row_multiple)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}

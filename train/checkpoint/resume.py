@@ -157,7 +157,6 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
         path: the checkpoint.
         directory: the directory of the run's checkpoints.
         meta: the content of the checkpoint's meta.json.
-        config: the settings of the run.
 
     Raises:
         ConfigError: the run would end within the warmup.

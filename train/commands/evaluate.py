@@ -107,7 +107,6 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 
     Raises:
         ConfigError: there is no text to evaluate, or a sequence length is not an integer.
-        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     if any(name.startswith("data.eval_") for name in overrides):

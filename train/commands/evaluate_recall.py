@@ -42,7 +42,6 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 
     Raises:
         ConfigError: an override describes a text, or a sequence length is not an integer.
-        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
     """
     for name in overrides:
         if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer", "data.eos_token"):

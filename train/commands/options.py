@@ -129,11 +129,7 @@ def _convert(name: str, value: str, kind: Any) -> Any:
 
 
 def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
-    """Return the settings with `overrides`.
-
-    Raises:
-        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
-    """
+    """Return the settings with `overrides`."""
     settings = literal_settings(asdict(config))
     for name, value in overrides.items():
         is_list = name == "model.layer_types"

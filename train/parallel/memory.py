@@ -66,7 +66,6 @@ def estimate(
     estimate depends only on shapes, and includes neither fragmentation nor the receive buffers of a ring over NVLink.
 
     Args:
-        config: the settings of the run.
         shape: the numbers of ranks. With all-to-alls, each block saves its attention output before and after the all-to-all.
         vocab_size: the number of tokens of the tokenizer.
         bf16: whether the model computes in bf16.

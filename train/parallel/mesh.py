@@ -94,8 +94,6 @@ def attention(
     """Return, for each layer, a function that computes attention over the ranks that share a sequence.
 
     Args:
-        config: the settings.
-        mesh: the mesh of all ranks.
         masks, layout: the masks of a batch, and its layout over the ranks that share a sequence.
         training: whether the attention belongs to a training step, see `trainer.fp8_attention`.
         recompute: whether the backward pass recomputes blocks, except for attention.

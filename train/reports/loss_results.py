@@ -55,9 +55,9 @@ def to_metrics(losses: Losses) -> dict[str, float]:
     """Return the losses as metrics.
 
     Returns:
-        `eval_loss` and `eval_loss_error` at the longest length; `eval_loss_at/LENGTH`, and the error of its difference to the
-        shortest length, `eval_difference_error/LENGTH`; the number of target tokens, `eval_target_tokens`, and their checksum,
-        `eval_targets`. Unknown errors are left out.
+        `eval_loss` and `eval_loss_error` are the loss at the longest length and its error. `eval_loss_at/LENGTH` is the loss at
+        a length, and `eval_difference_error/LENGTH` the error of its difference to the loss at the shortest length.
+        `eval_target_tokens` is the number of target tokens, and `eval_targets` their checksum. Unknown errors are left out.
     """
     means, errors = losses.means.tolist(), losses.errors()
     metrics: dict[str, float] = {"eval_loss": means[-1]}

@@ -54,8 +54,6 @@ class Recorder:
         """Open metrics.jsonl.
 
         Args:
-            config: the settings of the run.
-            directory: the directory of the run.
             done: the number of completed steps. Records of later steps are removed; math.inf keeps all.
             peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
             wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
@@ -79,7 +77,6 @@ class Recorder:
         """Record one step, counted from 1.
 
         Args:
-            step: the number of the step.
             tokens, flops: the tokens and the model FLOPs of the step, on all ranks together.
             seconds: the time that the step took.
             show: whether the console may show the step now. Otherwise, `extend` shows it together with the evaluation.

@@ -1,4 +1,4 @@
-"""Measure the time from the launch of a job to the end of its first step, by part."""
+"""Measure how long each part of a start takes, from the launch of a job to the end of its first step."""
 
 import time
 
@@ -25,7 +25,7 @@ def begin_job() -> None:
 
 
 def end_part(name: str, end: float | None = None) -> None:
-    """Record the part `name`. It lasted from the end of the previous part until the time `end`, or until now."""
+    """Record that the part `name` ended at the time `end`, or now. The part began when the previous part ended."""
     global _latest
     now = time.monotonic() if end is None else end
     _parts[name] = now - _latest

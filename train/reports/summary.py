@@ -40,7 +40,6 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
 
     Args:
         run: the run, which must have taken all its steps.
-        directory: the directory of the run.
         done: the number of steps that earlier launches completed.
         wandb_run: the W&B run, which receives the plot and the summary as well.
     """

@@ -143,9 +143,9 @@ def _cells(outcome: Outcome, lengths: list[int]) -> list[str]:
 def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     """Plot the speed, the memory and the losses of the jobs as a PNG file.
 
-    The x axis of the first three panels is the setting that the sweep varies, if it is a single one with numeric values, or
-    else the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss by sequence length, one line per
-    job.
+    If the sweep varies only one setting, and its values are numbers, this setting is the x axis of the first three panels.
+    Otherwise, the x axis lists the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss by
+    sequence length, with one line per job.
     """
     from matplotlib.figure import Figure
 
@@ -232,8 +232,8 @@ def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
 def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
     """Log the table and the picture of the sweep to a W&B run in the same group as the runs of the jobs.
 
-    A sweep that is launched again continues the run. If W&B is offline, log the command that uploads all runs. If it is off, do
-    nothing.
+    A sweep that is launched again continues the W&B run. If W&B is offline, log the command that uploads all runs. If W&B is
+    off, do nothing.
     """
     configs = [outcome.config for outcome in outcomes if outcome.config is not None]
     choice = chosen_mode(configs[-1]) if configs else "off"

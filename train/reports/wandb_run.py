@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # The value of `logger.wandb` for each value of WANDB_MODE.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
-# The user's folder for the contents of tables until they are uploaded.
+# The folder that the user has chosen for the contents of tables that are not uploaded yet.
 USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 
 
@@ -40,7 +40,6 @@ class WandbRun:
 
         Args:
             config: the settings of the run, which become the config of the W&B run.
-            directory: the directory of the run.
             facts: further properties of the run, which the config contains under the key "run".
 
         Raises:
@@ -123,7 +122,8 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
 
-    By default, the contents are in the home directory. Without them, `wandb sync` leaves the tables out without an error.
+    By default, these contents are in the home directory. If they are missing, `wandb sync` leaves the tables out without an
+    error.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")

@@ -9,7 +9,7 @@ from ringattn.train.settings.config import Config
 
 
 def literal_settings(values: dict[str, Any]) -> DictConfig:
-    """Return all settings with these values. Settings that are left out have their defaults.
+    """Return all settings with the given values. Other settings have their defaults.
 
     OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Somebody else may have written the string,
     so nothing in it is replaced.
@@ -21,7 +21,7 @@ def literal_settings(values: dict[str, Any]) -> DictConfig:
 
 
 def literal_config(values: dict[str, Any]) -> Config:
-    """Do the same as `literal_settings`, and return a Config."""
+    """Return the result of `literal_settings` as a Config."""
     return to_config(literal_settings(values))
 
 

@@ -25,9 +25,9 @@ from ringattn.train.settings.token_budget import SOURCES
 
 
 def reset_unused(config: Config, given: set[str]) -> Config:
-    """Return the settings. Those without effect have their defaults, unless the command line sets them.
+    """Reset settings that have no effect to their defaults, unless the command line sets them.
 
-    A recipe or an experiment may set such a setting. If the command line does, `config.check` raises an error.
+    A recipe or an experiment may set such a setting. If the command line sets it, `config.check` raises an error.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -56,7 +56,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
         composed: the settings that Hydra has composed.
         saved: the settings of the checkpoint.
         given: the names of the groups and settings that the command line sets.
-        is_own: whether the checkpoint belongs to this run and not to one from which it branches.
+        is_own: True if the checkpoint belongs to this run, False if this run branches from another run.
     """
     base = composed if given & {"experiment", "recipe"} else saved
     config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
@@ -86,8 +86,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
 
 
 def settings_of_published_model(composed: Config, given: set[str], folder: Path, model: ModelConfig) -> Config:
-    """Return the settings of a new run that starts from a folder in Hugging Face's format, whose model has the settings
-    `model`.
+    """Return the settings of a new run that starts from a Hugging Face model with the settings `model`.
 
     Other arguments as in `settings_of_resumed_run`.
     """
@@ -103,15 +102,15 @@ def sets_tokenizer(composed: Config, given: set[str]) -> bool:
 
 
 def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) -> ModelConfig:
-    """Return the settings of an existing model, overridden by those of the command line.
+    """Return the settings of an existing model, overridden by the command line.
 
-    Settings that contradict the weights are accepted here. The run rejects them later. Arguments as above.
+    This function accepts settings that contradict the weights. The run rejects them later.
     """
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # A file such as configs/model/8b.yaml leaves out settings with default values. The default replaces a size of the
-        # existing model, but no other setting.
+        # A file such as configs/model/8b.yaml leaves out settings with default values. Only for sizes, such a default replaces
+        # the value of the existing model.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:

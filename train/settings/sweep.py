@@ -24,8 +24,8 @@ def is_job_of_sweep(directory: Path) -> bool:
 def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> str:
     """Return the name of the directory of a job, for example "seq_len=1024,lr=0.001".
 
-    The name consists of the settings that the sweep varies. If it is too long or contains other characters, it is shortened and
-    ends in a checksum. `params` are the values of `hydra.sweeper.params`, which a configuration file may vary as well.
+    The name consists of the settings that the sweep varies. A name that is too long or contains other characters is shortened
+    and ends in a checksum. `params` contains `hydra.sweeper.params`, with which a configuration file can vary settings as well.
     """
     text = ",".join(f"{name}={value}" for name, value in varied_settings(overrides, params).items()) or "0"
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)[:MAX_LENGTH]
@@ -44,7 +44,7 @@ def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None =
 
 
 def varied_lengths(params: Mapping[str, Any] | None = None) -> list[int]:
-    """Return the positive integers among the values of `data.seq_len` of the sweep. The jobs of other values fail."""
+    """Return the values of `data.seq_len` in the sweep that are positive integers. Jobs with other values fail."""
     override = _parse(params).get("data.seq_len")
     if override is None or not override.is_discrete_sweep():
         return []

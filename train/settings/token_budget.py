@@ -40,7 +40,7 @@ def resolve_token_budget(config: Config, world_size: int) -> Config:
 
 
 def by_ranks(value: int, ranks: int | None = None) -> int:
-    """Return `value` x `ranks`, by default all ranks that were launched. Recipes use it to depend on the number of ranks."""
+    """Return `value` x `ranks`, by default all launched ranks, for recipes whose values depend on the number of ranks."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return value * (ranks or world_size)
 
@@ -60,7 +60,7 @@ def default_group_size(config: Config, world_size: int) -> int | None:
 def check_sources(config: Config, given: Collection[str]) -> None:
     """Check that the user does not set both a value and the number of tokens from which it is derived.
 
-    `given` are the names of the settings that the command line sets, such as "trainer.steps".
+    `given` contains the names of the settings that the command line sets, such as "trainer.steps".
 
     Raises:
         ConfigError: a setting and its source are both set.
