@@ -107,7 +107,7 @@ class _Reuse(_Context):
 
 
 def _versions(results: tuple[Any, ...]) -> list[int]:
-    """Return the version counter of each tensor. It counts in-place modifications, also of detached tensors."""
+    """Return the version counter of each tensor. The counter includes in-place modifications of detached tensors."""
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 

@@ -1,7 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. It interrupts
-an evaluation, or a step of several micro-steps. Another launch resumes from the checkpoint, and repeats the interrupted work.
+On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. The run
+interrupts an evaluation, or a step of several micro-steps. Another launch resumes from the checkpoint, and repeats the
+interrupted work.
 """
 
 import errno
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 # The errors of the operating system if a file system does not support locks.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
-# The received signals. They are never removed, because a signal stops all jobs of a sweep.
+# The received signals. A received signal is never removed, because it stops all jobs of a sweep.
 _received_signals: set[int] = set()
 # Python writes each signal to this pipe at once, but calls its handler only when the main thread returns to Python. During a
 # save, that may take longer than torchrun waits.

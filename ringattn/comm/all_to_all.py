@@ -6,7 +6,7 @@ Every rank sends a slice of its tensors to each other rank, and writes the recei
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` object serves one attention call. It starts an `Exchange` for each set of tensors that the call fills.
+An `AllToAll` object serves one attention call, and starts an `Exchange` for each set of tensors that the call fills.
 """
 
 from collections.abc import Callable

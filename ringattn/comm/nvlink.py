@@ -186,8 +186,8 @@ class NvlinkTransport(Transport):
         # An unfinished all-to-all may still write into these tensors after an exception, so they must not be freed.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The flags form a table with one column per writer. The first rows belong to ring passes. Then follow one row per send
-        # of an all-to-all, and one row with the ready flags of all-to-alls.
+        # The flags form a table with one column per writer. The first rows of the table belong to ring passes. The next rows
+        # belong to the sends of an all-to-all, and the last row contains the ready flags of all-to-alls.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -218,8 +218,8 @@ class NvlinkTransport(Transport):
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         # The streams of this rank may wait for flags that another rank did not set before its exception. This rank then sets
-        # the flags itself, and its streams send garbage, which nobody uses. The garbage must not overwrite messages of earlier
-        # calls. All ranks therefore first wait until every rank's main stream has begun the failed call or is idle.
+        # the flags itself, and its streams send invalid data, which no rank uses. This data must not overwrite messages of
+        # earlier calls. All ranks therefore first wait until every rank's main stream has begun the failed call or is idle.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)

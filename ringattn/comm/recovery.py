@@ -5,7 +5,8 @@ After the exception, messages and flags of the call are still in flight. No late
 1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
 2. Before its next call, this rank waits until all ranks of the group have published a record.
 3. If every rank has left the same call with an exception of its own, every rank resets its transport.
-4. Otherwise, the ranks would make different calls next. Every rank therefore raises a `RingFault`, now and in later calls.
+4. If some rank has not left this call, the ranks would make different calls next. Every rank therefore raises a `RingFault`,
+   now and in later calls.
 
 A rank without an exception may wait for a message that is never sent. The watchdog of this rank therefore reads the records
 with every heartbeat. If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the

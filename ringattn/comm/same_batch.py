@@ -17,8 +17,8 @@ def check_same(batch: object, group: Group | None) -> None:
     """Check that a batch is the same on all ranks of a group. All ranks must call this function.
 
     If ranks that share a sequence have different tokens or documents, training is wrong although the loss looks plausible. Call
-    this function in the first steps of a training loop. It hashes the batch on the CPU and makes one small all-reduce, so the
-    host waits for the GPU.
+    this function in the first steps of a training loop. The function hashes the batch on the CPU and makes one small
+    all-reduce, so the host waits for the GPU.
 
     Args:
         batch: a tensor, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any way. Names, types,

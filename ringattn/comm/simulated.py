@@ -90,7 +90,7 @@ def simulate(
         ranks: the number of ranks.
         function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
-        in_turns: whether only one rank computes at a time. This is faster, and some kernels do not support several threads.
+        in_turns: whether only one rank computes at a time. Taking turns is faster, and some kernels support only one thread.
             Pass False only if the ranks also wait for each other by other means than messages of the ring.
 
     Raises:

@@ -26,7 +26,7 @@ SCHEDULES = ("auto", "state", "kv")
 # A rank does this share of the work on its own block in the first step, which hides the first hop. The rest hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The KV ring launches fewer kernels. Therefore, the state ring is chosen only if it is predicted to be this much faster.
+# The state ring is chosen only if it is predicted to be this much faster, because the KV ring launches fewer kernels.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
@@ -242,9 +242,9 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals (lo, hi) of the queries of `query_rank`, counted in key rows of `key_rank`.
+    """Return the intervals of the queries of `query_rank`, counted in key rows of `key_rank`.
 
-    Both are integers (B or 1, query rows) on the CPU.
+    The bounds lo and hi are integer tensors (B or 1, query rows) on the CPU.
     """
     lo, hi = _rows_before_bounds(mask, layout, query_rank)
     return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))

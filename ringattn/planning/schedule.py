@@ -142,7 +142,7 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: the row at which each rank's own block is split. With None, ranks compute with their own blocks last.
+        split_points: the row at which each rank's own block is split. If None, ranks compute with their own blocks last.
     """
     rounds = _rounds(need)
     returns = results and bool(rounds)

@@ -101,7 +101,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     run starts from it until this run has checkpoints of its own.
 
     Returns:
-        The checkpoint, or None for a new run. Then the checkpoint of another run from which this run branched, or None.
+        The checkpoint, or None for a new run, and the path of the checkpoint of another run if this run branched from it.
 
     Raises:
         ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
@@ -237,7 +237,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 
 
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
-    """Check that a job of a sweep resumes with the settings of its checkpoint. Only the number of steps may be larger.
+    """Check that a job of a sweep resumes with the settings of its checkpoint, except for a larger number of steps.
 
     The directory of a job is named by the settings that the sweep varies. If other settings differ, the checkpoint belongs to
     another sweep.
@@ -272,7 +272,7 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str], free: 
     Returns:
         A dict from the name of each differing setting to its description.
     """
-    # JSON turns tuples into lists. Both sides are therefore converted to JSON.
+    # JSON turns tuples into lists. Therefore, the saved and the current settings are both converted to JSON.
     before, now = (json.loads(json.dumps(asdict(each))) for each in (saved_config(meta), config))
     changes = {}
     for group in groups:

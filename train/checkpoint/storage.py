@@ -81,7 +81,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
     """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints. All ranks call this
     function.
 
-    The other checkpoints stay unchanged until the new one has its final name.
+    Earlier checkpoints stay unchanged until the new checkpoint has its final name.
 
     Args:
         directory: the directory of the run's checkpoints.

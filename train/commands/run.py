@@ -53,7 +53,7 @@ from ringattn.train.trainer import check_job, train
 
 log = logging.getLogger(__name__)
 
-# This folder is configs/ in the repository, and ringattn/configs/ in an installation.
+# The folder of the YAML files is configs/ in the repository, and ringattn/configs/ in an installation.
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 # configs/recipe/gpu.yaml contains ${by_ranks:...}.
@@ -208,7 +208,7 @@ def check_earlier_attempt(directory: Path, attempt: int) -> None:
     """Raise InsufficientMemory if the job ran out of memory in an earlier attempt of this launch.
 
     If a rank runs out of memory, all ranks must exit, because others may wait for this rank in a collective. If torchrun
-    restarts them, the sweep continues with the next job.
+    restarts the ranks, the sweep continues with the next job.
     """
     marker = directory / MEMORY_MARKER
     if attempt == 1:

@@ -156,7 +156,7 @@ class Loader:
 
 
 class AheadLoader(Loader):
-    """Prepares the next steps in another process. This process imports its modules while the training process starts."""
+    """Prepares the next steps in a loader process, which imports its modules while the training process starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
 
 
 def _decode(data: bytearray) -> Any:
-    """Return the message. Its arrays use the memory of `data`."""
+    """Return the message. The arrays of the message use the memory of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("<q", view)
     start, parts = 8 * (1 + count), list[memoryview]()

@@ -7,8 +7,8 @@
 An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Without the second order, consecutive steps
 would often read the same long document. A document may continue in the next sequence of the stream.
 
-With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, the second order may
-shuffle groups instead. A group contains G sequences with similar costs of attention. Sequences that fill no group are dropped.
+With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, the sequences may be
+shuffled in groups. A group contains G sequences with similar costs of attention. Sequences that fill no group are dropped.
 
 The only state of the data is the number of consumed sequences.
 """

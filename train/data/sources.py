@@ -1,6 +1,6 @@
 """Read documents from Python's standard library, text files, JSON lines, Parquet files, or the Hugging Face hub.
 
-Every error names the file, and the line or the row. Only one document of a file is in memory.
+Every error names the file, and the line or the row. Readers keep only one document of a file in memory.
 """
 
 import bz2

@@ -1,7 +1,7 @@
 """Choose the target tokens of an evaluation, and pack them with their context into sequences.
 
-The evaluation computes the loss of the target tokens. They do not depend on `data.seq_len`, so the losses at different lengths
-are means over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
+The evaluation computes the loss of the target tokens. The choice of the target tokens does not depend on `data.seq_len`, so the
+losses at different lengths are means over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
 
     held-out text     ------------####------------####------------####          # target token
 
@@ -13,8 +13,8 @@ these windows evaluate a block at length 8. The document begins at the bar.
     second window                     ....####
 
 A window has up to L / 2 target tokens and begins as early as the length and the document allow. Without `data.mask_documents`,
-the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len` tokens, and the mask
-treats each window as a document. Therefore torch.compile compiles the model only once.
+the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len` tokens, so that
+torch.compile compiles the model only once. The mask treats each window as a document.
 """
 
 import zlib

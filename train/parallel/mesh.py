@@ -49,7 +49,7 @@ class Mesh(NamedTuple):
 
     Attributes:
         dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence. It joins the ring axis and the ulysses axis.
+        sequence: the ranks that share one sequence, along the ring axis and the ulysses axis together.
         ring: the ranks among which blocks of one sequence circulate.
         ulysses: the ranks that exchange heads by all-to-all.
         all: all ranks.

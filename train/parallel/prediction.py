@@ -1,7 +1,7 @@
 """Predict the time of a training step on a mesh of GPUs, and choose the mesh with the highest predicted tokens/s.
 
 A micro-step takes as long as the slower of the GPUs and their hosts. `ringattn.planning` predicts attention. The constants
-below predict all other work. They were fitted to runs on one to four H100s and H200s, see
+below predict all other work, and were fitted to runs on one to four H100s and H200s, see
 tests/train/parallel/test_prediction.py.
 """
 
@@ -45,7 +45,7 @@ MEMORY_EFFICIENCY = 0.7
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # Clipping and AdamW read and write this many bytes per parameter of a rank's shard, in fp32.
 OPTIMIZER_BYTES = 40
-# Bytes per second of FSDP's collectives inside a host. They take 40 ms for the 1.44B model on two H200s.
+# Bytes per second of FSDP's collectives inside a host. The collectives take 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
 
 # Seconds that the host of a rank needs for the default model on H100s and H200s. Other hosts differ.
@@ -209,7 +209,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
     """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
 
-    Only one of them has as many data-parallel ranks as `shape`.
+    Only one of these meshes has as many data-parallel ranks as `shape`.
     """
     speeds = {
         other: tokens_per_second(config, other, machine, shares)

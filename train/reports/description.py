@@ -156,7 +156,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
     schedules, exposed = dict[str, list[str]](), 0.0
     for window, mask in masks.items():
-        # This plan is not used for attention. It is on the CPU, so it needs no GPU memory.
+        # This plan is not used for attention. A plan on the CPU needs no GPU memory.
         plan = Plan(mask, layout, connection.rank, torch.device("cpu"))
         for work in _attention_work(run, plan):
             chosen = plan.choose_schedule(parallel.schedule, work, joined)

@@ -109,7 +109,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Return whether the record of `step` has no `eval_loss`. Only the result of rank 0 is valid."""
+        """Return whether the record of `step` has no `eval_loss`. The result is valid only on rank 0."""
         return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
 
     def amend(self, step: int, **values: float) -> None:

@@ -31,8 +31,9 @@ USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 
 
 class WandbRun:
-    """The W&B run of a training run. Its methods do nothing on other ranks than rank 0, if W&B is off, and after an error of
-    W&B.
+    """The W&B run of a training run.
+
+    The methods do nothing if W&B is off, on other ranks than rank 0, and after an error of W&B.
     """
 
     def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:
@@ -82,7 +83,7 @@ class WandbRun:
         self.close(exit_code=0 if kind is None or issubclass(kind, TrainingStopped) else 1)
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the W&B run. If it was recorded offline, log the command that uploads it.
+        """Finish the W&B run. If the run was recorded offline, log the command that uploads it.
 
         Args:
             exit_code: 0 if the launch ended as intended. W&B shows the run as failed otherwise.
