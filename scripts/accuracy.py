@@ -19,8 +19,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# This is the limit for fp32 inputs, and the smallest limit of every result except lse. It allows for the rounding errors of
-# sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
+# This is the limit for fp32 inputs, and the smallest limit of every result except lse. This limit allows for the rounding
+# errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together

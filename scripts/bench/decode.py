@@ -12,9 +12,9 @@ Every case is measured in two ways. The graph time is the GPU time per call if a
 calls of up to 32 layers, each with its own cache, so that no key comes from the L2 cache. The eager time is the wall time of
 the same calls from Python. All implementations of a case are timed one after the other in several rounds. Each number is the
 median of the rounds after the first round. Every measurement follows the previous one without a pause, so the GPU runs at a
-clock rate that it can sustain. The column GB/s counts the bytes of the keys and values once. The last columns compare ringattn
-with the fastest other implementation, in rate and in eager time. They also contain the graph time divided by the time of the
-kernels alone. The profiler measures the latter, which is the time during which at least one kernel of a call runs.
+clock rate that it can sustain. The column GB/s counts the bytes of the keys and values once. Two columns compare the rate and
+the eager time of ringattn with those of the fastest other implementation. The last column divides the graph time by the kernel
+time. The kernel time is the time during which at least one kernel of a call runs, as measured by the profiler.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. Its plan is computed once per case,
@@ -308,7 +308,7 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
             calls[name] = call
         except Exception as error:  # the kernels of other libraries raise exceptions of any type
             rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-    # At 3 TB/s, a measurement takes about 10 ms. It contains at least a few calls.
+    # At 3 TB/s, a measurement takes about 10 ms. Every measurement contains at least a few calls.
     estimate = case.bytes / 3e6 + 10
     replays, eager_calls = max(2, int(1e4 / (estimate * len(layers)))), max(10, min(200, int(1e4 / max(estimate, 50))))
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}

@@ -1,4 +1,4 @@
-"""Time how long the host plans attention, for several numbers of tokens, documents and ranks.
+"""Measure how long the host needs to plan attention, for several numbers of tokens, documents and ranks.
 
     python -m scripts.bench.planning
 

@@ -11,10 +11,10 @@ reported only if its results are correct.
 The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. In each
 round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median of these means over
 all rounds. The variant `local` runs the kernels of the automatic schedule as if every message had already arrived. The time of
-`local` is therefore the time that the ring would take if communication took no time. The variant `ulysses-4-local` does the
-same for `ulysses-4`. Variants that end with `-graph` replay CUDA graphs, so their times do not include the time of the host.
-With 4,096 tokens per rank, the host takes about as long as the GPU. All backward passes run in the calling thread, including
-the backward passes of context_parallel.
+`local` is therefore the time that the ring would take if communication took no time. The variant `ulysses-4-local` runs the
+kernels of `ulysses-4` in the same way. Variants that end with `-graph` replay CUDA graphs, so their times do not include the
+time of the host. With 4,096 tokens per rank, the host takes about as long as the GPU. All backward passes run in the calling
+thread, including the backward passes of context_parallel.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -148,8 +148,8 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
     """Add measurements of communication to the row of each timed ring.
 
-    These are the number and the bytes of the messages, and how many microseconds longer the ring takes than the same kernels
-    without communication.
+    The new fields are the number and the bytes of the messages, and by how many microseconds the ring is slower than the same
+    kernels without communication.
 
     Args:
         case: the case of the rows.

@@ -247,7 +247,8 @@ class LocalTransport(MessageTransport):
         """Do nothing, because no message is in flight."""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return the replacement for tensor `i` of a message. It has the shape of x, but the number of rows of the message.
+        """Return the replacement for tensor `i` of a message. The replacement has the shape of x, except that it has as many
+        rows as the message.
 
         Every replacement of a result has its own memory, like a result that arrives from another rank.
         """

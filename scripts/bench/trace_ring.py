@@ -6,10 +6,10 @@ The plot shows the kernels and copies that the profiler of torch records.
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
 The script accepts the same cases as `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start
-this call at the same time, while their GPUs are idle. Therefore its first kernels wait for the host, as they would not in a
-series of calls. All ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png
-to --output. The option --draw draws the plot again from timeline.json and needs no GPU. The white lines in the plot separate
-consecutive kernels and do not show pauses.
+this call at the same time, while their GPUs are idle. Therefore the first kernels of this call wait for the host. In a series
+of calls, they would not wait. All ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and
+timeline.png to --output. The option --draw draws the plot again from timeline.json and needs no GPU. The white lines in the
+plot separate consecutive kernels and do not show pauses.
 """
 
 import argparse

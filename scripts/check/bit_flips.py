@@ -5,7 +5,7 @@
 Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
 one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
 and a third in the index. For each flip, one of two things must happen. Either the launch reports the damage in one line and
-changes no file of the checkpoint. Or the run does not use the flipped bit, and finishes with the same losses and the same
+changes no file of the checkpoint. Or the flipped bit has no effect, and the run finishes with the same losses and the same
 tensors as from the original checkpoint. If anything else happens, the exit status is 1.
 """
 

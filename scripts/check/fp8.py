@@ -4,8 +4,8 @@
     python -m scripts.check.fp8 --dim 256 --keys 65536 --output outputs/check
 
 The script prints two tables. The first table contains the errors of the output on three kinds of bf16 inputs. In normal inputs,
-all elements of q, k and v have a normal distribution. In heavy-tailed inputs, they have Student's t distribution with 3 degrees
-of freedom. In outlier inputs, one feature of q, k and v is 30 times as large as the other features. The columns are:
+all elements of q, k and v have a normal distribution. In heavy-tailed inputs, all elements have Student's t distribution with 3
+degrees of freedom. In outlier inputs, one feature of q, k and v is 30 times as large as the other features. The columns are:
 
     bf16               attention with precision="ieee"
     FP8                attention with precision="fp8"
@@ -40,7 +40,7 @@ INPUTS = ("normal", "heavy-tailed", "outlier")
 DEGREES_OF_FREEDOM = 3
 OUTLIER = 30  # in outlier inputs, one feature is multiplied by this factor
 GRADIENTS = ("dq", "dk", "dv")
-# For each column: whether queries and keys are rotated, and whether every block has its own scale.
+# Each column has two options: whether queries and keys are rotated, and whether every block has its own scale.
 VARIANTS = {
     "rounded inputs": (True, True),
     "no rotation": (False, True),
@@ -93,7 +93,9 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the errors of the output and of the gradients for inputs of one kind. The keys are the names of the columns."""
+    """Return the errors of the output and of the gradients for inputs of one kind. The names of the columns are the keys of the
+    dict.
+    """
     samples: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         q, k, v, dout = draw(kind, seed, args)

@@ -11,7 +11,8 @@ and its results are compared with the reference. The script kills and restarts r
     restart        one worker is killed, and torchrun restarts all workers (--max-restarts)
     two launchers  like "restart", with two torchruns that each start half of the workers
     fork           all ranks are killed, and the same command is launched again. The ranks are forked from this script instead
-                   of started by torchrun. They start within a second, so a check of many kills takes minutes instead of hours.
+                   of started by torchrun. Forked ranks start within a second, so a check of many kills takes minutes instead of
+                   hours.
 
 Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
 checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest

@@ -39,7 +39,8 @@ from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.gpus import world_group
 from scripts.tables import markdown_table
 
-# The largest accepted row errors of a kernel for FP8 inputs. They are larger because this kernel also rounds the probabilities.
+# The largest accepted row errors of a kernel for FP8 inputs. These limits are larger, because this kernel also rounds the
+# probabilities.
 FP8_LIMITS = {"out": 0.1, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 
@@ -182,7 +183,7 @@ def limits(device: torch.device, dtype: torch.dtype, precision: str) -> dict[str
 
 
 def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "ieee") -> list[str]:
-    """Check every way to divide attention with every mask. Print each row of the table as soon as it is complete.
+    """Check all masks with all ways to divide attention among the ranks. Print each row of the table as soon as it is complete.
 
     Returns:
         One line for each error that exceeds its limit. The lines are the same on every rank.

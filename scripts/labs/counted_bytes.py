@@ -2,9 +2,9 @@
 
     python -m scripts.labs.counted_bytes
 
-On a GPU, the profiler ncu runs `scripts.tools.count_bytes` for the Triton kernels and for the Hopper kernels. It reads the
-counters of the L2 cache and of DRAM, which requires a permission. On a CPU, the lab counts the bytes that the tiles of the
-blockwise kernel load. All calls are causal self-attention, forward and backward.
+On a GPU, the profiler ncu runs `scripts.tools.count_bytes` for the Triton kernels and for the Hopper kernels. The profiler
+reads the counters of the L2 cache and of DRAM, which requires a permission. On a CPU, the lab counts the bytes that the tiles
+of the blockwise kernel load. All calls are causal self-attention, forward and backward.
 """
 
 import csv

@@ -36,7 +36,7 @@ def step_flops(length: int, sizes: Sizes) -> dict[str, int]:
 
 
 def step_times(inputs: list[Tensor]) -> dict[str, float]:
-    """Return the time of each step in milliseconds. It is the shortest time of REPEATS repetitions."""
+    """Return the time of each step in milliseconds. Each time is the shortest of REPEATS repetitions."""
     on_gpu = inputs[0].is_cuda
     naive_attention(*inputs)  # the first call allocates memory and selects the kernels
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu

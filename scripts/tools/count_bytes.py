@@ -12,8 +12,8 @@ _finish_kernel. The command `python -m scripts.labs.counted_bytes` runs the prof
 
 The first command prints the prediction. The second command prints nothing itself, because ncu writes one line per kernel and
 counter to bytes.csv. A sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from
-DRAM once. It does not count results as written to DRAM if they are still in the L2 cache when the kernel ends. Without
---predict, the script requires a CUDA device, and ncu requires the permission to read the counters.
+DRAM once. Results that are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the
+script requires a CUDA device, and ncu requires the permission to read the counters.
 """
 
 import sys

@@ -191,7 +191,7 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """The seconds of communication, and of waiting for the host, that are not hidden behind computation."""
+        """The seconds in which the GPU only communicates or waits for the host, without computing."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -289,7 +289,7 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
         # The forward pass has two matrix products, and the backward pass has five. The variable `flops` is the mean speed of
-        # all seven.
+        # all seven products.
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)
         mask, (near, far) = layer.scaled_mask(1.0), cluster.interconnects(flops)
         ranks = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
