@@ -56,6 +56,7 @@ class Recovery:
         self.fault: str | None = None  # why the transport cannot be used any more
         self._seen = 0.0  # when this rank has first seen the record of another rank
         self.draining: threading.Thread | None = None
+        self._lock = threading.Lock()  # held by `look` while it decides
         self.watchdog.recovery = self
 
     def prepare(self) -> None:
@@ -75,25 +76,30 @@ class Recovery:
 
     def exit(self, error: BaseException | None) -> None:
         """End a call. If an exception has ended the call, publish this `error`."""
-        if error is not None and self.left is None and not self.watchdog.is_capturing():
-            self._publish(error)
-            with suppress(Exception):  # after an error of CUDA, no event can be recorded
-                if events := self.transport.mark():
-                    self.draining = threading.Thread(target=self._drain, args=(events,), daemon=True)
-                    self.draining.start()
-        self.depth -= 1
+        with self._lock:
+            if error is not None and self.left is None and not self.watchdog.is_capturing():
+                self._publish(error)
+                with suppress(Exception):  # after an error of CUDA, no event can be recorded
+                    if events := self.transport.mark():
+                        self.draining = threading.Thread(target=self._drain, args=(events,), daemon=True)
+                        self.draining.start()
+            self.depth -= 1
 
     def look(self) -> None:
         """Declare a fault if another rank has left a call that this rank has finished, or in which this rank is stuck."""
+        generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or other.call > self.call:
             return  # this rank has not reached the call yet
-        now = time.monotonic()
-        self._seen = self._seen or now
-        since = self.transport.messages.waiting_since
-        is_stuck = since is not None and now - max(since, self._seen) > min(PATIENCE, timeout_seconds() / 2)
-        if other.call < self.call or not self.depth or is_stuck or now - self._seen > timeout_seconds():
-            self._declare_fault(other)
+        with self._lock:
+            if self.left is not None or self.generation != generation:
+                return  # this rank has left the call while this thread read the record
+            now = time.monotonic()
+            self._seen = self._seen or now
+            since = self.transport.messages.waiting_since
+            is_stuck = since is not None and now - max(since, self._seen) > min(PATIENCE, timeout_seconds() / 2)
+            if other.call < self.call or not self.depth or is_stuck or now - self._seen > timeout_seconds():
+                self._declare_fault(other)
 
     def explain(self) -> str | None:
         """Return a message if a wait has failed because another rank has left the call, or None."""
@@ -147,7 +153,8 @@ class Recovery:
                     cast(Record, self.left), f"rank {self.rank} could not reset the ring ({type(error).__name__}: {error})"
                 )
             raise
-        self.generation, self.left, self._seen = self.generation + 1, None, 0.0
+        with self._lock:
+            self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
         """Let this rank's streams run to their end, although messages are missing.

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -142,10 +143,10 @@ def test_calls_over_gloo_are_exact_after_an_exception(operation: str, gloo_ranks
 
 def check_fault(operation: str, in_backward: bool) -> None:
     """Raise an exception on rank 1 only, at every kernel of a pass. Every rank must raise one error. A new group is exact."""
-    recovery.PATIENCE, watchdog.HEARTBEAT_INTERVAL = 0.3, 0.05
     rank, injector, count = dist.get_rank(), Injector(SimpleNamespace()), 1
     problem, position = Problem(operation, rank, 2, CPU, 0), 0
-    with injector.installed():
+    waits = patch.object(recovery, "PATIENCE", 0.3), patch.object(watchdog, "HEARTBEAT_INTERVAL", 0.05)
+    with injector.installed(), waits[0], waits[1]:
         while position < count:
             position += 1
             group = dist.new_group()
@@ -257,3 +258,27 @@ def test_a_rank_may_come_to_the_call_later() -> None:
     for rank in (second, first):
         with pytest.raises(RingFault, match=second.fault):
             rank.prepare()
+
+
+@pytest.mark.parametrize("is_reset", [False, True], ids=["leaves", "leaves-and-resets"])
+def test_a_rank_may_leave_its_call_while_its_watchdog_reads_a_record(is_reset: bool) -> None:
+    """The rank has an exception of its own, so the watchdog must not declare a fault."""
+    store = dist.HashStore()
+    first, second = stub_recovery(store, 0), stub_recovery(store, 1)
+    leave_call(first)
+    second.enter()
+    read = second._first_record
+
+    def read_and_leave() -> recovery.Record | None:
+        record = read()
+        second.exit(Injected("injected"))
+        if is_reset:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(recovery.Recovery.prepare, (first, second)))
+            second.enter()
+        return record
+
+    second._first_record = read_and_leave
+    second.look()
+    assert second.fault is None
+    assert second.generation == is_reset
