@@ -28,6 +28,7 @@ from ringattn.planning.cost_model import interconnect
 
 # If `rank_state.runs_ahead` is True on a rank, its main stream does not wait forever for other ranks. In the same way, the host
 # of a GPU issues work before the GPU carries it out. The results of the rank are then meaningless.
+# `rank_state.host` is the `Host` of the rank.
 rank_state = threading.local()
 
 
@@ -35,18 +36,19 @@ class Stream:
     """A queue of work that a thread carries out in order. The main stream has no thread and works at once."""
 
     streams: ClassVar[dict[int, "Stream"]] = {}
-    faults: ClassVar[list[str]] = []
 
     def __init__(self, device: object = None, priority: int = 0, main: bool = False) -> None:
-        self.cuda_stream = id(self)
+        self.cuda_stream, self.host = id(self), rank_state.host
         self.streams[self.cuda_stream] = self
         self.work: queue.SimpleQueue | None = None if main else queue.SimpleQueue()
         self.log: list[str] = []  # the names of all operations, in the order in which they were issued
         if not main:
-            threading.Thread(target=self._run, daemon=True).start()
+            self.thread = threading.Thread(target=self._run, daemon=True)
+            self.thread.start()
+            self.host.streams.append(self)
 
     def _run(self) -> None:
-        while True:
+        while not self.host.is_closed:
             time.sleep(random.random() * 1e-3)
             self.work.get()()
 
@@ -61,8 +63,9 @@ class Stream:
         state = event.state
 
         def wait() -> None:
-            while not state.wait(0.02) and not (self.work is None and getattr(rank_state, "runs_ahead", False)):
-                pass
+            while not state.wait(0.02) and not self.host.is_closed:
+                if self.work is None and getattr(rank_state, "runs_ahead", False):
+                    return
 
         self.do(f"wait for event {event.number}", wait)
 
@@ -110,9 +113,11 @@ class Driver:
     def set_flags(addresses: list[int], stream: int) -> None:
         """Set flags to 1. A flag that is set already is a fault, because its last message was not read."""
 
+        host = Stream.streams[stream].host
+
         def write(flag: ctypes.c_uint32) -> None:
             if flag.value:
-                Stream.faults.append("a flag was set twice before it was cleared")
+                host.faults.append("a flag was set twice before it was cleared")
             flag.value = 1
 
         for address in addresses:
@@ -122,13 +127,13 @@ class Driver:
     def wait_and_clear_flags(addresses: list[int], stream: int) -> None:
         """Wait until each flag is 1, and clear it."""
 
-        main = Stream.streams[stream].work is None
+        main, host = Stream.streams[stream].work is None, Stream.streams[stream].host
 
         def take(flag: ctypes.c_uint32) -> None:
             start = time.monotonic()
-            while flag.value != 1:
-                if main and ended:
-                    raise ProcessEnded(*ended)
+            while flag.value != 1 and not host.is_closed:
+                if main and host.ended:
+                    raise ProcessEnded(*host.ended)
                 if main and getattr(rank_state, "runs_ahead", False) and time.monotonic() > start + 0.02:
                     return
                 time.sleep(1e-5)
@@ -147,6 +152,18 @@ class Host:
         self.counts = [0] * ranks
         self.ranks = ranks
         self.store = dist.HashStore()
+        self.ended: list[str] = []  # the message with which a watchdog would have ended all processes
+        self.faults: list[str] = []  # of all streams
+        self.streams: list[Stream] = []  # the side streams of all ranks
+        self.is_closed = False
+
+    def close(self) -> None:
+        """End all side streams, even if a call was abandoned. They must not write to memory of a later test."""
+        self.is_closed = True
+        for stream in self.streams:
+            stream.work.put(lambda: None)
+            stream.thread.join()
+        self.shared.clear()
 
     def share(self, rank: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
         """Allocate memory on every rank, and return this rank's memory and the addresses of all ranks."""
@@ -157,9 +174,6 @@ class Host:
         return self.shared[key, rank], [self.shared[key, peer].data_ptr() for peer in range(self.ranks)]
 
 
-ended: list[str] = []  # the messages with which a watchdog would have ended all processes
-
-
 class ProcessEnded(BaseException):
     """The process of a rank has been ended by its watchdog while the rank waited for the GPU."""
 
@@ -167,8 +181,12 @@ class ProcessEnded(BaseException):
 class FakeWatchdog(Watchdog):
     """A watchdog that ends the waits of all ranks for flags, and not the process."""
 
+    def __init__(self, host: Host, rank: int) -> None:
+        self.host = host
+        super().__init__(host.store, rank, host.ranks, torch.device("cpu"))
+
     def _exit(self, text: str) -> None:
-        ended[:] = [text]
+        self.host.ended[:] = [text]
 
 
 class FakeNvlinkTransport(NvlinkTransport):
@@ -177,7 +195,7 @@ class FakeNvlinkTransport(NvlinkTransport):
     def __init__(self, host: Host, rank: int, messages: object) -> None:
         self.host, self.rank, self.size, self.device = host, rank, host.ranks, torch.device("cpu")
         self.interconnect, self.messages = interconnect("nvlink"), messages
-        self.watchdog = FakeWatchdog(host.store, rank, host.ranks, self.device)
+        self.watchdog = FakeWatchdog(host, rank)
         self.streams = {kind: Stream() for kind in nvlink.KINDS}
         self._allocate()
         self.recovery = Recovery(host.store, self)
@@ -187,7 +205,7 @@ class FakeNvlinkTransport(NvlinkTransport):
 
     def _write_flags(self, values: torch.Tensor) -> None:
         self._flags.copy_(values)
-        Stream.faults.clear()  # flags that are set twice in an abandoned call
+        self.host.faults.clear()  # flags that are set twice in an abandoned call
 
     def synchronise(self) -> None:
         for stream in self.streams.values():
@@ -255,18 +273,21 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> RunOnHost:
 
     def run(ranks: int, function: Callable[[int, object], object]) -> list:
         host = Host(ranks)
-        ended.clear()
 
         def on_rank(rank: int, group: object) -> object:
+            rank_state.host = host
             transports[group.group_name] = transport = FakeNvlinkTransport(host, rank, group)
             try:
                 return function(rank, group)
             finally:
                 transport.watchdog.stop()
 
-        # Ranks wait for the flags of others, so they must not take turns.
-        results = simulate(ranks, on_rank, in_turns=False)
-        assert not Stream.faults
+        try:
+            # Ranks wait for the flags of others, so they must not take turns.
+            results = simulate(ranks, on_rank, in_turns=False)
+            assert not host.faults
+        finally:
+            host.close()
         return results
 
     return run
