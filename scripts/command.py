@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 # By default, benchmarks write their results to this folder, which git ignores. To keep a result, copy it to benchmarks/ by
@@ -59,6 +60,21 @@ def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
     """
     paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": paths} | variables
+
+
+def serve_store() -> dist.TCPStore:
+    """Serve a store at a port of this machine until the returned object is deleted.
+
+    The system chooses a free port. A port that is only found to be free could be taken before it is used.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def rank_variables(store: dist.TCPStore, rank: int, ranks: int) -> dict[str, str]:
+    """Return the environment variables that torchrun would set for one of `ranks` processes on this machine."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def describe_run(

@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -262,17 +261,14 @@ class Episode:
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments
         directory.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(arguments.ranks)}
+        self.store = command.serve_store()  # until the processes have ended
+        variables = {watchdog.TIMEOUT: str(HOP_TIMEOUT)}
         if arguments.ranks > torch.cuda.device_count() > 0:
             variables[SHARE_GPUS] = "1"
-        variables[watchdog.TIMEOUT] = str(HOP_TIMEOUT)
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "scripts.check.exceptions", *sys.argv[1:], "--rank-of", f"{directory}:{first}"],
-                env=command.child_environment(**variables, RANK=str(rank), LOCAL_RANK=str(rank)),
+                env=command.child_environment() | variables | command.rank_variables(self.store, rank, arguments.ranks),
                 cwd=command.ROOT,
                 stderr=open(directory / f"stderr_{rank}", "w"),  # noqa: SIM115 - the process writes to it
             )

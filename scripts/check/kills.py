@@ -16,7 +16,7 @@ and its results are compared with the reference. The script kills and restarts r
 
 Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
 checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
-complete checkpoint, so it repeats only the steps after this checkpoint. All processes of a run must have ended 20 seconds after
+complete checkpoint, so it repeats only the steps after this checkpoint. All processes of a run must have ended 60 seconds after
 the end of the run. The exit status is 1 if a run fails one of these checks.
 """
 
@@ -26,7 +26,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ringattn.train.commands import run as command_line
 from ringattn.train.reports import metrics
@@ -47,9 +48,9 @@ EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
 # If a run has not finished after this many seconds, the script reports an error.
-TIMEOUT = 180
+TIMEOUT = 900
 # All processes of a run must end within this many seconds after their torchrun has ended.
-MAX_SECONDS_LEFT = 20
+MAX_SECONDS_LEFT = 60
 # The script sets this environment variable in every process of a run, so that it can find these processes.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
@@ -93,6 +94,7 @@ class Run:
     folder: Path  # the working directory, in which the run writes outputs/<name>
     name: str
     way: str
+    store: dist.TCPStore | None = None  # of the latest launch, unless torchrun serves it
 
     @property
     def directory(self) -> Path:
@@ -111,13 +113,14 @@ class Run:
             f"name={self.name}",
         ]
         if self.way == "fork":
-            shared = {"WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}", "MASTER_ADDR": "localhost"}
-            shared |= {"MASTER_PORT": f"{free_port()}"}
-            ranks = range(RANKS)
-            return [ForkedRank(script, self.folder, self.log, RANK=f"{i}", LOCAL_RANK=f"{i}", **shared) for i in ranks]
+            self.store = store = command.serve_store()
+            variables = [command.rank_variables(store, rank, RANKS) for rank in range(RANKS)]
+            return [ForkedRank(script, self.folder, self.log, **each) for each in variables]
         restarts = ["--max-restarts=1000"] if self.way in ("restart", "two launchers") else []
         if self.way == "two launchers":
-            rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", f"--rdzv-id={self.name}"]
+            self.store = command.serve_store()
+            rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}", f"--rdzv-id={self.name}"]
+            rendezvous += ["--rdzv-conf=is_host=false", "--local-addr=127.0.0.1"]
             options, launchers = ["--nnodes=2", f"--nproc_per_node={RANKS // 2}", *rendezvous, *restarts], 2
             torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
         else:
@@ -143,12 +146,6 @@ class Run:
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.directory / "checkpoints").glob("step_*"))
-
-
-def free_port() -> int:
-    """Return a port that no process currently uses."""
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ringattn.train.commands import run
 from scripts.check.kills import write_corpus as write_corpus
-from scripts.command import child_environment
+from scripts.command import child_environment, rank_variables, serve_store
 from tests.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,9 +50,9 @@ def launch_ranks(
     Returns:
         Whether all processes exited with status 0, and what all ranks wrote to stdout and to stderr.
     """
-    # This process serves the store of the ranks, as torchrun does. Another process could take a port that is only free now.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    arguments = directory, store.port, list(arguments), prepare
+    store = serve_store()  # as torchrun does
+    variables = [rank_variables(store, rank, ranks) for rank in range(ranks)]
+    arguments = directory, variables, list(arguments), prepare
     processes = start_ranks(_run_as_rank, ranks, directory / "store", *arguments).processes
     try:
         # `run_ranks` would terminate the other ranks when one of them fails, and they could not report what they noticed.
@@ -66,12 +66,13 @@ def launch_ranks(
     return all(process.exitcode == 0 for process in processes), stdout, stderr
 
 
-def _run_as_rank(directory: Path, port: int, arguments: list[str], prepare: Callable[[int], None] | None) -> None:
+def _run_as_rank(
+    directory: Path, variables: list[dict[str, str]], arguments: list[str], prepare: Callable[[int], None] | None
+) -> None:
     """Run the training command in this process, with the environment variables that torchrun sets."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= variables[rank]
     for number, suffix in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / f"rank{rank}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(directory)
@@ -150,6 +151,22 @@ def kill_tree(root: int) -> None:
     """Kill a process and all its descendants. Ranks of torchrun are not in its process group, so killing that is not enough."""
     for pid in {root} | descendants(root):
         os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    """Wait until processes that need not be children of this process have ended."""
+    deadline = time.monotonic() + 100
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"processes {running} are left"
+        time.sleep(0.02)
 
 
 def descendants(root: int) -> set[int]:

@@ -6,7 +6,6 @@ Run the same test by hand on a machine with several GPUs, with two or four ranks
 """
 
 import os
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -21,6 +20,7 @@ from ringattn.comm.p2p import SingleRankTransport
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device
 from scripts.check import ring as check_ring
+from scripts.command import serve_store
 
 ROOT = Path(__file__).parents[3]
 HOSTS = ("first", "second")
@@ -36,7 +36,8 @@ def start_host(index: int, ranks: int, port: int, gpus: bool, sizes: tuple[str, 
     visible = ",".join(str(index * local_ranks + i) for i in range(local_ranks)) if gpus else ""
     identity = {HOST_VARIABLE: HOSTS[index], "NCCL_HOSTID": HOSTS[index], "CUDA_VISIBLE_DEVICES": visible}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(HOSTS)}", f"--nproc_per_node={local_ranks}"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=hosts", "--local-addr=localhost"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-conf=is_host=false"]
     command += ["-m", "tests.ringattn.comm.test_two_hosts", "--rank", *sizes]
     # Every host has its own cores, because its ranks use one thread per core of their host.
     cores = sorted(os.sched_getaffinity(0))
@@ -47,10 +48,8 @@ def start_host(index: int, ranks: int, port: int, gpus: bool, sizes: tuple[str, 
 
 def run_on_two_hosts(ranks: int, gpus: bool, *sizes: str) -> str:
     """Run the checks of `check_rank` on two hosts, and return the output of both launchers."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    hosts = [start_host(index, ranks, port, gpus, sizes) for index in range(len(HOSTS))]
+    store = serve_store()
+    hosts = [start_host(index, ranks, store.port, gpus, sizes) for index in range(len(HOSTS))]
     try:
         outputs = [host.communicate(timeout=240)[0] for host in hosts]
     finally:

@@ -12,7 +12,7 @@ from scripts.check import kills
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_runs_survive_kills(capsys: pytest.CaptureFixture) -> None:
     """Runs that torchrun restarts. In test_killed_run.py and test_preemption.py, runs are killed and launched again."""
     assert (
