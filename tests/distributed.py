@@ -44,6 +44,7 @@ CONNECT_TIMEOUT = datetime.timedelta(seconds=45)
 # A function of a pool may run for this long, in seconds. A hop of a ring may take half of this time.
 POOL_TIMEOUT = 120
 GRACE = 3  # seconds in which the other ranks of a pool may report after a rank has failed
+WRITING = 10  # seconds in which a rank must write down its stacks
 
 # The backends of the process group. "nccl" requires one GPU per rank. With "shared", several ranks use the same GPU.
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
@@ -233,8 +234,9 @@ class RankPool:
             # The handler that faulthandler has registered for this signal writes the stacks of all threads.
             with suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        if waiting:
-            time.sleep(0.1)
+        deadline = time.monotonic() + WRITING
+        while time.monotonic() < deadline and not all("most recent call first" in self._output(x) for x in waiting.values()):
+            time.sleep(0.02)
         return reports + [f"rank {rank} did not return\n{self._output(rank)}" for rank in waiting.values()]
 
     def _output(self, rank: int) -> str:

@@ -23,6 +23,7 @@ def sum_of_ranks(expected: int) -> None:
 
 
 def raise_on_rank_1() -> None:
+    dist.barrier()  # afterwards, all ranks are in this function
     if dist.get_rank() == 1:
         raise RuntimeError("rank 1 was told to fail")
     dist.barrier()

@@ -41,7 +41,7 @@ def read_segments(directory: Path) -> list[Segment]:
     the end.
     """
     paths = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"))
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while any(read_segment(path).exit_code is None for path in paths):
         assert time.monotonic() < deadline, "W&B has not finished a file"
         time.sleep(0.02)

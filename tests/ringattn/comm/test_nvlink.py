@@ -145,15 +145,16 @@ def test_flags_are_set_only_when_all_earlier_calls_are_done(run_on_host: RunOnHo
         main, side = Event(), Event()
         main.state, side.state, meet = threading.Event(), threading.Event(), threading.Event()
         transport._write_flags = lambda values: (log.append("flags"), side.state.set())
-        thread = threading.Thread(target=transport.release, args=((main, side), lambda: (log.append("meet"), meet.wait(10))))
+        thread = threading.Thread(target=transport.release, args=((main, side), lambda: (log.append("meet"), meet.wait())))
         thread.start()
         time.sleep(0.05)
         assert log == []
         main.state.set()
-        time.sleep(0.05)
+        while not log:
+            time.sleep(0.01)
         assert log == ["meet"]
         meet.set()
-        thread.join(10)
+        thread.join()
         assert log == ["meet", "flags"]
 
     run_on_host(1, on_rank)

@@ -30,7 +30,7 @@ def slow(function: Callable, until: Callable[[], bool]) -> Callable:
 
     def run(*arguments, **options):
         result = function(*arguments, **options)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while not until() and time.monotonic() < deadline:
             time.sleep(0.002)
         return result

@@ -256,7 +256,7 @@ def test_script_explains_every_option(name, tmp_path):
         (tmp_path / other).mkdir()
         (tmp_path / other / "__init__.py").write_text("raise ImportError('another package')")
     result = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=250
     )
     module = {"generate": generate, "evaluate": evaluate}[name]
     assert result.returncode == 0

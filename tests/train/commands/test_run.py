@@ -439,7 +439,7 @@ def test_script_does_not_import_other_packages_called_kernels_or_train(tmp_path)
         env={"PYTHONPATH": str(tmp_path / "other")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert result.returncode == 0, result.stderr
     assert "steps: 7" in result.stdout

@@ -31,6 +31,7 @@ from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, DataConfig, ParallelConfig, with_settings
 from scripts.command import child_environment
 from tests.ringattn.test_runs import random_layout, random_mask
+from tests.train.launch import wait_for_end
 
 CPU = torch.device("cpu")
 
@@ -209,20 +210,10 @@ def test_the_process_ends_with_the_trainer(action: str) -> None:
             time.sleep(0.02)
         trainer.kill()
         trainer.wait()
-        deadline = time.monotonic() + 60
-        while is_running(pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        running = is_running(pid)
-        os.killpg(trainer.pid, signal.SIGKILL) if action == "inherit" else None
-    assert not running
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        try:
+            wait_for_end([pid])
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL) if action == "inherit" else None
 
 
 def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps() -> None:

@@ -63,7 +63,7 @@ def upload(message: str, server: WandbServer) -> None:
     shutil.rmtree(os.environ["XDG_DATA_HOME"], ignore_errors=True)
     environment = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
     environment.pop("WANDB_DATA_DIR", None)
-    subprocess.run(command, shell=True, env=environment, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, shell=True, env=environment, check=True, capture_output=True, timeout=250)
 
 
 def as_json(value: object) -> object:
