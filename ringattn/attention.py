@@ -1,4 +1,4 @@
-"""The public call `ring_attention`."""
+"""Define the public call `ring_attention`."""
 
 from functools import partial
 
@@ -59,15 +59,15 @@ def ring_attention(
         scale, dropout_p, backend: as for `flash_attention`. Neither the ranks nor the layout affect which entries are dropped.
         seed: seed of the dropout, the same on all ranks, but different for every layer and step.
         first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
-        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". Then each pass uses
-            the KV ring, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
+        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", each pass
+            uses the KV ring, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
         route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
         precision: as for `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens to FP8
             before they circulate. Each block of 128 rows of a shard shares a scale.
         return_lse: also return the log-sum-exp of the scores.
-        sink_logits: (Hq,), learned logits that take part in the softmax of every query but have no value. They may require
+        sink_logits: (Hq,), learned logits that take part in the softmax of every query but have no value. Sinks may require
             gradients, and each rank returns the gradient of its own queries. None for no sinks.
 
     Returns:

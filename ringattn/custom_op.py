@@ -176,7 +176,7 @@ def _define(name: str, spec_type: type) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
-    """Register formulas for `torch.utils.flop_counter`. They count FLOPs as the formulas of torch's own attention do.
+    """Register formulas for `torch.utils.flop_counter`, which count FLOPs in the same way as those of torch's own attention.
 
     The forward pass has two matrix products per pair, and the backward pass five, including the recomputation of the scores.
     """
@@ -208,7 +208,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether no compiler, dispatch mode, tensor subclass or meta tensor needs the operator."""
+    """Return whether a call can skip the operator: no compiler, dispatch mode, tensor subclass or meta tensor needs it."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

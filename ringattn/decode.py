@@ -1,4 +1,4 @@
-"""Decoding: a few new queries attend to a cache that is sharded over the ranks. All ranks have the same queries.
+"""Let a few new queries attend to a cache that is sharded over the ranks. All ranks have the same queries.
 
 Every rank computes the partial state of the queries for its shard, receives the other states, and merges all states
 (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
@@ -40,10 +40,11 @@ UNUSED = torch.iinfo(torch.int64).max  # the position of an unused row
 
 
 class KVCache:
-    """One rank's shard of the keys and values of a growing sequence.
+    """A cache for one rank's shard of the keys and values of a growing sequence.
 
     `prefill` stores a shard in any layout, and `append` adds each new block to the rank that holds the fewest tokens. Every
-    rank knows which rank holds which tokens, so no messages are needed. The first keys allocate the whole memory.
+    rank knows which rank holds which tokens, so no messages are needed. The first tokens allocate the memory of the whole
+    cache.
 
     On one rank, a CUDA graph can append tokens to rows that are on the GPU:
 
@@ -123,10 +124,11 @@ class KVCache:
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, the same on all ranks.
             rows: the rows at which the tokens are stored, int64 (N,) or (B, N), on the device of the cache and below the
-                capacity. A call with `rows` requires a cache on one rank, does not wait for the GPU, and keeps `length`.
+                capacity. A call with `rows` requires a cache on one rank. The call does not wait for the GPU, and does not
+                change `length`.
 
         Raises:
-            ValueError: the tokens exceed the capacity or do not suit the earlier tokens, or `rows` is not supported.
+            ValueError: the tokens exceed the capacity, their shape or dtype has changed, or `rows` is not supported.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -202,7 +204,7 @@ class KVCache:
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's (k, v, positions). The first `rows[rank]` rows are in use, sorted by position (int64, CPU).
+        """This rank's keys, values and positions (int64, CPU). The first `rows[rank]` rows are in use, sorted by position.
 
         Raises:
             ValueError: the cache has never held a token.
@@ -267,8 +269,8 @@ def decode_attention(
             keys. Decoding is causal, so windows have no keys after the query.
         bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
             rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from
-            one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. Values are not checked. Rows
-            outside the cache are ignored.
+            one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of lo and hi are
+            not checked. Rows outside the cache are ignored.
         sinks: the number of first tokens (attention sinks) to which all later tokens attend even outside the window (Xiao et
             al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
             the first `sinks` rows before row hi[i].
@@ -401,7 +403,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `_rows_of_window` for one rank. Rows are positions."""
+    """Return `_rows_of_window` for a cache on one rank, in which rows are positions."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]

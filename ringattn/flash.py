@@ -1,4 +1,4 @@
-"""The public call `flash_attention`: attention on one device, without a process group."""
+"""Define the public call `flash_attention`, which computes attention on one device without a process group."""
 
 from functools import lru_cache
 from typing import Any
@@ -64,10 +64,10 @@ def flash_attention(
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. If a replay
             of a CUDA graph writes `blocks.keep`, pass a copy afterwards, because a replay does not change a tensor's version.
         backend: the kernels, see `ringattn.kernels.backends`.
-        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". Then the forward
-            pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few percent. The backward pass
-            computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. FP8
-            supports neither dropout nor `blocks`. It saves time only on Hopper GPUs with head dims 64, 128 and 256.
+        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
+            forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few percent. The backward
+            pass computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. FP8
+            supports neither dropout nor `blocks`, and saves time only on Hopper GPUs with head dims 64, 128 and 256.
         return_lse: also return the log-sum-exp of the scores.
         sink_logits: as for `ring_attention`.
 

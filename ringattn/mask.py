@@ -1,7 +1,8 @@
-"""Masks in which every query may attend to one interval of key positions. Both ends never decrease from query to query.
+"""Define masks in which every query may attend to one interval of key positions.
 
-Causal masks, sliding windows, packed documents, full attention and their intersections have this form. Two
-integers per query therefore describe a mask. Only `intervals_at` applies windows, documents and `Pieces`.
+From one query to the next, neither end of the interval ever decreases. Causal masks, sliding windows, packed documents, full
+attention and their intersections have this form. Two integers per query therefore describe a mask. Only `intervals_at`
+interprets windows, documents and `Pieces`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -49,7 +50,7 @@ def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
 
 
 class Pieces(NamedTuple):
-    """The intervals [lo, hi) of S queries, as pieces in which lo and hi are constant or grow by 1 per position.
+    """The intervals [lo, hi) of S queries, divided into pieces in which lo and hi are constant or grow by 1 per position.
 
     Piece i has the positions start[i] to start[i + 1] - 1. Its first interval is [lo[i], hi[i]). The slopes are 0 or 1.
     """
@@ -62,7 +63,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, lo: np.ndarray, hi: np.ndarray) -> "Pieces":
-        """Return the pieces of lo and hi, int64 (S,), which must not decrease."""
+        """Divide lo and hi into pieces. Both are int64 (S,), and must not decrease."""
         steps = np.diff(np.stack((lo, hi)))
         jumps = steps.max(0) > 1
         bends = np.any(steps[:, 1:] != steps[:, :-1], 0) & ~jumps[1:] & ~jumps[:-1]
@@ -88,7 +89,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that each query may attend to. `Mask.causal`, `Mask.full` and `Mask.from_intervals` create masks.
+    """A mask determines which keys each query may attend to. `Mask.causal`, `Mask.full` and `Mask.from_intervals` create masks.
 
     With `Mask(window=(left, right))`, a query attends to the key at its own position, to the `left` keys before it and to the
     `right` keys after it. None means all keys on that side.
@@ -149,7 +150,7 @@ class Mask:
 
     @classmethod
     def full(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to keys on both sides, less than `window` positions away.
+        """Return a mask in which a query attends to all keys that are less than `window` positions away, on both sides.
 
         Arguments as for `causal`. `window` may also be a pair (left, right), as in `Mask`.
         """
@@ -157,14 +158,16 @@ class Mask:
 
     @classmethod
     def from_intervals(cls, lo: Any, hi: Any) -> "Mask":
-        """Return the mask in which query i attends to the keys lo[i] to hi[i] - 1, for example a prefix and then causal.
+        """Return the mask in which query i attends to the keys lo[i] to hi[i] - 1.
+
+        For example, all queries can attend to a common prefix, and be causal after the prefix.
 
         Args:
             lo, hi: integers (S,) for all batch entries or (B, S) on the CPU, with 0 <= lo <= hi <= S. Both must never decrease
                 from one query to the next.
 
         Raises:
-            ValueError: lo or hi has another form.
+            ValueError: lo or hi does not have this form.
         """
         intervals = _as_intervals(lo, hi)
         return cls(pieces=tuple(Pieces.of(*entry) for entry in intervals))
@@ -198,8 +201,8 @@ class Mask:
         """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
         hi[:, i] - 1.
 
-        The queries are at the last `num_queries` of `seq_len` positions. None means `seq_len`. Surplus queries have
-        negative positions.
+        The queries are at the last `num_queries` of `seq_len` positions. None means `seq_len`. If there are more queries than
+        positions, the first queries have negative positions.
 
         Raises:
             ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
@@ -208,7 +211,10 @@ class Mask:
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
-        """Return the number of (query, key) pairs of each batch entry, or one number. Arguments as for `intervals`."""
+        """Return the number of allowed (query, key) pairs of each batch entry, or one number for all entries.
+
+        Arguments as for `intervals`.
+        """
         first = _first_query(self, seq_len, num_queries)
         starts = np.unique(np.clip(np.concatenate(((first, seq_len), *kinks(self, seq_len))), first, seq_len))
         lo, hi = (x + y for x, y in zip(*(intervals_at(self, seq_len, x) for x in (starts[:-1], starts[1:] - 1)), strict=True))
@@ -239,7 +245,7 @@ def causal_window(window: Window) -> int | None:
 
 
 def _resolve_window(is_causal: bool, window: Window) -> tuple[bool, Window, tuple[int, int]]:
-    """Return `is_causal` and `window` in a form that is the same for equal masks, and `Mask.reach`."""
+    """Return `is_causal`, `window` and `Mask.reach`. Equal masks have the same `is_causal` and `window`."""
     if not isinstance(window, (tuple, list)):
         size = as_window(window)
         left = UNLIMITED if size is None else size - 1
@@ -305,7 +311,7 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
 
     Args:
         seq_len: the number of positions of keys.
-        positions: int64 (n,), the positions of the queries, negative before the sequence.
+        positions: int64 (n,), the positions of the queries. Queries before the sequence have negative positions.
         transposed: treat `positions` as positions of keys, and return the interval of queries that attend to each key.
 
     Raises:
@@ -326,10 +332,10 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
 
 
 def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
-    """Return the positions between which lo and hi are constant or grow by 1 per position.
+    """Return the positions at which the slope of lo or hi may change: one int64 array per batch entry.
 
-    The positions are unsorted, and may be outside the sequence. There is one int64 array per batch entry. Arguments as for
-    `intervals_at`.
+    Between these positions, lo and hi are constant or grow by 1 per position. The positions are unsorted, and may be outside
+    the sequence. Arguments as for `intervals_at`.
     """
     if mask.pieces is not None:
         return [np.array((_transpose(x) if transposed else x).start) for x in mask.pieces]
@@ -344,7 +350,7 @@ def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _transpose(pieces: Pieces) -> Pieces:
-    """Return the interval of queries that attend to each key, which also has both ends in ascending order."""
+    """Return, for each key, the interval of queries that attend to the key. The ends of these intervals never decrease."""
     positions = np.arange(pieces.start[-1])
     lo, hi = pieces.at(positions)
     return Pieces.of(hi.searchsorted(positions, side="right"), lo.searchsorted(positions, side="right"))

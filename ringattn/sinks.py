@@ -1,6 +1,6 @@
-"""Learned attention sinks: one logit per query head takes part in the softmax without a value (OpenAI 2025, gpt-oss).
+"""Add learned attention sinks to attention: one logit per query head takes part in the softmax without a value.
 
-With the log-sum-exp of the scores from attention, a sink needs no kernel of its own:
+Sinks (OpenAI 2025, gpt-oss) need no attention kernel of their own, if attention returns the log-sum-exp of the scores:
 
     out' = out * exp(lse - lse')    lse' = log(exp(lse) + exp(sink))
 """
@@ -49,7 +49,7 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
 
 
 class _AddSinks(torch.autograd.Function):
-    """Adds sinks with one kernel per direction."""
+    """Adds sinks with one kernel in the forward pass, and one kernel in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # torch declares none

@@ -1,6 +1,6 @@
-"""`AttentionSpec`, the record of the settings of an attention call, and the validation of public calls.
+"""Define `AttentionSpec`, which contains the settings of an attention call, and validate the arguments of public calls.
 
-A public call validates its arguments once. The functions that it calls trust the spec, and do not validate again.
+A public call validates its arguments once. All other functions rely on a valid spec.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class AttentionSpec(NamedTuple):
 
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: Any) -> "AttentionSpec":
-        """Return the spec of a mask over a layout, with `options` for the remaining fields."""
+        """Return the spec for a mask and a layout. `options` contains the remaining fields."""
         return cls(
             numbers=mask.numbers,
             before=mask.reach[0],
@@ -82,7 +82,7 @@ class AttentionSpec(NamedTuple):
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
-        """Return all settings that must be the same on all ranks, and `others`. The keys are the names in error messages."""
+        """Return all settings that must be the same on all ranks, together with `others`, by their names in error messages."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -134,7 +134,7 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
 
 
 def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
-    """Raise ValueError unless q and k contain this rank's tokens. Other numbers of dimensions are not checked."""
+    """Raise ValueError unless q and k contain this rank's tokens. Only tensors with four dimensions are checked."""
     rows = layout.rows(rank)
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] == k.shape[1] == rows:
         return

@@ -1,4 +1,4 @@
-"""The public call `sdpa`, with the signature of torch's `scaled_dot_product_attention`."""
+"""Define the public call `sdpa`, which has the signature of torch's `scaled_dot_product_attention`."""
 
 from typing import Any
 
@@ -25,13 +25,14 @@ def sdpa(
 
     Args:
         q: (..., Nq, D), k: (..., Nk, D), v: (..., Nk, Dv), usually (B, H, N, D). The leading dims are broadcast.
-        attn_mask: (..., Nq, Nk), a bool mask, or a float mask of 0 and -inf. Every query must attend to one interval of keys
-            whose ends never decrease, the same in all heads, as for causal masks, windows and packed documents. The host
-            reads the mask in every call. `flash_attention(mask=...)` avoids this.
+        attn_mask: (..., Nq, Nk), a bool mask, or a float mask of 0 and -inf. The mask must be the same for all heads. Every
+            query must attend to one interval of keys, whose ends never decrease from one query to the next. Causal masks,
+            windows and packed documents have this form. The host reads the mask in every call, which
+            `flash_attention(mask=...)` avoids.
         dropout_p: probability of dropping an entry of the softmax. The random numbers are not those of torch.
-        is_causal: aligns the first query with the first key, and not the last ones, as `flash_attention` does.
+        is_causal: aligns the first query with the first key, as torch does. `flash_attention` aligns the last query and key.
         scale: positive factor on the scores; None for D ** -0.5.
-        enable_gqa: whether dim -3 of k and v may be a divisor of that of q.
+        enable_gqa: whether k and v may have fewer heads (dim -3) than q. Their number must divide the number of q's heads.
 
     Returns:
         out (..., Nq, Dv) in q's dtype. A query that may attend to no key has the output 0.
@@ -58,7 +59,7 @@ def sdpa(
     if num_queries > k.shape[1] and mask is not None:
         if is_causal:
             mask = Mask.from_intervals([0] * num_queries, [min(i + 1, num_keys) for i in range(num_queries)])
-        # No query attends to the additional keys. With them, the last query is aligned with the last key.
+        # Additional keys, to which no query attends, align the last query with the last key.
         k, v = (pad(x, (0, 0, 0, 0, 0, num_queries - x.shape[1])) for x in (k, v))
     out = flash_attention(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
     assert isinstance(out, Tensor)
@@ -98,7 +99,7 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
         allowed = allowed[..., 0, :, :].expand(*leading[:-1], num_queries, num_keys)
     count = allowed.sum(-1)
     lo = allowed.int().argmax(-1) if num_keys else torch.zeros_like(count)
-    # A query without keys takes the end of the query before it.
+    # A query without keys gets an empty interval at the end of the previous query's interval.
     hi = torch.where(count > 0, lo + count, 0).cummax(-1).values
     lo = torch.where(count > 0, lo, hi)
     keys = torch.arange(num_keys, device=allowed.device)

@@ -1,7 +1,7 @@
 """Ulysses attention: an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
 
-The first all-to-all collects the tokens of all U ranks, one shard of the ring, for Hq / U heads. The second sends the outputs
-back:
+The first all-to-all collects the tokens of all U ranks of a group for Hq / U heads. These tokens form one shard of the ring.
+The second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
@@ -67,8 +67,8 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`. The all-to-all sends the unrounded inputs, which the backward pass needs.
-        recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat it in the backward pass. This
-            takes more time, but saves memory if q, k and v are saved or recomputed anyway.
+        recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in the
+            backward pass. The repetition takes time, but saves memory if q, k and v are saved or recomputed anyway.
 
     Returns:
         As `ring_attention`.
@@ -111,7 +111,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # All ranks of the ring must use the same number of chunks, so the mean number of tokens per rank determines it.
+        # All ranks of the ring must use the same number of chunks, so the mean number of tokens per rank determines this number.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -134,7 +134,7 @@ class UlyssesSpec(NamedTuple):
 
     @property
     def settings(self) -> Call:
-        """By name, the settings that ranks of the Ulysses group compare in addition to the settings of attention."""
+        """The settings, by name, that the ranks of a Ulysses group compare in addition to the settings of attention."""
         settings: Call = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
         return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
@@ -155,7 +155,7 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
 
 
 class _HeadChunks:
-    """The all-to-alls of one call, in chunks of the heads of each rank."""
+    """Runs the all-to-alls of one call in chunks of heads."""
 
     def __init__(self, tokens: Sequence[int], transport: Transport, chunks: int) -> None:
         self.tokens, self.ranks, self.rank, self.chunks = TokenSlice(tuple(tokens)), transport.size, transport.rank, chunks
