@@ -104,7 +104,7 @@ def choose_backend(
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
     """Return why the Triton kernels cannot run, or None if they can."""
     if dtype not in TRITON_DTYPES:
-        return f"the Triton kernels have no {dtype}, only fp16, bf16 and fp32"
+        return f"the Triton kernels do not support {dtype}, only fp16, bf16 and fp32"
     if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
         return f"the Triton kernels take head dims from 1 to {validation.MAX_HEAD_DIM}, not head dims {dims[0]} and {dims[1]}"
     if device.type == "cuda":
@@ -123,7 +123,7 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
     try:
         from ringattn.kernels.hopper.common import unsupported_reason
     except ImportError as error:
-        return f"this release of Triton has no Gluon that the Hopper kernels support ({error})"
+        return f"this release of Triton lacks functions of Gluon that the Hopper kernels need ({error})"
     return unsupported_reason(device, dtype, dims)
 
 

@@ -78,8 +78,8 @@ def is_capturing(device: torch.device) -> bool:
 def check_not_capturing(device: torch.device) -> None:
     if is_capturing(device):
         raise RuntimeError(
-            "a CUDA graph is being captured, but attention was not called with this mask, these shapes and these options yet: "
-            "call it once before capturing it in a CUDA graph"
+            "a CUDA graph is being captured, but attention has not yet been called with this mask, these shapes and these "
+            "options: call it once before capturing it in a CUDA graph"
         )
 
 

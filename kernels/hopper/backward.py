@@ -192,7 +192,7 @@ class _Backward:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Do the same as `dispatch.IncrementalBackward.add`."""
         if dropout is not None:
-            raise ValueError("the Hopper backward has no dropout: use dispatch.IncrementalBackward(..., plain=False)")
+            raise ValueError("the Hopper backward does not support dropout: use dispatch.IncrementalBackward(..., plain=False)")
         return self._accumulate(k, v, intervals, dk, dv, torch.float32)
 
 

@@ -194,9 +194,8 @@ class Report:
                         largest[name] = max(error, largest.get(name, 0.0))
             cells = [f"{largest[name]:.1e}" if name in largest else "-" for name in names]
             lines.append([implementation, *cells, self.header["date"]])
-        note = (
-            f"Largest error of any case, of 64 rows relative to their norm, against float64; above {GROUP_TOLERANCE} is wrong"
-        )
+        note = "Largest error against float64 over all cases: the norm of the errors of 64 rows, divided by their norm. "
+        note += f"Results with an error above {GROUP_TOLERANCE} are wrong."
         return f"## Errors\n\n{note}\n\n{markdown_table(' | out | dq | dk | dv | date', lines)}"
 
 
