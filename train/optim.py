@@ -72,8 +72,9 @@ def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
 
 def build(model: nn.Module, config: OptimConfig) -> AdamW:
     """Build AdamW. Weight decay applies only to matrices, not to biases or norms."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    # The biases of all experts together have two dimensions.
+    decayed = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
+    matrices, vectors = ([p for name, p in model.named_parameters() if decayed[name] == kind] for kind in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = matrices[0].device.type == "cuda"
     # The learning rate is 0 here, because every step sets the rate that `learning_rate` returns.

@@ -16,6 +16,7 @@ from ringattn.planning.rank_plan import Plan, add_plan, get_plan
 from ringattn.train import optim, preemption
 from ringattn.train.data.batch import Batch, Shard
 from ringattn.train.model import flops
+from ringattn.train.model.experts import balance_loss
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import Masks, attention
@@ -43,6 +44,39 @@ class ReadyStep(NamedTuple):
     num_pairs: int  # the number of (query, key) pairs that the masks of all layers allow
 
 
+class ExpertBalance:
+    """The load-balancing loss of the micro-steps of a step, and how the tokens of all ranks are distributed over the experts.
+
+    Args:
+        run: a run whose model has experts.
+        micro_steps: the number of micro-steps of the step, over which the loss is averaged.
+
+    Attributes:
+        loss: this rank's part of the loss.
+        tokens: (layers, experts), the number of tokens of each expert on all ranks.
+    """
+
+    def __init__(self, run: Run, micro_steps: int) -> None:
+        model = run.config.model
+        self._factor, self._share, self._experts_per_token = model.balance_loss, 1 / micro_steps, model.experts_per_token
+        self.loss = torch.zeros((), device=run.device)
+        self.tokens = torch.zeros(model.layers, model.experts or 0, device=run.device)
+
+    def __call__(self, routing: Tensor) -> Tensor:
+        """Return this rank's part of the loss of a micro-step. All ranks call this function. See `GPT.forward`."""
+        # The loss depends on the tokens of all ranks. Otherwise, it would depend on the number of ranks.
+        tokens = routing[:, 0].detach().clone()
+        dist.all_reduce(tokens)
+        loss = self._share * balance_loss(routing, tokens, self._experts_per_token)
+        self.loss += loss.detach()
+        self.tokens += tokens
+        return self._factor * loss
+
+    def imbalance(self) -> Tensor:
+        """Return the largest number of tokens of an expert in any layer, relative to the mean."""
+        return (self.tokens.amax(-1) / self.tokens.mean(-1)).max()
+
+
 class Diverged(RuntimeError):
     """The loss or the gradient norm is not finite."""
 
@@ -58,7 +92,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     Returns:
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
         `grad_norm` (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds in which the device
-        of this rank was idle). All other values are the same on every rank.
+        of this rank was idle). With experts, it contains `balance_loss` and `expert_imbalance`, the largest number of tokens of
+        an expert in any layer, relative to the mean. All values but `data_wait_s` are the same on every rank.
 
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. The parameters must then not be saved.
@@ -69,12 +104,13 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     data_wait = time.perf_counter() - start
     # Each loss is divided by the labels of the whole step, so that the sum over all ranks and micro-steps is the mean.
     num_valid = max(ready.num_labels, 1)
-    # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
-    sums = torch.zeros(2, dtype=torch.float32, device=run.device)
+    # One all-reduce sums the losses, the number of ranks that should stop, and the squared norms of the gradients.
+    sums = torch.zeros(3, dtype=torch.float32, device=run.device)
     micro_steps = ready.micro_steps
+    balance = None if run.config.model.experts is None else ExpertBalance(run, len(micro_steps))
     try:
         for micro_step in until_stopped(run, micro_steps) if len(micro_steps) > 1 else micro_steps:
-            loss = compute_loss(run, micro_step, num_valid)
+            loss = compute_loss(run, micro_step, num_valid, balance)
             # A thread of autograd would have to wake up for every backward pass, and would compete for Python's lock.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
@@ -86,15 +122,19 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         raise
     # `sums[1] = value` would copy from the CPU and wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
+    if balance is not None:
+        sums[2] = balance.loss
     sums = torch.cat((sums, optim.squared_norms(run.model)))
     dist.all_reduce(sums)
-    grad_norm = torch.linalg.vector_norm(sums[2:].sqrt())
-    read_results = start_reading(torch.cat((sums[:2], grad_norm[None])))
+    grad_norm = torch.linalg.vector_norm(sums[3:].sqrt())
+    results = [sums[:3], grad_norm[None]] + ([] if balance is None else [balance.imbalance()[None]])
+    read_results = start_reading(torch.cat(results))
     lr = update(run, step, grad_norm)
     # The CPU prepares the next step while the GPU is still computing.
     if step < run.config.trainer.steps:
         data_wait += prefetch_step(run, consumed + run.sequences_per_step, micro_steps[-1])
-    loss, num_stopping, grad_norm = read_results()
+    loss, num_stopping, balancing, grad_norm, *imbalance = read_results()
+    loss -= run.config.model.balance_loss * balancing
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
             f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped, and this update "
@@ -102,6 +142,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         )
     total_flops = flops.step_flops(run.model, run.tokens_per_step, ready.num_pairs)
     record = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "flops": total_flops, "data_wait_s": data_wait}
+    if balance is not None:
+        record |= {"balance_loss": balancing, "expert_imbalance": imbalance[0]}
     return record, num_stopping > 0
 
 
@@ -190,8 +232,13 @@ def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
     return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)
 
 
-def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor:
-    """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`."""
+def compute_loss(
+    run: Run, micro_step: ReadyMicroStep, num_valid: int, balance: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`.
+
+    With `balance`, see `GPT.forward`, it includes the load-balancing loss.
+    """
     masks, layout, shard, plans, packed = micro_step
     if run.graphs is not None:
         return run.graphs.compute_loss(shard.tokens, shard.positions, shard.labels, packed) / num_valid
@@ -201,7 +248,7 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
         cross_entropy, labels=shard.labels, vocab_size=run.tokenizer.vocab_size, num_valid=num_valid, compiled=run.compiled
     )
     attend = attention(run.config, run.mesh, masks, layout, training=True, recompute=run.recomputed_blocks > 0)
-    return run.model(shard.tokens, shard.positions, attend, finish)
+    return run.model(shard.tokens, shard.positions, attend, finish, balance)
 
 
 def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:

@@ -56,6 +56,15 @@ def test_only_matrices_decay():
     assert len(decaying["params"]) + len(constant["params"]) == len(list(model.parameters()))
 
 
+def test_biases_of_experts_do_not_decay():
+    with torch.device("meta"):
+        model = GPT(ModelConfig(layers=1, experts=4, expert_bias=True), vocab_size=10)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decaying, constant = ({names[id(p)] for p in group["params"]} for group in optim.build(model, OptimConfig()).param_groups)
+    assert {f"blocks.0.experts.{name}" for name in ("router.weight", "gate", "up", "down")} <= decaying
+    assert {f"blocks.0.experts.{name}_bias" for name in ("gate", "up", "down")} <= constant
+
+
 def test_default_learning_rate_falls_with_the_size_of_the_model():
     """It is close to that of GPT-3, and at most 2e-3. A continued run has a tenth of it.
 

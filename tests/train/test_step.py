@@ -1,6 +1,7 @@
 """Tests of one optimizer step: it equals a step of plain PyTorch, and the next step is prepared while it runs."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -70,6 +71,46 @@ def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
             )
         for name, parameter in run.model.named_parameters():
             torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name), rtol=1e-3, atol=1e-4)
+
+
+def routing_of(logits: torch.Tensor) -> torch.Tensor:
+    """The routing of tokens (layers, tokens, 5) to two experts each."""
+    probabilities = logits.softmax(-1)
+    counts = F.one_hot(probabilities.topk(2).indices, 5).sum((1, 2))
+    return torch.stack((counts.to(logits.dtype), probabilities.sum(1)), 1)
+
+
+def expert_balance(logits: torch.Tensor) -> list[torch.Tensor]:
+    """The loss of all ranks together, its gradient for the logits of this rank, and the metrics of a step."""
+    model = ModelConfig(layers=2, experts=5, balance_loss=0.3)
+    balance = step.ExpertBalance(SimpleNamespace(config=Config(model=model), device="cpu"), micro_steps=2)
+    logits.requires_grad_()
+    loss = sum(balance(routing_of(part)) for part in logits.chunk(2, 1))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    loss = torch.stack((loss.detach(), 0.3 * balance.loss))
+    dist.all_reduce(loss)
+    return [loss, gradient, balance.imbalance()]
+
+
+def write_expert_balance(logits: torch.Tensor, directory: Path) -> None:
+    # Every rank has half of the tokens of each of the two micro-steps.
+    part = torch.cat([half.chunk(2, 1)[dist.get_rank()] for half in logits.chunk(2, 1)], 1)
+    torch.save(expert_balance(part), directory / f"{dist.get_rank()}.pt")
+
+
+def test_the_balance_of_experts_does_not_depend_on_the_number_of_ranks(tmp_path):
+    logits = 2 * torch.randn(2, 48, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with one_rank():
+        loss, gradient, imbalance = expert_balance(logits.clone())
+    run_ranks(write_expert_balance, 2, tmp_path, logits, tmp_path)
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    halves = [torch.cat([a, b], 1) for a, b in zip(*(gradient.chunk(2, 1) for _, gradient, _ in results), strict=True)]
+    torch.testing.assert_close(torch.cat(halves, 1), gradient)
+    assert gradient.abs().min() > 0
+    assert loss[0] == pytest.approx(loss[1])
+    for each, _, other in results:
+        torch.testing.assert_close(each, loss)
+        assert other == imbalance > 1
 
 
 def test_next_step_is_loaded_during_the_current_one(corpus, monkeypatch):

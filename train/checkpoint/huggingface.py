@@ -39,6 +39,7 @@ HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 ARCHITECTURE = (
     *("rope_interleaved", "qkv_bias", "output_bias", "qk_norm", "qk_norm_all_heads", "attention_scale", "norm"),
     *("norm_position", "parallel", "activation", "embedding_scale", "residual_scale", "logit_scale"),
+    *("experts", "experts_per_token", "normalise_top_k", "expert_bias"),
 )
 # Settings whose effect `ModelConfig.layer` describes.
 OF_LAYERS = {

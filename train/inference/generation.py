@@ -105,6 +105,8 @@ def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None
     """Return the step of a new token as a CUDA graph, or None if this is impossible or the GPU has too little memory."""
     if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
         return None
+    if run.config.model.experts is not None:
+        return None  # On some GPUs, PyTorch's grouped matrix product waits for the host.
     model = copy_for_one_rank(run.model, torch.bfloat16 if run.bf16 else torch.float32)
     if model is None:
         return None

@@ -4,6 +4,7 @@ A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of
 
     6 * weights * tokens  +  12 * head_dim * heads * pairs of all layers
 
+Of the experts of a layer, only the weights of those count that a token uses.
 Recomputation, and (query, key) pairs that the mask forbids, do not count.
 """
 
@@ -28,8 +29,11 @@ PEAK_FLOPS = (
 
 
 def matmul_parameters(model: GPT) -> int:
-    """Return the number of weights, over all ranks, that take part in matrix products with tokens."""
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    """Return the number of weights, over all ranks, that take part in matrix products with each token."""
+    weights = {name: x for name, x in model.named_parameters() if x.ndim >= 2 and not name.endswith("bias")}
+    matrices = sum(x.numel() for x in weights.values() if x.ndim == 2)
+    experts = sum(x.numel() // len(x) for x in weights.values() if x.ndim == 3)  # one expert of every layer
+    matrices += model.config.experts_per_token * experts
     return matrices - (0 if model.head is None else model.embedding.numel())
 
 

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringattn.train.model.experts import Experts, activate
 from ringattn.train.model.rope import rope, rotate
 from ringattn.train.settings.config import ModelConfig, round_up
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
+Balance = Callable[[Tensor], Tensor]
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
@@ -48,7 +50,8 @@ def init_norm(weight: Tensor, config: ModelConfig) -> None:
 
 
 class Block(nn.Module):
-    """A layer that computes x + attention(norm(x)), and then x + FFN(norm(x)), where FFN is a gated feed-forward network.
+    """A layer that computes x + attention(norm(x)), and then x + FFN(norm(x)), where FFN is a gated feed-forward network,
+    or several experts.
 
     With `norm_position`, other norms or further ones follow attention and FFN. With `parallel`, both have the same input.
     """
@@ -72,25 +75,32 @@ class Block(nn.Module):
         self.output = nn.Linear(query_dim, config.dim, bias=config.output_bias)
         self.attention_post_norm = norm(config.dim, after)
         self.ffn_norm = norm(config.dim, before and not config.parallel)
-        self.gate = nn.Linear(config.dim, ffn_dim, bias=False)
-        self.up = nn.Linear(config.dim, ffn_dim, bias=False)
-        self.down = nn.Linear(ffn_dim, config.dim, bias=False)
+        if config.experts is None:
+            self.gate = nn.Linear(config.dim, ffn_dim, bias=False)
+            self.up = nn.Linear(config.dim, ffn_dim, bias=False)
+            self.down = nn.Linear(ffn_dim, config.dim, bias=False)
+        else:
+            self.experts = Experts(config)
         self.ffn_post_norm = norm(config.dim, after)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs."""
         residual = 0.02 / math.sqrt(2 * self.config.layers)
-        for linear in (self.query, self.key, self.value, self.gate, self.up):
+        is_dense = self.config.experts is None
+        for linear in (self.query, self.key, self.value, *((self.gate, self.up) if is_dense else ())):
             nn.init.normal_(linear.weight, std=0.02, generator=generator)
-        for linear in (self.output, self.down):
+        for linear in (self.output, *((self.down,) if is_dense else ())):
             nn.init.normal_(linear.weight, std=residual, generator=generator)
+        if not is_dense:
+            self.experts.init_weights(generator)
         for name, parameter in self.named_parameters():
             if name.endswith("norm"):
                 init_norm(parameter, self.config)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream after the layer, and the routing of `Experts.forward` if the layer has experts."""
         return self.after(x, attend(*self.before(x, cos, sin)))
 
     # `before` and `after` do not communicate, so torch.compile can compile them.
@@ -109,14 +119,18 @@ class Block(nn.Module):
             q = q * (config.attention_scale * math.sqrt(self.head_dim))  # Attention divides by sqrt(head_dim).
         return q, k, v
 
-    def after(self, x: Tensor, attention: Tensor) -> Tensor:
+    def after(self, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add the attention output (B, N, Hq, D) and the result of the FFN to the residual stream `x` (B, N, dim)."""
         residual = x
         x = self.add(x, self.output(attention.flatten(-2)), self.attention_post_norm)
         h = self.norm(residual, self.attention_norm) if self.config.parallel else self.norm(x, self.ffn_norm)
-        gate = self.gate(h)
-        gate = F.gelu(gate, approximate="tanh") if self.config.activation == "gelu" else F.silu(gate)
-        return self.add(x, self.down(gate * self.up(h)), self.ffn_post_norm)
+        y, routing = self.feed_forward(h)
+        return self.add(x, y, self.ffn_post_norm), routing
+
+    def feed_forward(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.config.experts is None:
+            return self.down(activate(self.gate(h), self.up(h), self.config.activation)), None
+        return self.experts(h)
 
     def add(self, x: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
         """Add an output, normalised and scaled, to the residual stream."""
@@ -148,7 +162,14 @@ class GPT(nn.Module):
             nn.init.normal_(self.head, std=0.02, generator=generator)
         init_norm(self.norm, self.config)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend | Sequence[Attend], finish: Finish) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend | Sequence[Attend],
+        finish: Finish,
+        balance: Balance | None = None,
+    ) -> Tensor:
         """Run this rank's tokens through the model, and return the result of `finish`.
 
         Args:
@@ -157,11 +178,17 @@ class GPT(nn.Module):
             attend: the function for attention over the whole sequence, or one per layer.
             finish: finish(hidden, head) receives the normalised hidden states (B, N, dim), times `logit_scale`, and the output
                 matrix (padded vocabulary, dim).
+            balance: balance(routing) receives the routing of all layers (layers, 2, experts), see `Experts.forward`. Its result
+                is added to the result of `finish`.
         """
         x = scaled(F.embedding(tokens, self.embedding), self.config.embedding_scale)
         angles = {settings: rope(positions, settings) for settings in dict.fromkeys(layer.rope for layer in self.layers)}
         attends: Sequence[Attend] = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
+        routing: list[Tensor] = []
         for block, layer, each in zip(self.blocks, self.layers, attends, strict=True):
-            x = block(x, *angles[layer.rope], each)
+            x, routed = block(x, *angles[layer.rope], each)
+            if balance is not None:
+                routing.append(routed)
         x = scaled(normalise(x, self.norm, self.config), self.config.logit_scale)
-        return finish(x, self.embedding if self.head is None else self.head)
+        result = finish(x, self.embedding if self.head is None else self.head)
+        return result if balance is None else result + balance(torch.stack(routing))

@@ -45,7 +45,9 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     one_group = memory.has_one_group(model, bf16)
     # If shards differed in length, the sizes of the messages would depend on the documents.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
-    return device.type == "cuda" and compiled and has_kernel and one_group and has_equal_parts
+    # The loss of experts has a second part, and their parameters rarely fit into one group.
+    is_dense = model.experts is None
+    return device.type == "cuda" and is_dense and compiled and has_kernel and one_group and has_equal_parts
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
@@ -59,7 +61,8 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
     wanted, possible = config.trainer.cuda_graphs, can_capture(config, shape, device, compiled, bf16)
     if wanted and not possible:
         raise ConfigError(
-            "trainer.cuda_graphs=true requires a CUDA device, trainer.compile=true, parallel.kernel=auto, hopper or triton, "
+            "trainer.cuda_graphs=true requires a CUDA device, a model without experts, trainer.compile=true, "
+            "parallel.kernel=auto, hopper or triton, "
             f"blocks that are not recomputed in the backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of "
             "parameters, and a data.seq_len that gives every rank an equal share, such as "
             f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"

@@ -48,7 +48,26 @@ def _block_bytes(model: ModelConfig, bf16: bool) -> int:
 
 def block_parameters(model: ModelConfig) -> int:
     """Return the number of parameters in the matrices of a block."""
-    return model.dim * (2 * (model.heads + model.kv_heads) * model.resolved_head_dim + 3 * model.resolved_ffn_dim)
+    return _attention_parameters(model) + model.dim * ((model.experts or 1) * 3 * model.resolved_ffn_dim + (model.experts or 0))
+
+
+def used_block_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters in the matrices of a block that one token uses."""
+    return _attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    return model.dim * 2 * (model.heads + model.kv_heads) * model.resolved_head_dim
+
+
+def hidden_dim(model: ModelConfig) -> int:
+    """Return the hidden width of the feed-forward network of a token, which may consist of several experts."""
+    return model.resolved_ffn_dim * (1 if model.experts is None else model.experts_per_token)
+
+
+def _routed_dim(model: ModelConfig) -> int:
+    """Return the number of elements per token of the inputs of its experts, 0 in a dense model."""
+    return 0 if model.experts is None else model.experts_per_token * model.dim
 
 
 def tokens_per_rank(config: Config, shape: MeshShape) -> int:
@@ -94,7 +113,7 @@ def estimate(
     activations = tokens * (blocks_saved + 4 * rotary_dims + 24)
     # At its peak, a step computes the gradients of the last block.
     recomputed = tokens * (saved - checkpointed) if recomputed_blocks == model.layers else 0
-    feed_forward = size * tokens * (2 * model.dim + 3 * model.resolved_ffn_dim)
+    feed_forward = size * tokens * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
 
     chunk = min(tokens, chunk_size(logits_dim))
     # The logits of a chunk, their gradient and the gradient of the previous chunk exist at the same time. Later, the gradient
@@ -119,7 +138,10 @@ def estimate(
         # The loss needs the last hidden states, their norm and its gradient, and the gradient of the head in fp32.
         moment(3 * size * tokens * model.dim + 4 * head + chunk_bytes, gathered + prefetched),
         # The last feed-forward network needs the gradients of the head, of the residual stream and of the hidden layer.
-        moment(size * (head + tokens * (model.dim + model.resolved_ffn_dim)) + recomputed, gathered + 3 * prefetched),
+        moment(
+            size * (head + tokens * (model.dim + _routed_dim(model) + hidden_dim(model))) + recomputed,
+            gathered + 3 * prefetched,
+        ),
         moment(
             size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
         ),
@@ -148,13 +170,14 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     query_dim, key_value_dim = _attention_dims(model)
     # Eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the attention output,
     # and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
-    elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
+    elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * hidden_dim(model)
+    elements += 2 * _routed_dim(model)  # the inputs and the outputs of the experts
     if model.norm_position == "both":
         elements += 2 * model.dim  # the outputs of attention and of the feed-forward network before their norms
     if model.qk_norm:
         elements += query_dim + key_value_dim // 2  # q and k before their norms
     if not compiled:
-        elements += query_dim + key_value_dim + model.resolved_ffn_dim
+        elements += query_dim + key_value_dim + hidden_dim(model)
     checkpointed_elements = model.dim + attention_outputs * query_dim
     lse = 4 * model.heads
     return size * elements + lse, size * checkpointed_elements + lse

@@ -113,15 +113,16 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sha
     tokens = trainer.batch_size * memory.tokens_per_rank(config, shape)
     logits_dim = padded_vocabulary(model, machine.vocab_size)
     head, blocks = logits_dim * model.dim, model.layers * memory.block_parameters(model)
+    used = model.layers * memory.used_block_parameters(model)
     vocab = head * (1 if model.tie_embeddings else 2)
 
-    matmul = tokens * ((6 + 2 * share_recomputed) * blocks + 6 * head) / gpu.matmul
+    matmul = tokens * ((6 + 2 * share_recomputed) * used + 6 * head) / gpu.matmul
     attention = 0.0
     for window, count in Counter(model.windows).items():
         share = shares.get(window, 1.0)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
         seconds = share * count * sum(_attention_seconds(config, shape, machine, window))
         attention += seconds / DOCUMENT_EFFICIENCY if share < 1 else seconds
-    per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * model.resolved_ffn_dim
+    per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * memory.hidden_dim(model)
     elements = model.layers * per_layer * (1 + share_recomputed / 3) + 6 * logits_dim
     gathers = 2 if memory.reshard_after_forward(model, machine.bf16) else 1
     # FSDP copies gathered parameters, and casts gradients to fp32.

@@ -27,6 +27,7 @@ CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
     "recall_accuracy": "recall {:.1%}",
+    "expert_imbalance": "busiest expert {:.2f}x",
     "grad_norm": "grad norm {:.3g}",
     "lr": "lr {:.2e}",
     "tokens_per_s_per_rank": "{:,.0f} tokens/s per rank",

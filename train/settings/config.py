@@ -98,6 +98,18 @@ class ModelConfig(Frozen):
     head_dim: int | None = None
     # The hidden width of the gated feed-forward network. None: 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
+    # The experts of each feed-forward network (mixture of experts), each of width `ffn_dim`. None: one network processes all
+    # tokens.
+    experts: int | None = None
+    # The experts that the router chooses for each token.
+    experts_per_token: int = 2
+    # Whether the weights of the chosen experts sum to 1, instead of being their probabilities among all experts.
+    normalise_top_k: bool = True
+    # Whether the router and the experts have biases, as in gpt-oss.
+    expert_bias: bool = False
+    # The factor of the load-balancing loss, which is small if all experts have equally many tokens among those of a micro-step
+    # on all ranks. The recorded `loss` does not include it.
+    balance_loss: float = 0.001
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
     # The base in sliding layers, which then ignore `rope_factor`. None: all layers have the same rotary embedding.
@@ -133,7 +145,7 @@ class ModelConfig(Frozen):
     norm_position: str = "before"
     # Whether attention and the feed-forward network have the same input, as in Command R.
     parallel: bool = False
-    # The activation of the feed-forward network: "silu" or "gelu" (approximated by tanh).
+    # The activation of the feed-forward network: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
     activation: str = "silu"
     # The factor of the embeddings.
     embedding_scale: float = 1.0
@@ -449,6 +461,7 @@ MAY_DIFFER = {
     "window",
     "layer_types",
     "local_rope_theta",
+    "balance_loss",
 }
 
 # The values of `model.layer_types`.
@@ -459,7 +472,7 @@ CHOICES = {
     "model.rope_scaling": ("llama3", "yarn", "yarn-exact", "linear"),
     "model.norm": ("rms", "rms_plus_one", "layer"),
     "model.norm_position": ("before", "after", "both"),
-    "model.activation": ("silu", "gelu"),
+    "model.activation": ("silu", "gelu", "clamped"),
     "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
@@ -484,6 +497,9 @@ RANGES = {
     "model.kv_heads": (1, 2**14),
     "model.head_dim": (1, 2**14),
     "model.ffn_dim": (1, 2**24),
+    "model.experts": (1, 2**14),
+    "model.experts_per_token": (1, 2**14),
+    "model.balance_loss": (0, 1e3),
     "model.rope_theta": (1, 1e12),
     "model.local_rope_theta": (1, 1e12),
     "model.rotary_fraction": (0, 1),
@@ -609,6 +625,11 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             "without a sliding layer: add one to model.layer_types",
         ),
         ("model.local_rope_theta", not model.has_sliding_layer, "without a sliding layer: add one to model.layer_types"),
+        (
+            "model.experts_per_token model.normalise_top_k model.expert_bias model.balance_loss",
+            model.experts is None,
+            "without model.experts: set it",
+        ),
         ("model.qk_norm_all_heads", not model.qk_norm, "without model.qk_norm: set it"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
         (
@@ -642,6 +663,8 @@ def _check_model(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads={kv_heads} must divide model.heads={heads}: choose one of {_divisors(heads)}"
     if model.head_dim is None and model.dim % heads:
         yield f"model.heads={heads} must divide model.dim={model.dim}: change one of them, or set model.head_dim"
+    if model.experts is not None and model.experts_per_token > model.experts:
+        yield f"model.experts_per_token={model.experts_per_token} must not exceed model.experts={model.experts}: lower it"
     if model.parallel and model.norm_position != "before":
         yield f"model.parallel=true is impossible with model.norm_position={model.norm_position}: leave one of them out"
     if model.rope_factor is not None and model.rope_trained_len is None and model.rope_scaling != "linear":

@@ -24,6 +24,12 @@ def test_only_weights_of_matrix_products_are_counted(tied):
     assert matmul_parameters(model(tie_embeddings=tied)) == 3 * LAYER + OUTPUT
 
 
+def test_only_the_chosen_experts_are_counted():
+    """A router has 8*5 weights, and each of the two experts per token has 3*8*16."""
+    expected = 3 * (LAYER + 8 * 5 + 3 * 8 * 16) + OUTPUT
+    assert matmul_parameters(model(experts=5, experts_per_token=2, expert_bias=True)) == expected
+
+
 @pytest.mark.parametrize("head_dim", [4, None])
 def test_flops_of_a_step_equal_those_calculated_by_hand(head_dim):
     tokens, pairs = 20, 3 * 2 * 10 * 11 // 2  # three layers, two sequences of ten tokens, with causal attention

@@ -141,6 +141,52 @@ def test_recomputation_does_not_change_gradients(corpus, directory, first_step_o
     assert_equal_steps(result, first_step_of_one_rank)
 
 
+# Settings of a model with experts. The load-balancing loss has a large factor, so that an error in it would be seen.
+EXPERTS = {f"model.{name}": value for name, value in dict(experts=4, experts_per_token=2, ffn_dim=24, balance_loss=3.0).items()}
+# Ways in which two ranks share micro-steps of two sequences: sequences per rank, and the settings of `parallel`.
+EXPERT_MESHES = {
+    "dp 2": (1, dict(ring=1)),
+    "ring 2": (2, dict(ring=2, activation_checkpointing=True)),
+}
+
+
+def expert_step(corpus: str, directory: Path, batch_size: int, **parallel_settings: object) -> dict:
+    """Return the record and the gradients of a step with experts, whose micro-steps have two sequences on all ranks."""
+    prepare(directory)
+    config = with_settings(job(corpus, 2, **parallel_settings), {"trainer.batch_size": batch_size, **EXPERTS})
+    run = run_setup.build(config)
+    run.optimizer.zero_grad = lambda: None
+    run.model.unshard = lambda: None
+    record, _ = step.take_step(run, 1, consumed=0)
+    gradients = {name: x.grad.full_tensor() for name, x in run.model.named_parameters()}
+    return {name: record[name] for name in ("loss", "balance_loss", "expert_imbalance", "grad_norm")} | {"gradients": gradients}
+
+
+def write_expert_steps(corpus: str, directory: Path) -> None:
+    results = {name: expert_step(corpus, directory, size, **settings) for name, (size, settings) in EXPERT_MESHES.items()}
+    if dist.get_rank() == 0:
+        torch.save(results, directory / "experts.pt")
+
+
+@pytest.mark.slow
+def test_experts_have_the_same_losses_and_gradients_on_two_ranks(corpus, directory):
+    """Without the all-reduce of the tokens per expert, the gradients of the routers would differ."""
+    with one_rank():
+        expected = expert_step(corpus, directory, 2, ring=1)
+    run_ranks(write_expert_steps, 2, directory / "experts", corpus, directory)
+    assert expected["balance_loss"] > 2
+    assert expected["expert_imbalance"] > 1
+    wanted = expected.pop("gradients")
+    assert any("experts.router" in name for name in wanted)
+    for result in torch.load(directory / "experts.pt").values():
+        gradients = result.pop("gradients")
+        assert result == pytest.approx(expected, rel=1e-5)
+        for name, gradient in wanted.items():
+            scale = float(gradient.abs().max())
+            assert scale > 0
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5 * scale)
+
+
 def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
     """Return a prompt and the eight most likely tokens after it, by a model with random weights."""
     run = run_setup.build(config)

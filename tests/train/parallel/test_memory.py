@@ -1,6 +1,7 @@
 """Estimates of GPU memory: how they grow, how close they are to measured peaks, and what follows from them."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ringattn.train.commands.run import CONFIGS
+from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
@@ -33,6 +35,18 @@ def estimate(
 def total(tokens: int, ranks: int, recomputed_blocks: int = 0) -> float:
     """Return the estimated GiB per rank."""
     return sum(estimate(LLAMA, tokens, ranks, recomputed_blocks=recomputed_blocks).values()) / memory.GIB
+
+
+def test_parameters_of_experts_are_counted():
+    model = ModelConfig(layers=3, dim=64, heads=4, kv_heads=2, ffn_dim=96, experts=6, experts_per_token=2, tie_embeddings=False)
+    with torch.device("meta"):
+        matrices = [x for name, x in GPT(model, 64).named_parameters() if x.ndim > 1 and name.startswith("blocks.")]
+    assert 3 * memory.block_parameters(model) == sum(x.numel() for x in matrices)
+    dense = replace(model, experts=None, ffn_dim=2 * 96)  # the parameters that a token uses, except for those of the router
+    assert memory.used_block_parameters(model) == memory.block_parameters(dense) + 6 * 64
+    activations = [estimate(each, 4096, 1)["activations"] for each in (model, dense)]
+    # The inputs and outputs of two experts, each of width 64, are bf16.
+    assert activations[0] - activations[1] == 4096 * 3 * 2 * 2 * 2 * 64
 
 
 def test_sharded_state_is_16_bytes_per_parameter():
