@@ -111,7 +111,8 @@ def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool
 
 def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device) -> dict[str, float | None]:
     """Return the rates of a step that takes `seconds`. The training loop of ringattn records the same rates."""
-    ranks, step_flops = dist.get_world_size(), flops.step_flops(model, seq_len, seq_len * (seq_len + 1) // 2)
+    ranks, pairs = dist.get_world_size(), model.config.layers * seq_len * (seq_len + 1) // 2
+    step_flops = flops.step_flops(model, seq_len, pairs)
     return {
         "ranks": ranks,
         "seconds_per_step": seconds,

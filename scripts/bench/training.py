@@ -2,13 +2,15 @@
 
     python -m scripts.bench.training --ranks 2 --lengths 32768 65536 131072
     python -m scripts.bench.training --ranks 2 --lengths 32768 --variants ringattn stock --model 124m
+    python -m scripts.bench.training --ranks 1 --lengths 65536 --variants ringattn transformers --model gemma-3-4b
 
 All jobs use bf16. In every step, all ranks together train on one sequence. Attention is causal and ignores documents, because
 stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant
-`stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. The jobs
-run one after the other. The rates of a job are computed from the median time of its steps. If a job fails, for example because
-it runs out of memory, the table contains its error message. The script writes README.md, training.json and training.png to
---output.
+`stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. The
+variant `transformers` is `scripts/bench/transformers_training.py`, which uses one GPU and runs only if --variants names it. The
+jobs run one after the other. The rates of a job are computed from the median time of its steps. If a job fails, for example
+because it runs out of memory, the table contains its error message. The script writes README.md, training.json and training.png
+to --output.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from scripts import command, gpus
 from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
-VARIANTS = ("ringattn", "stock", "stock-recompute")
+VARIANTS = ("ringattn", "stock", "stock-recompute", "transformers")
+DEFAULT_VARIANTS = VARIANTS[:3]
 Row = dict[str, Any]
 NOTE = """\
 All GPUs together train on one sequence per step. FLOPs count causal attention once, and recomputation is not counted. Each row
@@ -52,6 +55,8 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
         )
         return command.torchrun(ranks, str(command.ROOT / "train" / "run.py"), *settings)
     options = [f"--model={model}", f"--seq-len={length}", f"--steps={steps}", f"--output={output}"]
+    if variant == "transformers":
+        return command.torchrun(ranks, "-m", "scripts.bench.transformers_training", *options)
     if variant == "stock-recompute":
         options.append("--checkpointing")
     return command.torchrun(ranks, "-m", "scripts.bench.stock_training", *options)
@@ -102,7 +107,7 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 
 def is_stock(row: Row, length: int) -> bool:
-    """Return whether the row comes from a successful job of stock PyTorch with this sequence length."""
+    """Return whether the row comes from a successful job of a peer with this sequence length."""
     return row["variant"] != "ringattn" and row["length"] == length and "failed" not in row
 
 
@@ -136,7 +141,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     default_ranks = max(torch.cuda.device_count(), 1)
     parser.add_argument("--ranks", type=command.at_least(1), default=default_ranks, help="default: one rank per GPU")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072], help="tokens per sequence")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT_VARIANTS), help=f"default: {' '.join(DEFAULT_VARIANTS)}"
+    )
     parser.add_argument(
         "--steps", type=command.at_least(2), default=8, help="steps per job; the first is not timed; default: 8"
     )

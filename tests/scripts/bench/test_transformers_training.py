@@ -1,0 +1,25 @@
+"""The peer in the benchmark of training: the model of transformers is the same function as ours."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringattn import Mask
+from ringattn.train.model import flops
+from scripts.bench import transformers_training
+from scripts.bench.stock_training import load_model_config
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b"])
+def test_flops_are_those_of_the_training_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with a window counts only the pairs that its mask allows."""
+    config = replace(load_model_config(name), layers=3, layer_types=["sliding", "sliding", "full"], window=100)
+    monkeypatch.setattr(flops, "peak_flops", lambda device: None)
+    monkeypatch.setattr(transformers_training, "peak_memory_gib", lambda device: 0.0)
+    counted: list[int] = []
+    step_flops = flops.step_flops
+    monkeypatch.setattr(flops, "step_flops", lambda *arguments: counted.append(arguments[2]) or step_flops(*arguments))
+    summary = transformers_training.summarise(config, 1000, 0.5, torch.device("cpu"))
+    assert counted == [2 * Mask.causal(100).pairs(1000)[0] + 1000 * 1001 // 2]
+    assert summary["tokens_per_s"] == 2000
