@@ -49,8 +49,8 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # This is a property instead of a field, so that a copy of the mask starts with an empty cache. A key of the cache is
-        # "queries", or the argument `group` of `key_lists`.
+        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. A key of the cache
+        # is "queries", or the argument `group` of `key_lists`.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -89,7 +89,7 @@ class BlockMask:
             return self._cached_lists[key]
         lists = _lists(rows())
         # While a CUDA graph is captured, the lists have no values before the first replay. Therefore other calls must not use
-        # them.
+        # these lists.
         if not is_capturing(self.keep.device):
             self._cached_lists[key] = lists
         return lists

@@ -1,5 +1,5 @@
-"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. Its memory depends on the tile size, but not
-on Nq * Nk.
+"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. A call needs memory that depends on the tile
+size, but not on Nq * Nk.
 
 With a block mask, every tile is a pair of blocks of the mask.
 """

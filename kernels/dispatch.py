@@ -325,8 +325,8 @@ def prepare_decode(
     """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
     contiguous.
 
-    Return a function of (q, lo, hi, sinks). Its arguments must have the shapes, dtypes and devices of the tensors that are
-    passed here. The returned function does not check its arguments, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks). The arguments of this function must have the shapes, dtypes and devices of the
+    tensors that are passed here. The function does not check its arguments, which saves several microseconds per token.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":

@@ -19,8 +19,8 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile ends at a row whose bound exceeds the previous bound by at least this many times the rows of a tile. This is where a
-# long document ends.
+# A tile ends at a row whose bound exceeds the previous bound by at least this many times the rows of a tile. A long document
+# ends at this row.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -155,7 +155,7 @@ class Intervals:
     def num_nonempty_rows(self) -> int:
         """Return the number of rows with a non-empty interval, over all batch entries."""
         if self.is_replaced:
-            return self.lo.numel() - 1  # Kernels must support empty intervals, but expect few of them.
+            return self.lo.numel() - 1  # Kernels must support empty intervals, but they are tuned for few empty intervals.
         lo, hi = self.host
         return int((lo < hi).sum())
 

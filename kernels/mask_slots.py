@@ -16,7 +16,7 @@ class MaskSlots:
     """Memory for several masks that were created with `is_replaced`. The kernels of the graph must have requested all tables
     before.
 
-    Capture the graph with the masks in the attribute `masks`. Their memory contains zeros until the first `write`.
+    Capture the graph with the masks in the attribute `masks`. The memory of these masks contains zeros until the first `write`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:
@@ -30,8 +30,8 @@ class MaskSlots:
         self.masks = with_memory(masks, unpack(self._memory, self._shapes), with_host=False)
 
     def pack(self, masks: Sequence[Intervals]) -> Tensor:
-        """Copy masks from the CPU into one int32 tensor for `write`. They must have the shapes and tables of the constructor's
-        masks.
+        """Copy masks from the CPU into one int32 tensor for `write`. The masks must have the same shapes and tables as the
+        masks that were passed to the constructor.
         """
         packed = torch.zeros(self._memory.shape, dtype=torch.int32, device="cpu", pin_memory=self._memory.is_cuda)
         slots = iter(unpack(packed, self._shapes))

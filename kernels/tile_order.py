@@ -1,9 +1,10 @@
 """Order the work tiles of the deterministic Hopper backward, so that every sum of dq has a fixed order.
 
-A work tile is a tile of keys of one head. Its program loops over the query tiles that attend to these keys, and adds to their
-dq. The order matters only for work tiles that share a query. The bounds of an interval mask never decrease, so it suffices to
-order neighbours. Of two neighbours, the *predecessor* adds first to every query tile that both need. A *chain* is a maximal
-sequence of work tiles of one head in which any two neighbours share a query. Each chain has one of two directions:
+A work tile is a tile of keys of one head. The program of a work tile loops over the query tiles that attend to these keys, and
+adds to dq of each query tile. The order matters only for work tiles that share a query. The bounds of an interval mask never
+decrease, so it suffices to order neighbours. Of two neighbours, the *predecessor* adds first to every query tile that both
+need. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a query. Each chain has one of
+two directions:
 
 - **Forwards:** the work tiles start from the last keys to the first. Each work tile loops over its query tiles from the first
 to the last. Under a causal mask, a predecessor starts at a later query tile, so the predecessor is ahead from the start.

@@ -1,8 +1,8 @@
 """Compute float64 reference results of attention, and define the largest accepted errors of kernels and rings.
 
 There are two measures of error. The function `row_error` measures every row separately, and is suitable for short sequences of
-random inputs. The function `group_error` measures 64 rows together. This is suitable for long sequences with causal masks, in
-which single rows may be very small.
+random inputs. The function `group_error` measures 64 rows together. The second measure is suitable for long sequences with
+causal masks, in which single rows may be very small.
 """
 
 import torch
@@ -19,8 +19,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# This is the limit for fp32 inputs, and the smallest limit of every result except lse. This limit allows for the rounding
-# errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
+# Results of fp32 inputs have this limit. It is also the smallest limit of every result except lse. This limit allows for the
+# rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together

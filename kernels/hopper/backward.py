@@ -1,5 +1,5 @@
-"""The host code of the Hopper backward, which implements `reference.backward`. It chooses the constants of the kernels and
-launches them.
+"""The host code of the Hopper backward, which implements `reference.backward`. This code chooses the constants of the kernels
+and launches the kernels.
 
 The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The kernels that run before and after the
 main kernels are in `backward_rows`.

@@ -32,8 +32,8 @@ One step of a consumer:
 
 dQ is a sum over all 128 keys, so it needs dS of both consumers. Each step computes dQ of the previous step, so that no consumer
 waits for dS of the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage.
-When the other consumer has arrived there, it has written its dS of the previous step. It also no longer reads dS of two steps
-ago, which this step overwrites.
+When the other consumer has arrived there, it has written its dS of the previous step. The other consumer then also no longer
+reads dS of two steps ago, which this step overwrites.
 
 The first step of a work tile computes the last dQ of the previous work tile, so K has two slots. The first dQ of a program is
 computed from uninitialised memory and added to a spare chunk. The last dQ is computed after the loop.
@@ -179,8 +179,8 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot holds the keys of the work tile before the previous one. They were last read in the first step of
-                    # the previous work tile. This step has finished if the previous work tile has more than one step.
+                    # The slot holds the keys of the work tile before the previous one. These keys were last read in the first
+                    # step of the previous work tile. This step has finished if the previous work tile has more than one step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
@@ -433,8 +433,8 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # In an accumulator, four threads hold 8 neighbouring columns. These are a whole 32-byte sector in fp32, but only half a
-    # sector in 16 bits. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
+    # In an accumulator, four threads hold 8 neighbouring columns. The 8 columns are a whole 32-byte sector in fp32, but only
+    # half a sector in 16 bits. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
@@ -466,7 +466,8 @@ def _main_kernel(
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, one for each consumer's chunks.
         dk, dv: the results, overwritten or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. It is None if dq is summed in no fixed order.
+        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. Without a fixed order of the sums of dq,
+            `progress` is None.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries

@@ -1,7 +1,7 @@
 """The Triton kernels that run before and after the main kernels of the Hopper backward.
 
-A query that attends to no key or does not exist gets lse = inf. Its probabilities exp2(s - inf) are then 0 for every finite
-score s, so the main kernels need no mask for this query.
+A query that attends to no key or does not exist gets lse = inf. The probabilities exp2(s - inf) of this query are then 0 for
+every finite score s, so the main kernels need no mask for it.
 """
 
 import triton

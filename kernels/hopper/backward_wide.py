@@ -2,8 +2,8 @@
 
 At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A kernel that computes all gradients together, like
 `backward_narrow`, would add to dq in memory for every 64 keys, and this traffic would limit its speed. Therefore one kernel
-computes dk and dv, and another kernel computes dq. Both compute the scores, so there are 7 products instead of 5. In return,
-every sum has a fixed order.
+computes dk and dv, and another kernel computes dq. Both kernels compute the scores, so there are 7 products instead of 5. In
+return, every sum has a fixed order.
 
 A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. In this module, a
 *ring* is the tuple (tiles, full, empty) of a ring buffer, each slot of which holds one part. Every consumer uses and releases
@@ -20,8 +20,8 @@ query tiles that attend to these keys. Scores are transposed, so rows are keys. 
                                                 ----------------------------------->  load P; dS = P (dP - delta)
       load dO, delta --------> [ ring of dO   ] ------------------------------------> dK += dS Q
 
-THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. Its loop covers the keys to which these
-queries attend:
+THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. The loop of a work tile covers the keys
+to which these queries attend:
 
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 

@@ -1,5 +1,5 @@
-"""The host code of the Hopper forward, which implements `reference.forward`. It chooses the constants of the kernels and
-launches them.
+"""The host code of the Hopper forward, which implements `reference.forward`. This code chooses the constants of the kernels and
+launches the kernels.
 
 Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
 and the kernel in `forward_fp8` reads FP8 inputs.

@@ -1,8 +1,8 @@
 """Functions that all Hopper forward kernels use: the loops over work tiles, ping-pong, and the reports of overflow.
 
-A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). It contains the
-next stage of the K/V pipeline and the phase of the stage's barriers. Positions continue from one work tile to the next, so the
-producer can load the next work tile while the consumers finish the previous one.
+A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). A position
+contains the next stage of the K/V pipeline and the phase of the stage's barriers. Positions continue from one work tile to the
+next, so the producer can load the next work tile while the consumers finish the previous one.
 
 The bit `slot` changes with every work tile. Consumers wait for phase `slot` of the barrier `q_full`, and the producer waits for
 phase `slot ^ 1` of the barrier `q_empty`. The slot of Q in shared memory is `slot % q_slots`.
@@ -229,8 +229,8 @@ def run_partitions(
         computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
-    # The lists of warps and registers omit the first partition, which is Gluon's default partition. It has four warps and the
-    # registers that the other partitions do not use.
+    # The lists of warps and registers omit the first partition, which is Gluon's default partition. The default partition has
+    # four warps and the registers that the other partitions do not use.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

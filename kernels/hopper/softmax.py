@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.hopper.common import ROWS, step_start
 
-# This is the reference max of a row that has not attended to any key. It is finite, so that exp2(-inf - UNSET_REF_MAX) is 0
-# instead of NaN.
+# UNSET_REF_MAX is the reference max of a row that has not attended to any key. It is finite, so that exp2(-inf - UNSET_REF_MAX)
+# is 0 instead of NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
 # If l is below this limit, o fits into fp32 for values of V up to 2**79.
@@ -70,7 +70,8 @@ def _index_in_thread(tile):
 def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
 
-    The mask has one word of bits per row and thread. It takes two instructions per score, whereas comparisons would take four.
+    The mask has one word of bits per row and thread. This mask takes two instructions per score, whereas comparisons would take
+    four.
     """
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores_layout

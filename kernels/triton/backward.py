@@ -1,8 +1,8 @@
-"""The Triton backward is FlashAttention-2 (Dao 2023, algorithm 2) in two kernels. They use no atomic additions, so the
+"""The Triton backward is FlashAttention-2 (Dao 2023, algorithm 2) in two kernels. The kernels use no atomic additions, so the
 gradients are deterministic.
 
-One kernel computes dK and dV, and the other computes dQ. Both recompute the probabilities p = exp(s - lse), so they need 7
-matrix products instead of 5.
+One kernel computes dK and dV, and the other computes dQ. Both kernels recompute the probabilities p = exp(s - lse), so there
+are 7 matrix products instead of 5.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
-A program computes one tile of rows of one head. It loops over the tiles of columns that these rows attend to. In the forward
-and for dQ, rows are queries and columns are keys. For dK and dV, rows are keys and columns are queries. The tuple `loop`
-describes the loop:
+A program computes one tile of rows of one head. The program loops over the tiles of columns that these rows attend to. In the
+forward and for dQ, rows are queries and columns are keys. For dK and dV, rows are keys and columns are queries. The tuple
+`loop` describes the loop:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked

@@ -70,7 +70,7 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
-    # If a call has no block mask or no dropout, Triton generates no code for it.
+    # Triton generates no code for a block mask or dropout that is None.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
@@ -99,7 +99,7 @@ def _forward_kernel(
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
-        # This is `reference.merge`, with m in log2 units.
+        # The following merge is `reference.merge` with m in log2 units.
         new_m = tl.maximum(m, other_m)
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)

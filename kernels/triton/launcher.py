@@ -21,12 +21,13 @@ def launch(
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
     Triton inspects all arguments of a launch, which takes as long as a short kernel. This function looks up the compiled kernel
-    with a short key instead. It calls no launch hooks and does not detect tensors on another device.
+    with a short key instead. The function calls no launch hooks and does not detect tensors on another device.
 
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor. Launches with the same constants must have
             descriptors with the same block shapes.
-        numbers: integers below 2**31 and floats. Their types must never change, and the kernel must not specialize them.
+        numbers: integers below 2**31 and floats. The types of the numbers must never change, and the kernel must not specialize
+            the numbers.
         cooperative: whether the GPU must run all programs at the same time.
     """
     key, arguments = [id(kernel), cooperative, *constants.values()], []

@@ -174,7 +174,9 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one matrix for each part of a row. It is a Hadamard matrix of 1 and -1 times the signs of the rotation."""
+    """Return one matrix for each part of a row. Each matrix is a Hadamard matrix of 1 and -1 times the signs of the
+    rotation.
+    """
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])

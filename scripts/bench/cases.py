@@ -1,6 +1,6 @@
 """Define a case, which is one attention problem of a benchmark.
 
-A case provides its mask and its inputs. It counts FLOPs and bytes, and computes float64 reference results.
+A case provides its mask and its inputs. A case also counts FLOPs and bytes, and computes float64 reference results.
 """
 
 import math

@@ -17,9 +17,9 @@ the eager time of ringattn with those of the fastest other implementation. The l
 time. The kernel time is the time during which at least one kernel of a call runs, as measured by the profiler.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
-flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. Its plan is computed once per case,
-outside of the measured time, and its kernels are compiled with nvcc in the first call. The script prints which libraries are
-not installed. Their entries in the table are "-".
+flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. The plan of this kernel is computed once
+per case, outside of the measured time. FlashInfer's kernels are compiled with nvcc in the first call. The script prints which
+libraries are not installed. The table contains "-" for these libraries.
 
 SDPA has no argument for lengths, so its caches are exactly as long as the sequences. With several queries, SDPA is not causal.
 With --model, the script also runs `scripts.bench.generation`, in which a model of configs/model with random weights generates
@@ -196,7 +196,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
 
 
 def with_bounds(case: Case, q: Tensor) -> Implementation:
-    """Return the call of ringattn that a CUDA graph can contain. It reads the lengths on the GPU."""
+    """Return the call of ringattn that a CUDA graph can contain. This call reads the lengths on the GPU."""
     hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
     bounds = torch.zeros_like(hi), hi
 

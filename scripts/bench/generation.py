@@ -80,7 +80,7 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
 
 
 class Clock:
-    """A streamer for `generate` of transformers. It records the time at which each token reaches the host."""
+    """A streamer for `generate` of transformers. This streamer records the time at which each token reaches the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

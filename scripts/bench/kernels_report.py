@@ -3,7 +3,7 @@
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
 The benchmark `scripts.bench.kernels` calls this module after every suite. The command above writes the same report later,
-without a GPU. It reads rows.json in the directory, and writes README.md and the plots to the same directory.
+without a GPU. The command reads rows.json in the directory, and writes README.md and the plots to the same directory.
 """
 
 import argparse

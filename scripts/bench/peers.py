@@ -54,7 +54,7 @@ def sinks(case: Case, device: torch.device) -> Attend:
 
 
 def fp8(case: Case, _device: torch.device) -> Attend:
-    """Return the kernels of this project with precision="fp8". Their time includes the rounding of the inputs."""
+    """Return the kernels of this project with precision="fp8". The measured time includes the rounding of the inputs."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, precision="fp8"))

@@ -153,7 +153,7 @@ def read(path: Path) -> tuple[dict[str, Any], Rows]:
 
 
 def join(paths: list[Path]) -> tuple[dict[str, Any], Rows]:
-    """Join the runs of several files ring.json into a single run. Its header lists the commands of all runs.
+    """Join the runs of several files ring.json into a single run. The header of the joined run lists the commands of all runs.
 
     Raises:
         ValueError: the runs come from different machines, or a case occurs in two runs.

@@ -112,8 +112,8 @@ class Injector:
 
 
 class Problem:
-    """One attention problem. It contains the operation, the inputs of this rank, and float64 results that are computed on one
-    rank.
+    """One attention problem. A problem contains the operation, the inputs of this rank, and float64 results that are computed
+    on one rank.
     """
 
     def __init__(self, operation: str, rank: int, ranks: int, device: torch.device, seed: int) -> None:

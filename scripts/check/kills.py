@@ -62,7 +62,7 @@ SETTINGS = (
 
 
 class ForkedRank:
-    """A process that runs the training command as one rank. It is forked from this process and has the interface of
+    """A process that runs the training command as one rank. The process is forked from this one and has the interface of
     subprocess.Popen.
     """
 

@@ -1,4 +1,6 @@
-"""Functions that all labs use. They parse the options, measure the time and the memory of a call, and limit the memory."""
+"""Functions that all labs use. These functions parse the options, measure the time and the memory of a call, and limit the
+memory.
+"""
 
 import argparse
 import os

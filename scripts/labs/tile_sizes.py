@@ -65,8 +65,8 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 @contextmanager
 def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
-    """Return a context manager in which the Triton kernels use tiles of this size. It records the compiled kernel of every
-    launch of the forward.
+    """Return a context manager in which the Triton kernels use tiles of this size. The context manager records the compiled
+    kernel of every launch of the forward.
     """
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward

@@ -135,9 +135,9 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # The kernel `prepare` reads out, dout and lse. It writes pairs of lse and delta, and zeros to which the main kernel adds
-    # dq. The lse of all heads of a token are adjacent in memory. Therefore reading the lse of one head transfers a whole
-    # sector.
+    # The kernel `prepare` reads out, dout and lse. This kernel writes pairs of lse and delta, and zeros to which the main
+    # kernel adds dq. The lse of all heads of a token are adjacent in memory. Therefore reading the lse of one head transfers a
+    # whole sector.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),
@@ -163,8 +163,8 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
     """Return how many times the two operands of a loop are read from DRAM.
 
-    If both operands fit into L2, they are read once. Otherwise, they are read once per wave of tiles. The function assumes that
-    every wave reads all rows, so with a mask the result is an upper bound.
+    If both operands fit into L2, they are read once. Otherwise, the operands are read once per wave of tiles. The function
+    assumes that every wave reads all rows, so with a mask the result is an upper bound.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

@@ -4,8 +4,8 @@ r"""Predict the time, the bytes and the exposed communication of one attention l
     python -m scripts.tools.plan_ring --length 262144 --ranks 8 16 32 --ulysses auto --network-gbs 50 --plot plan.png
     python -m scripts.tools.plan_ring --measured rows.json
 
-The script predicts the forward and the backward pass of the layer on the cluster that the options describe. It uses the same
-cost model with which ringattn chooses schedules (`ringattn/planning`).
+The script predicts the forward and the backward pass of the layer on the cluster that the options describe. The script uses the
+same cost model with which ringattn chooses schedules (`ringattn/planning`).
 
 A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next blocks. A step
 takes as long as the slower of these two activities. If communication takes longer than computation, the difference is exposed.
