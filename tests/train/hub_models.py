@@ -206,12 +206,19 @@ def in_float64() -> Iterator[None]:
 
 def exact_logits_of_transformers(folder: Path, tokens: Tensor) -> Tensor:
     """Return the same as `transformers_logits`, without any rounding to float32."""
+    model = exact_model(folder)
+    with in_float64(), torch.no_grad():
+        return model(tokens[None]).logits[0]
+
+
+def exact_model(folder: Path) -> Any:
+    """Load a model with transformers, for use within `in_float64`."""
     model = load_in_transformers(folder)
     rotary = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RotaryEmbedding")]
-    with in_float64(), torch.no_grad():
+    with in_float64():
         for name, module in rotary:
             model.set_submodule(name, type(module)(module.config))
-        return model(tokens[None]).logits[0]
+    return model
 
 
 def logits(model: GPT, tokens: Tensor) -> Tensor:
@@ -225,8 +232,7 @@ def logits(model: GPT, tokens: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
 
     attends = [partial(attend, window=layer.window) for layer in model.layers]
-    with torch.no_grad():
-        return model(tokens[None], positions, attends, lambda hidden, head: hidden @ head.T)[0]
+    return model(tokens[None], positions, attends, lambda hidden, head: hidden @ head.T)[0]
 
 
 def settings_of(folder: Path) -> ModelConfig:

@@ -176,6 +176,17 @@ FAMILIES = {
         lists_layers=True,
         reads=PATTERN | {"layer_switch", "use_embedding_sharing", "use_parallel_embedding"},
     ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"sliding_window": None, "rms_norm_eps": 1e-5},
+        fixed={"lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        names={
+            **dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
+            **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+        },
+        layers=mistral_layers,
+        rotary_fraction=1.0,
+    ),
     "glm4": Family(
         "Glm4ForCausalLM",
         {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},

@@ -3,21 +3,32 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+import torch.distributed as dist
 
-from ringattn.train.checkpoint import huggingface
+from ringattn.train import setup as run_setup
+from ringattn.train import trainer as trainer_module
+from ringattn.train.checkpoint import huggingface, storage
 from ringattn.train.commands import export
+from ringattn.train.inference.generation import generate
 from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import Config, TrainerConfig, with_settings
+from tests.distributed import run_ranks
 from tests.train.hub_models import (
     exact_logits_of_transformers,
+    exact_model,
     import_folder,
     in_float64,
+    load_in_transformers,
     logits,
     read_tensors,
     settings_of,
     write_tokenizer,
 )
+from tests.train.jobs import job, one_rank
+from tests.train.launch import write_corpus
 
 TOKENS = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
 # Entries of config.json of all models, except if a family has other ones.
@@ -76,6 +87,8 @@ MODELS = {
     "glm4 without biases": ("Glm4Config", dict(head_dim=32, attention_bias=False, rope_parameters=QUARTER)),
     "exaone4": ("Exaone4Config", dict(sliding_window=7)),
     "exaone4 without a window": ("Exaone4Config", dict(sliding_window=None, layer_types=["full_attention"] * 4)),
+    "phi3": ("Phi3Config", dict(rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.75})),
+    "phi3 with a window": ("Phi3Config", dict(num_key_value_heads=4, sliding_window=7, tie_word_embeddings=True)),
     "granite": (
         "GraniteConfig",
         dict(attention_multiplier=0.3, embedding_multiplier=7.0, residual_multiplier=0.22, logits_scaling=3.0),
@@ -83,6 +96,10 @@ MODELS = {
     "seed_oss": ("SeedOssConfig", dict(head_dim=32, attention_bias=True, attention_out_bias=True)),
     "seed_oss without biases": ("SeedOssConfig", dict(head_dim=8, attention_bias=False, attention_out_bias=False)),
 }
+
+
+# The gradients of these models contain all kinds of blocks.
+QUICK = ("gemma3_text", "cohere2", "olmo3")
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -100,10 +117,17 @@ def write_model(folder: Path, kind: str) -> Path:
     return folder
 
 
-def our_logits(folder: Path) -> torch.Tensor:
+def load_model(folder: Path) -> GPT:
     model = GPT(settings_of(folder), 257).double()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)  # The padding of the vocabulary is not in the folder.
     huggingface.load(folder, model)
-    with in_float64():
+    return model
+
+
+def our_logits(folder: Path) -> torch.Tensor:
+    model = load_model(folder)
+    with in_float64(), torch.no_grad():
         return logits(model, TOKENS)[:, :259]
 
 
@@ -118,9 +142,73 @@ def test_a_model_has_the_logits_of_transformers_and_is_exported(kind, tmp_path):
         import_folder(folder, tmp_path / "b", trainer__init_from=None, data__tokenizer="bytes"), rewritten, torch.bfloat16
     )
     assert json.loads((copy / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    before, after = read_tensors(folder), read_tensors(copy)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     for out in (copy, rewritten):
-        tensors = read_tensors(out)
-        for name, tensor in read_tensors(folder).items():
-            assert torch.equal(tensors[name], tensor), name
         torch.testing.assert_close(exact_logits_of_transformers(out, TOKENS), expected, rtol=0, atol=1e-9)
     assert settings_of(rewritten) == settings_of(folder)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in MODELS])
+def test_a_model_has_the_gradients_of_transformers(kind, tmp_path):
+    folder = write_model(tmp_path / "hf", kind)
+    model, expected = load_model(folder), exact_model(folder)
+    with in_float64():
+        logits(model, TOKENS)[:, :259].square().mean().backward()
+        expected(TOKENS[None]).logits.square().mean().backward()
+    family, found = huggingface.family_of(folder), dict[str, list[torch.Tensor]]()
+    for name, parameter in model.named_parameters():
+        found.setdefault(huggingface.hugging_face_name(name, family), []).append(parameter.grad)
+    for name, parameter in expected.named_parameters():
+        gradient = torch.cat(found.pop(name))[: len(parameter)]
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9 * parameter.grad.abs().max().item())
+    assert not found
+
+
+# One model for each kind of block. Its window is shorter than the sequences of the runs.
+TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4")
+
+
+def run_settings(folder: Path, corpus: str, ranks: int) -> Config:
+    values = {"model": settings_of(folder), "trainer.init_from": str(folder), "trainer.steps": 3, "optim.lr": 3e-3}
+    values |= {"data.split": "train", "data.eval_split": None, "data.eval_fraction": 0.0}
+    values |= {"trainer.eval_every": TrainerConfig.eval_every, "trainer.eval_tokens": TrainerConfig.eval_tokens}
+    return with_settings(job(corpus, 1, ring=ranks), values)
+
+
+def train_all(corpus: str, directory: Path) -> None:
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+    for kind in TRAINED:
+        trainer_module.train(run_settings(directory / kind, corpus, dist.get_world_size()), directory / f"{kind}-run")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Return a directory with a folder for each family in TRAINED, and a run of two ranks that started from it."""
+    directory = tmp_path_factory.mktemp("trained")
+    for kind in TRAINED:
+        (write_model(directory / kind, kind) / "tokenizer.json").unlink()
+    run_ranks(train_all, 2, directory / "store", write_corpus(directory / "corpus"), directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRAINED)
+def test_a_trained_model_generates_the_same_text_in_transformers(kind, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder, out, path = trained / kind, tmp_path / "out", storage.latest(trained / f"{kind}-run" / "checkpoints")
+    export.export(path, out, torch.float32)
+    before, after = read_tensors(folder), read_tensors(out)
+    assert not any(torch.equal(after[name], tensor.float()) for name, tensor in before.items())
+    torch.testing.assert_close(our_logits(out), exact_logits_of_transformers(out, TOKENS), rtol=0, atol=1e-9)
+    prompt = TOKENS.tolist()[:20]
+    with one_rank():
+        run = run_setup.build_for_inference(run_settings(folder, str(trained / "corpus"), 1), path)
+        text = generate(run, prompt, 16, temperature=0.0)
+    model = load_in_transformers(out, torch.float32)
+    # The last two rows of the embedding are not tokens.
+    options = dict(do_sample=False, max_new_tokens=16, suppress_tokens=[257, 258], eos_token_id=256, pad_token_id=256)
+    expected = model.generate(torch.tensor([[256, *prompt]]), **options)[0].tolist()[1:]
+    assert text == expected[: expected.index(256) if 256 in expected else None]
+    assert len(text) > len(prompt)
