@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn import KVCache, Layout
+from ringattn import Layout
+from ringattn.train.inference.layer_cache import new_cache, prefill
 from ringattn.train.inference.token_step import TokenStep
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.settings.config import ModelConfig
@@ -44,7 +45,8 @@ def random_keys(config: ModelConfig, context: int, device: torch.device) -> tupl
 
 def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
     """Return how many bytes are read per token in bf16. Only one row of the embedding is read."""
-    kv = 2 * config.layers * context * config.kv_heads * config.resolved_head_dim
+    rows = sum(min(window or context, context) for window in config.windows)
+    kv = 2 * rows * config.kv_heads * config.resolved_head_dim
     embedding = 0 if config.tie_embeddings else padded_vocabulary(config, 0) * config.dim
     return 2 * (kv + parameters - embedding)
 
@@ -63,11 +65,11 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
         model = GPT(config, 0).to(torch.bfloat16)
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
-    caches = [KVCache(total) for _ in model.blocks]
+    caches = [new_cache(window, total) for window in config.windows]
     k, v = random_keys(config, context, device)
     for cache in caches:
-        # The method `prefill` allocates the memory for the whole capacity of the cache.
-        cache.prefill(k, v, Layout.contiguous(context, 1))
+        # The function `prefill` allocates the memory for the whole capacity of the cache.
+        prefill(cache, k, v, Layout.contiguous(context, 1), None)
     step = TokenStep(model, caches, lambda hidden, head: hidden[0, -1:] @ head.T, "auto")
     if device.type == "cuda":
         step.capture(context)

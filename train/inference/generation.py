@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention
+from ringattn import KVCache, Layout, Mask, ring_attention
+from ringattn.comm.connect import Group
+from ringattn.train.inference.layer_cache import decode, new_cache, places, prefill
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
 from ringattn.train.model.gpt import Attend
 from ringattn.train.reports.wandb_run import WandbRun
@@ -55,9 +57,9 @@ def stream(
 ) -> Iterator[int]:
     """Yield the tokens of a sampled continuation. All ranks call this function together and yield the same tokens.
 
-    The prompt runs through the model once, sharded as in training, and each rank caches the keys and values of its tokens. Then
-    one new token at a time runs through the model on all ranks, and attends to all caches. The last rank samples it. On one
-    GPU, the step of a new token is the replay of a CUDA graph.
+    The prompt runs through the model once, sharded as in training, and `layer_cache` stores its keys and values. Then one new
+    token at a time runs through the model on all ranks, and attends to all caches. The last rank samples it. On one GPU, the
+    step of a new token is the replay of a CUDA graph.
 
     Args:
         run: the run whose model generates the text. Ids beyond the vocabulary of its tokenizer are never sampled. Generation
@@ -74,14 +76,14 @@ def stream(
     layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
     options = dict(layout=layout, group=group, backend=run.config.parallel.kernel)
     options |= dict(precision=run.config.trainer.attention_precision(training=False))
-    caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
-    masks = [Mask.causal(window) for window in model.config.windows]
-    layers = zip(caches, masks, strict=True)
-    attend: list[Attend] = [partial(_attend_with_cache, cache=cache, mask=mask, **options) for cache, mask in layers]
+    windows = model.config.windows
+    caches = [new_cache(window, len(tokens) + num_tokens, rank, ranks) for window in windows]
+    layers = zip(caches, windows, strict=True)
+    attend: list[Attend] = [partial(_attend_to_prompt, cache=cache, window=window, **options) for cache, window in layers]
     inputs, positions = layout.shard(torch.tensor([tokens], device="cpu"), rank), layout.positions(rank)
     logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
     generator = torch.Generator("cpu").manual_seed(seed)
-    step = _captured_step(run, caches) or partial(_eager_step, run, attend)
+    step = _captured_step(run, caches, len(tokens)) or partial(_eager_step, run, caches)
     for i in range(num_tokens):
         if i > 0:
             logits = step(tokens[-1], len(tokens) - 1)
@@ -95,14 +97,20 @@ def stream(
         yield tokens[-1]
 
 
-def _eager_step(run: InferenceRun, attend: list[Attend], token: int, position: int) -> Tensor:
+def _eager_step(run: InferenceRun, caches: list[KVCache], token: int, position: int) -> Tensor:
     """Run one new token through the model on all ranks, and return its logits."""
-    inputs, positions = (torch.tensor(x, device="cpu") for x in ([[token]], [position]))
-    return run.model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
+    inputs, positions = (torch.tensor(x, device="cpu").to(run.device) for x in ([[token]], [position]))
+    options = dict(group=run.mesh.sequence.get_group(), backend=run.config.parallel.kernel)
+    place = places(caches, positions)
+    attend = [
+        partial(decode, cache=cache, window=window, place=place.get(cache.capacity) if cache.ranks == 1 else None, **options)
+        for cache, window in zip(caches, run.model.config.windows, strict=True)
+    ]
+    return run.model(inputs, positions, attend, _last_logits)
 
 
-def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None:
-    """Return the step of a new token as a CUDA graph, or None if this is impossible or the GPU has too little memory."""
+def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> TokenStep | None:
+    """Return the step of tokens from `position` on as a CUDA graph, or None if it is impossible or the memory is too small."""
     if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
         return None
     if run.config.model.experts is not None:
@@ -111,23 +119,16 @@ def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None
     if model is None:
         return None
     step = TokenStep(model, caches, _last_logits, run.config.parallel.kernel)
-    step.capture(caches[0].length)
+    step.capture(position)
     return step
 
 
-def _attend_with_cache(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, precision: str, **options: Any
+def _attend_to_prompt(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, layout: Layout, group: Group, **options: Any
 ) -> Tensor:
-    """Compute the attention of one layer: of the prompt in the first call, and then of one new token per call.
-
-    The first call uses `precision`, and later calls use the dtype of the model. `options` are the process group and the
-    kernels.
-    """
-    if cache.length == 0:
-        cache.prefill(k, v, layout)
-        return cast("Tensor", ring_attention(q, k, v, layout=layout, mask=mask, precision=precision, **options))
-    cache.append(k, v)
-    return decode_attention(q, cache, window=mask.window, **options)
+    """Compute the attention of one layer over the prompt, and store its keys and values. `options` as in `ring_attention`."""
+    prefill(cache, k, v, layout, group)
+    return cast("Tensor", ring_attention(q, k, v, layout=layout, mask=Mask.causal(window), group=group, **options))
 
 
 def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:

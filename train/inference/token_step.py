@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ringattn import KVCache, decode_attention
+from ringattn import KVCache
+from ringattn.train.inference.layer_cache import Place, decode, places
 from ringattn.train.model.gpt import GPT, Finish
 
 # The part of the free memory of a GPU that the copy of the weights may occupy.
@@ -23,7 +24,7 @@ class TokenStep:
 
     Args:
         model: the model, whose parameters are not sharded.
-        caches: one cache per layer, each on one rank, with the tokens of the prompt.
+        caches: one local cache per layer (`layer_cache`), with the tokens of the prompt.
         finish: the function that the model calls for its result.
         backend: the attention kernels, as in `decode_attention`.
     """
@@ -60,21 +61,13 @@ class TokenStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _run(self) -> Tensor:
-        # Layers with the same window use the same bounds, so they are computed once per step.
-        windows = self.model.config.windows
-        bounds = {window: self._bounds(window) for window in windows}
-        attend = [partial(self._attend, cache=x, bounds=bounds[w]) for x, w in zip(self.caches, windows, strict=True)]
+        # Caches with the same number of rows share the place of a token, so it is computed once per step.
+        place = places(self.caches, self.position)
+        attend = [partial(self._attend, cache=cache, place=place[cache.capacity]) for cache in self.caches]
         return self.model(self.token, self.position, attend, self.finish)
 
-    def _bounds(self, window: int | None) -> tuple[Tensor, Tensor]:
-        hi = (self.position + 1).int()[None]
-        # A window may exceed int32.
-        lo = torch.zeros_like(hi) if window is None else (hi - min(window, self.caches[0].capacity)).clamp(min=0)
-        return lo, hi
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, bounds: tuple[Tensor, Tensor]) -> Tensor:
-        cache.append(k, v, rows=self.position)
-        return decode_attention(q, cache, bounds=bounds, backend=self.backend)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, place: Place) -> Tensor:
+        return decode(q, k, v, cache, None, place, None, self.backend)
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype) -> GPT | None:

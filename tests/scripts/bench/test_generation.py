@@ -17,9 +17,9 @@ def test_ringattn_appends_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     attend = generation.TokenStep._attend
 
-    def record(step, q, k, v, cache, bounds):
-        lengths.append(int(bounds[1]))
-        return attend(step, q, k, v, cache, bounds)
+    def record(step, q, k, v, cache, place):
+        lengths.append(int(place.bounds[1]))
+        return attend(step, q, k, v, cache, place)
 
     monkeypatch.setattr(generation.TokenStep, "_attend", record)
     speed = generation.time_ringattn(CONFIG, 32, 3, CPU)

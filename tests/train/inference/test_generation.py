@@ -18,11 +18,14 @@ from tests.train.plain import plain_attention
 EOS = VOCAB - 1
 PROMPTS = ([], [7], list(range(30)))
 NUM_TOKENS = 20
+# With four ranks and the longest prompt, the longer window takes more rows than a shard, so its cache is sharded.
+KINDS = {"full": {}, "window": dict(window=6), "long window": dict(window=17)}
+KINDS |= {"mixed": dict(window=6, layer_types=["sliding", "full-nope"])}
 
 
-def random_model(window: int | None) -> GPT:
+def random_model(**settings) -> GPT:
     """A model whose next token depends on the earlier ones. With small weights, it would repeat one token."""
-    model = build(window=window, tie_embeddings=False)
+    model = build(tie_embeddings=False, **settings)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
@@ -31,7 +34,7 @@ def random_model(window: int | None) -> GPT:
 
 def generate_without_cache(model: GPT, prompt: list[int], num_tokens: int, eos: int = EOS, bos: int | None = None) -> list[int]:
     """The prompt and the most likely tokens up to `eos`, computed with PyTorch's attention over the whole sequence."""
-    attend = plain_attention(Mask.causal(model.config.window))
+    attend = [plain_attention(Mask.causal(window)) for window in model.config.windows]
     tokens = [eos if bos is None else bos, *prompt]
     for _ in range(num_tokens):
         logits = model(torch.tensor([tokens]), torch.arange(len(tokens)), attend, lambda hidden, head: head @ hidden[0, -1])
@@ -60,30 +63,31 @@ def generate_on_ranks(model: GPT, prompt: list[int], eos: int = EOS, bos: int | 
 
 def check_tokens(expected: dict, early: tuple[int, list[int]], path: Path) -> None:
     """On every rank: compare the most likely tokens with the expected ones. Rank 0 also saves tokens that are sampled."""
-    assert generate_on_ranks(random_model(None), PROMPTS[1], eos=early[0], temperature=0.0) == early[1]
-    with_bos = generate_without_cache(random_model(None), PROMPTS[1], NUM_TOKENS, bos=3)
-    assert generate_on_ranks(random_model(None), PROMPTS[1], bos=3, temperature=0.0) == with_bos
-    for (window, i), tokens in expected.items():
-        assert generate_on_ranks(random_model(window), PROMPTS[i], temperature=0.0) == tokens
-    sampled = generate_on_ranks(random_model(None), [1, 2, 3], temperature=1.0, seed=5)
+    assert generate_on_ranks(random_model(), PROMPTS[1], eos=early[0], temperature=0.0) == early[1]
+    with_bos = generate_without_cache(random_model(), PROMPTS[1], NUM_TOKENS, bos=3)
+    assert generate_on_ranks(random_model(), PROMPTS[1], bos=3, temperature=0.0) == with_bos
+    for (kind, i), tokens in expected.items():
+        assert generate_on_ranks(random_model(**KINDS[kind]), PROMPTS[i], temperature=0.0) == tokens
+    sampled = generate_on_ranks(random_model(), [1, 2, 3], temperature=1.0, seed=5)
     if dist.get_rank() == 0:
         torch.save(sampled, path / f"{dist.get_world_size()}.pt")
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict:
-    """The expected tokens, by the window of the model and the number of the prompt."""
+    """The expected tokens, by the kind of the model and the number of the prompt."""
     return {
-        (window, i): generate_without_cache(random_model(window), prompt, NUM_TOKENS)
-        for window in (None, 6)
+        (kind, i): generate_without_cache(random_model(**KINDS[kind]), prompt, NUM_TOKENS)
+        for kind in KINDS
         for i, prompt in enumerate(PROMPTS)
+        if i == 2 or kind in ("full", "window")
     }
 
 
 @pytest.fixture(scope="module")
 def early() -> tuple[int, list[int]]:
     """A token for `eos` that the model generates before the limit, and the tokens up to there."""
-    texts = ((eos, generate_without_cache(random_model(None), PROMPTS[1], NUM_TOKENS, eos)) for eos in range(VOCAB))
+    texts = ((eos, generate_without_cache(random_model(), PROMPTS[1], NUM_TOKENS, eos)) for eos in range(VOCAB))
     return next((eos, tokens) for eos, tokens in texts if 3 < len(tokens) < NUM_TOKENS)
 
 
@@ -124,11 +128,11 @@ def check_eager() -> None:
         compiled.append(graph)
         return graph
 
-    model = random_model(None)
+    model = random_model()
     for block in model.blocks:
         block.before = torch.compile(block.before, backend=compiler)
     tokens = generate_on_ranks(model, PROMPTS[1], temperature=0.0)
-    assert tokens == generate_on_ranks(random_model(None), PROMPTS[1], temperature=0.0)
+    assert tokens == generate_on_ranks(random_model(), PROMPTS[1], temperature=0.0)
     assert not compiled
     # Outside of `generate`, the model is compiled.
     model(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), plain_attention(Mask.causal()), lambda hidden, _: hidden)
@@ -138,7 +142,7 @@ def check_eager() -> None:
 def test_expected_tokens_vary(expected: dict) -> None:
     """If the model repeated one token, the comparison above would not notice errors in the caches."""
     assert all(len(set(tokens[-NUM_TOKENS:])) > 3 for tokens in expected.values())
-    assert expected[None, 2] != expected[6, 2]
+    assert len({tuple(expected[kind, 2]) for kind in KINDS}) == len(KINDS)
 
 
 # The probabilities are exact in fp32. Sorted, they sum to 1/2, 3/4, 7/8 and 1.

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ringattn import KVCache, Layout, Mask, ring_attention
+from ringattn.train.inference import layer_cache
+from ringattn.train.inference.layer_cache import new_cache
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
 from ringattn.train.model.gpt import GPT
 from tests.train.inference.test_generation import random_model
@@ -15,6 +17,8 @@ from tests.train.plain import plain_attention
 
 TOKENS = [5, 1, 7, 7, 3, 0, 2, 9, 4]
 PROMPT = 4
+KINDS = {"full": {}, "window": dict(window=3), "long window": dict(window=6)}
+KINDS |= {"mixed": dict(window=3, layer_types=["sliding", "full-nope"])}
 
 
 def last_logits(hidden: Tensor, head: Tensor) -> Tensor:
@@ -23,27 +27,28 @@ def last_logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 def prefill(model: GPT, device: torch.device | str) -> list[KVCache]:
     """The caches of all layers after the prompt."""
-    caches, layout = [KVCache(len(TOKENS)) for _ in model.blocks], Layout.contiguous(PROMPT, 1)
+    windows, layout = model.config.windows, Layout.contiguous(PROMPT, 1)
+    caches = [new_cache(window, len(TOKENS)) for window in windows]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
-        cache.prefill(k, v, layout)
-        return ring_attention(q, k, v, layout=layout, mask=Mask.causal(model.config.window))
+    def attend(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None) -> Tensor:
+        layer_cache.prefill(cache, k, v, layout, None)
+        return ring_attention(q, k, v, layout=layout, mask=Mask.causal(window))
 
-    tokens = torch.tensor([TOKENS[:PROMPT]], device=device)
-    model(tokens, torch.arange(PROMPT, device=device), [partial(attend, cache=cache) for cache in caches], last_logits)
+    layers = [partial(attend, cache=cache, window=window) for cache, window in zip(caches, windows, strict=True)]
+    model(torch.tensor([TOKENS[:PROMPT]], device=device), torch.arange(PROMPT, device=device), layers, last_logits)
     return caches
 
 
 def expected_logits(model: GPT, length: int) -> Tensor:
     """The logits after `length` tokens, from PyTorch's attention over the whole sequence."""
-    attend = plain_attention(Mask.causal(model.config.window))
+    attend = [plain_attention(Mask.causal(window)) for window in model.config.windows]
     return model(torch.tensor([TOKENS[:length]]), torch.arange(length), attend, last_logits)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", [None, 3])
-def test_each_step_equals_the_model_without_a_cache(window: int | None) -> None:
-    model = random_model(window)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_step_equals_the_model_without_a_cache(kind: str) -> None:
+    model = random_model(**KINDS[kind])
     step = TokenStep(copy_for_one_rank(model, torch.float32), prefill(model, "cpu"), last_logits, "auto")
     for position in range(PROMPT, len(TOKENS)):
         logits = step(TOKENS[position], position)
@@ -52,10 +57,10 @@ def test_each_step_equals_the_model_without_a_cache(window: int | None) -> None:
 
 @torch.no_grad()
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_replayed_step_equals_the_model_without_a_cache(window: int | None) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replayed_step_equals_the_model_without_a_cache(kind: str) -> None:
     """One graph generates all tokens."""
-    model = random_model(window)
+    model = random_model(**KINDS[kind])
     expected = [expected_logits(model, n) for n in range(PROMPT + 1, len(TOKENS) + 1)]
     model = model.cuda()
     step = TokenStep(copy_for_one_rank(model, torch.float32), prefill(model, "cuda"), last_logits, "auto")

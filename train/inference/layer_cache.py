@@ -1,0 +1,69 @@
+"""The keys and values that the layers of a model need in generation.
+
+A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a window needs only its newest
+keys. If they take fewer rows than a shard of all keys, every rank stores all of them, and decoding sends no messages.
+
+In such a local cache with R rows, the token at position p is in row p % R, in place of a token that has left the window. The
+order of the rows does not matter, because keys are rotated by their positions before they are stored. On one rank, all caches
+are local.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import KVCache, Layout, decode_attention
+from ringattn.comm.connect import Group, rank_and_size
+
+
+class Place(NamedTuple):
+    """Where a local cache stores the token at one position, and what the token attends to."""
+
+    rows: Tensor  # int64 (1,)
+    bounds: tuple[Tensor, Tensor]  # (lo, hi), as in `decode_attention`
+
+
+def new_cache(window: int | None, num_tokens: int, rank: int = 0, ranks: int = 1) -> KVCache:
+    """Return an empty cache of a layer for at most `num_tokens` tokens: a local one if it needs fewer rows."""
+    rows = min(window or num_tokens, num_tokens)
+    return KVCache(rows) if rows <= -(-num_tokens // ranks) else KVCache(num_tokens, rank, ranks)
+
+
+def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group | None) -> None:
+    """Store a prompt, of which `k` and `v` (B, N, Hkv, D) are this rank's tokens. All ranks call this function together."""
+    if cache.ranks == layout.ranks and layout.seq_len <= cache.capacity:
+        cache.prefill(k, v, layout)
+        return
+    rank, _ = rank_and_size(group)
+    positions, size = layout.positions(rank), cache.capacity
+    kept = (positions >= layout.seq_len - size).nonzero()[:, 0]
+    rows, kept = (positions[kept] % size).to(k.device), kept.to(k.device)
+    k, v = (x.new_zeros(x.shape[0], size, *x.shape[2:]).index_copy_(1, rows, x[:, kept]) for x in (k, v))
+    if layout.ranks > 1:
+        # Every row is zero on all ranks but one, so the sum is exact.
+        for x in (k, v):
+            dist.all_reduce(x, group=group)
+    cache.prefill(k, v, Layout.contiguous(size, 1))
+
+
+def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
+    """Return where the local caches store the token at `position`, int64 (1,) on their device, by their numbers of rows."""
+    found = {}
+    for size in {cache.capacity for cache in caches if cache.ranks == 1}:
+        hi = (position + 1).clamp(max=size).int()[None]
+        found[size] = Place(position % size, (torch.zeros_like(hi), hi))
+    return found
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, place: Place | None, group: Group | None, backend: str
+) -> Tensor:
+    """Store the keys and values of one token, and compute its attention. `place` is None for a sharded cache."""
+    if place is None:
+        cache.append(k, v)
+        return decode_attention(q, cache, window=window, group=group, backend=backend)
+    cache.append(k, v, rows=place.rows)
+    return decode_attention(q, cache, bounds=place.bounds, backend=backend)
