@@ -52,7 +52,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class TrainingResources(Resources):
-    """Further parts of a training run."""
+    """The further parts that only a training run needs."""
 
     data: Sequences
     memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
@@ -73,7 +73,7 @@ class InferenceRun(Resources):
         return _num_parameters(self.model)
 
     def plot_title(self, name: str, tokens: str) -> str:
-        """Return the title of a plot. `tokens` states a number of tokens."""
+        """Return the title of a plot. `tokens` is a text such as "1,000 tokens"."""
         ranks = dist.get_world_size()
         return f"{name}: {self.num_parameters:,} parameters, {tokens}, {ranks} rank{'s' if ranks > 1 else ''}"
 
@@ -88,7 +88,7 @@ class Run(InferenceRun, TrainingResources):
     parent: str | None  # the checkpoint of another run from which this run branched
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
-    # Contains the latest result of `step.prepare_step`, under the number of sequences that earlier steps consume.
+    # The latest result of `step.prepare_step`. The key is the number of sequences that earlier steps consume.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -106,7 +106,7 @@ class Run(InferenceRun, TrainingResources):
 
 
 def find_resources(config: Config, init_from: Path | None = None) -> TrainingResources:
-    """Check the settings against the machine, choose what they leave open, and load the data.
+    """Check the settings against the machine, choose all settings that the user leaves open, and load the data.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
@@ -131,8 +131,8 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         memory.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
-    # Each call of `load` lets the other ranks wait for rank 0, so rank 0 must report an error of the first call before the
-    # second.
+    # In each call of `load`, the other ranks wait for rank 0. Rank 0 must therefore report an error of the first call before
+    # the second call.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
@@ -258,13 +258,13 @@ def choose_device(config: Config, training: bool = False) -> tuple[torch.device,
     """
     device = pick_device(config.trainer.device)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-    # A run evaluates its model, so these kernels must be available in training as well.
+    # A training run also evaluates its model, so it needs the kernels for evaluation as well.
     inference_kernel = choose_backend(config, device, bf16)
     return device, bf16, choose_backend(config, device, bf16, training=True) if training else inference_kernel
 
 
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
-    """Build the mesh of all ranks, and choose what its settings leave open."""
+    """Build the mesh of all ranks, and choose the settings of the mesh that the user leaves open."""
     if config.parallel.mesh == "fastest" and config.parallel.ring is None:
         raise ConfigError("parallel.mesh=fastest is only for training: set parallel.ring and parallel.ulysses instead")
     sequence = config.parallel.ring or dist.get_world_size()
@@ -313,7 +313,7 @@ def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> backends.Choice:
-    """Return the attention kernels of training steps, or those of evaluation and generation, and the reason for them.
+    """Return the attention kernels for training steps, or for evaluation and generation, and the reason for the choice.
 
     Raises:
         ConfigError: the kernels do not support the device, the precision or the head dim.
@@ -335,7 +335,7 @@ def uses_compile(config: Config, device: torch.device) -> bool:
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
     """Return the number of ranks per all-to-all for which the cost model on rank 0 predicts the shortest time.
 
-    `sequence` ranks share a sequence. Documents are ignored, because they differ from step to step.
+    `sequence` is the number of ranks that share a sequence. Documents are ignored, because they differ from step to step.
     """
     model = config.model
     # The cost model reads only shapes and dtypes.
@@ -362,7 +362,7 @@ def _num_parameters(model: GPT) -> int:
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free what an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
+    """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
     gc.unfreeze()
     connect.free_messages()
     free_plans()

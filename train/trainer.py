@@ -84,7 +84,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 
 
 def resolve(config: Config) -> Config:
-    """Check the settings on all ranks, without the data and the weights. Return them, completed by derived settings."""
+    """Check the settings on all ranks, without the data and the weights. Return the settings with all derived values."""
     if config.parallel.mesh == "fastest":
         config = choose_fastest_mesh(config)
     with sync_errors():
@@ -94,7 +94,7 @@ def resolve(config: Config) -> Config:
 
 
 def check_job(config: Config, directory: Path) -> None:
-    """Check a job of a sweep before any job starts: settings, data and memory. Ranks and errors as in `train`."""
+    """Check the settings, the data and the memory of a job before any job of the sweep starts. Raise the errors of `train`."""
     config = resolve(config)
     set_deterministic(config.trainer.deterministic)
     is_new = storage.latest(directory / "checkpoints") is None
@@ -104,8 +104,8 @@ def check_job(config: Config, directory: Path) -> None:
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run that has no steps left.
 
-    If the run ended after its last step and before it wrote its summary, run the evaluation if it is missing, and write the
-    summary. `facts` is the result of `run_facts`.
+    If the run was killed after its last step and before it wrote its summary, run the evaluation if its result is missing, and
+    write the summary. `facts` is the result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
         write_sample(run, directory)
@@ -191,7 +191,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if step == done + 1:
                 log.info(f"{'start-up':<12}{startup.describe()}")
                 wandb_run.add_facts(communication_facts(run))
-            # The step is saved first, so that a kill during the evaluation does not lose it.
+            # The step is saved first, so that a kill during the evaluation does not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder)
@@ -203,7 +203,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 except preemption.StoppedEarly:
                     stop = True
             if step < trainer.steps and (is_saved or evaluates) and not stop:
-                # Without this check, a request during the save or the evaluation would allow another step.
+                # Without this check, the run would take another step after a request during the save or the evaluation.
                 stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
                 if not is_saved:
@@ -248,7 +248,7 @@ def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -
 
 
 def timed_evaluation(run: Run) -> dict[str, float]:
-    """Return the losses of `evaluate`, for recall also its accuracies, and the seconds as `evaluation_s`.
+    """Return the losses of `evaluate`, the accuracies if the task is recall, and the seconds as `evaluation_s`.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
@@ -287,7 +287,7 @@ def check_space(run: Run, directory: Path, done: int) -> None:
 
 
 def keep_settings(config: Config, directory: Path, checkpoint: Path) -> Config:
-    """Return the settings with those that a run keeps if it resumes from `checkpoint`. Errors as in `resume`."""
+    """Return the settings of a run that resumes from `checkpoint`, and that keeps some settings of the checkpoint."""
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
         return resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, config)

@@ -1,4 +1,4 @@
-"""Attention and masks as transformers calls them. Importing this module registers both as attn_implementation="ring"."""
+"""Define attention and masks for transformers. Importing this module registers both as attn_implementation="ring"."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def attend(
     ring_batch: RingBatch | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it in every layer. Tensors are (B, H, N, D), where N counts the tokens of this rank."""
+    """Compute attention when transformers calls it in a layer. Tensors are (B, H, N, D), with this rank's N tokens."""
     name = type(module).__name__
     if not getattr(module, "is_on_ring", False):
         raise ValueError(f"{name} uses attention on a ring, but the model was not checked: call put_on_ring(model, mesh)")
@@ -77,7 +77,7 @@ def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None 
 
 
 def _captured(function: Callable[..., Any]) -> Iterator[object]:
-    """Yield everything that a function and the functions that it calls have captured."""
+    """Yield all values that a function has captured, and those that the functions it calls have captured."""
     for cell in function.__closure__ or ():
         values = cell.cell_contents if isinstance(cell.cell_contents, (tuple, list)) else [cell.cell_contents]
         for value in values:

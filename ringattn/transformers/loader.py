@@ -1,4 +1,4 @@
-"""Data loaders of accelerate in which the ranks that share a sequence receive the same batches."""
+"""Prepare data loaders of accelerate such that the ranks that share a sequence receive the same batches."""
 
 from collections.abc import Iterator
 from typing import Any

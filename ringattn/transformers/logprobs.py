@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, computed on the shards and in chunks, because all logits would need too much memory."""
+"""Compute log-probabilities of tokens on the shards and in chunks, because all logits would need too much memory."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.
         batch: as for `shard_batch`. Without labels, every token is a label, except the first token of each document.
-        chunk: the number of tokens whose logits exist at the same time. By default, they have about 2**26 logits.
+        chunk: the number of tokens whose logits exist at the same time. By default, a chunk has about 2**26 logits.
 
     Returns:
         (B, S) in fp32, or in fp64 for fp64 models: log p(token t + 1 | tokens up to t), and 0 for tokens without a label.
@@ -53,7 +53,7 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
 
 @contextmanager
 def _replaced_head(head: nn.Module, labels: Tensor, chunk: int) -> Generator[list[Tensor]]:
-    """Let the output layer return log-probabilities (B, N, 1) instead of logits (B, N, V), and collect what it returns.
+    """Let the output layer return log-probabilities (B, N, 1) instead of logits (B, N, V), and collect its results.
 
     The output layer is called inside the model, because FSDP gathers its parameters only there.
     """
