@@ -1,11 +1,11 @@
-"""Train a model of Hugging Face's transformers with FlexAttention on one GPU, as a baseline for `scripts.bench.training`.
+"""Train a model of Hugging Face transformers with FlexAttention on one GPU, as a baseline for `scripts.bench.training`.
 
     torchrun --nproc_per_node=1 -m scripts.bench.transformers_training --model gemma-3-4b --seq-len 65536 --output outputs/flex
 
-The model has the settings of a file in configs/model and random weights. The script gives the baseline three advantages over
-`train/run.py`: weights and the state of AdamW are bf16, the loss is computed in chunks like ours, and every layer is compiled.
-Every layer is recomputed in the backward pass, because the activations of long sequences do not fit into memory. The script
-trains on random tokens, and writes summary.json in the format of `train/run.py`.
+The model has the settings of a file in configs/model and random weights. Three choices favour this baseline over
+`train/run.py`: the weights and the state of AdamW are bf16, the loss is computed in chunks as in ringattn, and every layer is
+compiled. Every layer is recomputed in the backward pass, because the activations of long sequences do not fit into memory. The
+script trains on random tokens, and writes summary.json in the format of `train/run.py`.
 """
 
 import json
@@ -30,7 +30,7 @@ from scripts.bench.stock_training import load_model_config
 
 
 def build(config: ModelConfig, seq_len: int) -> Any:
-    """Return the model of transformers with these settings, on the GPU."""
+    """Create the model of transformers with these settings on the GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     entries = config_json(config, config.vocab_size or 256, seq_len, {"bos_token_id": 0, "eos_token_id": 0}, torch.bfloat16)
@@ -67,7 +67,7 @@ def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -
 
 
 def summarise(config: ModelConfig, seq_len: int, seconds: float, device: torch.device) -> dict[str, float | None]:
-    """Return the figures of a step that takes `seconds`. FLOPs are counted as in `train/run.py`."""
+    """Return the rates of a step that takes `seconds`. FLOPs are counted in the same way as in `train/run.py`."""
     with torch.device("meta"):
         model = GPT(config, config.vocab_size or 256)
     pairs = sum(sum(Mask.causal(window).pairs(seq_len)) for window in config.windows)
