@@ -250,11 +250,11 @@ def forward_fp8(
 
     Args:
         q, k, v: the queries and keys must be rotated with the same matrix.
-        intervals, scale, state, final, backend, shares_sms: as for `forward`. The backend "hopper" requires the kernel that
+        intervals, scale, state, final, backend, shares_sms: as for `forward`, except that "hopper" requires the kernel that
             reads FP8 inputs.
         dtype: the dtype of `out`, and of the inputs before they were rounded.
-        reads_fp8: whether to use the kernel that reads FP8 inputs if it is available. All other kernels read inputs that are
-            converted to bf16, fp32 or fp64.
+        reads_fp8: whether to use the kernel that reads FP8 inputs if it is available, instead of converting the inputs to bf16,
+            fp32 or fp64.
 
     Raises:
         ValueError: as for `forward`.
@@ -449,8 +449,8 @@ class IncrementalBackward:
     dq is accumulated in the dtype of states and rounded only once.
 
     Args:
-        v: the values of any block. Only their head dim is used, and whether there are any values.
-        q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. The lse must cover the keys of all
+        v: the values of any block, of which only the head dim is used, and whether there are any.
+        q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`, but with an lse over the keys of all
             blocks.
         plain: whether no block has dropout, as the Hopper kernels require.
     """

@@ -127,7 +127,7 @@ class Intervals:
 
         Args:
             rows, step: the maximal number of rows per tile, and the number of columns per step.
-            split_documents: whether tiles end where long documents end. If False, tile i starts at row i * rows.
+            split_documents: whether tiles end where long documents end, instead of at multiples of `rows`.
             aligned: whether begin is rounded down to a multiple of `step`.
 
         Returns:
@@ -184,13 +184,13 @@ class Intervals:
         """Assign the tiles of all heads to programs with `tile_scheduler.assign_work_tiles`.
 
         Args:
-            rows, step, aligned: as for `tiles`. In the backward, `aligned` is always true.
+            rows, step, aligned: as for `tiles`, except that loops of the backward are always aligned.
             batch, heads: the number of batch entries, and the number of heads per entry.
-            num_head_groups: the number of groups into which the heads are divided. The groups are processed one after another,
-                so that the operands of a group stay in the L2 cache.
+            num_head_groups: the number of groups of heads, which are processed one after another, so that the operands of a
+                group stay in the L2 cache.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: None in the forward. In the backward, the number of query heads per key head. A work tile repeats its steps
-                for each of these query heads.
+            group: None in the forward, and in the backward the number of query heads per key head, for each of which a work
+                tile repeats its steps.
 
         Returns:
             int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.

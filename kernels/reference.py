@@ -80,7 +80,7 @@ def merge_states(
     """Merge partial states into `base` (m, l, o), in place.
 
     Args:
-        parts: pairs (first, state). A state of n tokens is merged into the tokens [first, first + n) of `base`.
+        parts: pairs (first, state), where a state of n tokens is merged into the tokens [first, first + n) of `base`.
         dtype: None to return `base`, or the dtype of `out` to return (out, lse) from `finalize`.
     """
     for first, part in parts:
@@ -144,9 +144,8 @@ def forward(
         q: (B, Nq, Hq, D), with any strides.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype.
         intervals: for every query, the range [lo, hi) of keys that it may attend to.
-        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
-        state: (m, l, o) of the queries over earlier keys. A kernel may overwrite these tensors with the result. None means
-            the empty state.
+        scale: a positive factor by which the scores are multiplied before the softmax, usually D ** -0.5.
+        state: (m, l, o) of the queries over earlier keys, or None for the empty state; a kernel may overwrite these tensors.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         dropout, blocks, precision: see the docstring of this module.
 
@@ -179,12 +178,12 @@ def decode(
     Args:
         q, scale: as for `forward`.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
-        lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]), limited to [0,
-            Nk). Neither bound may decrease from one query to the next.
+        lo, hi: int32 (1 or B, Nq), on q's device, the bounds of the keys [lo[i], hi[i]) that query i of a batch entry attends
+            to, limited to [0, Nk); neither bound may decrease from one query to the next.
         final: whether to return the output instead of the state.
-        sinks: int32 (1 or B,) or None, the number of attention sinks (Xiao et al. 2023). Query i also attends to the first
-            `sinks` keys, except for keys from hi[i] on.
-        page_table: int32 (B, pages) or None. With a page table, k and v are (pages, page size, Hkv, D) and (pages, page size,
+        sinks: int32 (1 or B,) or None, the number of attention sinks (Xiao et al. 2023), which are first keys that query i also
+            attends to if they come before hi[i].
+        page_table: int32 (B, pages) or None; with a page table, k and v are (pages, page size, Hkv, D) and (pages, page size,
             Hkv, Dv), and row i of entry b is row i % page_size of page page_table[b, i // page_size].
         forward: the function that computes attention under intervals.
 
@@ -236,9 +235,9 @@ def backward(
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq), computed by `row_delta`.
-        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added. If an accumulator is None,
-            a new contiguous tensor is returned.
-        grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
+        dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added, or None for new contiguous
+            tensors.
+        grad_dtype: the dtype of new gradients, which is q's dtype (or None) or the dtype of states.
     """
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))

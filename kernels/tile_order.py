@@ -115,7 +115,7 @@ def _order_chains(
     """Order the tiles of a head in one direction. Each tile loops over the query tiles [begin, stop).
 
     Returns:
-        rank: (B, T), the place of each tile in the order. Empty tiles come last.
+        rank: (B, T), the place of each tile in the order, with empty tiles last.
         columns: (B, T, 3): the first query tile, the index of the predecessor in `tiles`, and the steps before the first query
             tile that the predecessor also visits.
     """

@@ -149,8 +149,8 @@ WIDE_TILES = {
 def configure(
     dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False
 ) -> NarrowConfig | WideConfig:
-    """Return the constants for the head dims (D, Dv) and the heads (Hq, Hkv). `add` states which of dq, dk and dv are
-    accumulators.
+    """Return the constants for the head dims (D, Dv) and the heads (Hq, Hkv). The argument `add` states which of dq, dk and dv
+    are accumulators.
     """
     group = heads[0] // heads[1]
     if max(dims) > NARROW_DIM:

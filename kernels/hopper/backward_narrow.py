@@ -134,8 +134,8 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the previous step, which used the other stage. `stage` and `phase` are of this
-    step.
+    """Wait until both consumers have finished the previous step, which used the other stage. The arguments `stage` and `phase`
+    belong to this step.
     """
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
@@ -229,7 +229,7 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until TMA has read the previous dQ of this consumer. `stage` belongs to the current step."""
+    """Wait until TMA has read the previous dQ of this consumer. The argument `stage` belongs to the current step."""
     if CONFIG.deterministic:
         # A consumer sends one dQ per step, so the phase changes with the stage.
         mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)

@@ -160,7 +160,7 @@ class Fp8Config(ForwardConfig):
 
     Args:
         part_columns: the number of columns of one product P V.
-        overlap: whether the softmax of a step overlaps with P V of the previous step. With overlap, O has one part.
+        overlap: whether the softmax of a step overlaps with P V of the previous step, so that O has one part.
         stages: the number of stages, each with a tile of K and a tile of V.
     """
 

@@ -137,9 +137,8 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
     """Launch a kernel of the forward or the backward with one program for each tile of each head.
 
     Args:
-        inputs: q, k and v, and in the backward also dout and the result of `_interleave`. The first four must come from
-            `as_addressable`.
-        intervals: the intervals of the queries. The function transposes them for "key_gradient".
+        inputs: q, k and v, and in the backward also dout, all from `as_addressable`, followed by the result of `_interleave`.
+        intervals: the intervals of the queries, which are transposed here for "key_gradient".
         results: the tensors that the kernel reads or writes as results, each contiguous or None.
         constants: the constexpr arguments other than CONFIG.
     """

@@ -401,13 +401,13 @@ def _attend_kernel(
     Args:
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are
             their first three strides in units of CONFIG.stride_unit.
-        page_table: int32 (B, table_stride) or None. Each page contains CONFIG.page_tiles tiles.
+        page_table: int32 (B, table_stride) or None, for pages of CONFIG.page_tiles tiles.
         lo, hi, sinks: see `reference.decode`. bound_stride is 0 or Nq, and sink_stride 0 or 1.
-        parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,). The rows are ordered by part, key
+        parts: fp32: o (num_part_rows, Dv), followed by m (log2 units) and l (num_part_rows,), with rows ordered by part, key
             head and query row.
-        counters: int32 (B * Hkv * tiles of rows,), zeros before and after the launch. If None, `_merge_kernel` merges the
-            parts, and m, l, o and lse must be None.
-        m, l: the merged state is stored here. If m and l are None, o / l is stored in `o`.
+        counters: int32 (B * Hkv * tiles of rows,), zeros before and after the launch, or None if `_merge_kernel` merges the
+            parts, in which case m, l, o and lse must be None.
+        m, l: the results, or None to store o / l in `o` instead of the state.
     """
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)

@@ -24,10 +24,9 @@ def launch(
     with a short key instead. The function calls no launch hooks and does not detect tensors on another device.
 
     Args:
-        operands: tensors, TMA descriptors and None, with at least one tensor. Launches with the same constants must have
-            descriptors with the same block shapes.
-        numbers: integers below 2**31 and floats. The types of the numbers must never change, and the kernel must not specialize
-            the numbers.
+        operands: tensors, TMA descriptors and None, with at least one tensor; the constants must determine the block shapes of
+            the descriptors.
+        numbers: integers below 2**31 and floats, whose types never change, and which the kernel must not specialize.
         cooperative: whether the GPU must run all programs at the same time.
     """
     key, arguments = [id(kernel), cooperative, *constants.values()], []

@@ -76,7 +76,7 @@ def predicted_loads(intervals: Intervals, heads: int, head_dim: int, tile: TileS
     """Predict the bytes that the tiles load in the forward pass and in the backward pass, for fp32 inputs.
 
     Args:
-        intervals: the mask. B is 1, and there are as many key heads as query heads.
+        intervals: the mask, with B = 1 and as many key heads as query heads.
         heads: the number of heads.
         head_dim: the head dim of q, k and v.
         tile: the size of a tile.

@@ -28,7 +28,7 @@ def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
 
     Args:
         doc: the docstring of the lab, which becomes the help text.
-        name: the name of the lab. The picture is written to outputs/labs/<name>.png by default.
+        name: the name of the lab, whose picture is written to outputs/labs/<name>.png by default.
     """
     parser = command.new_parser(doc)
     device = "cuda" if torch.cuda.is_available() else "cpu"

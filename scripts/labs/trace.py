@@ -48,7 +48,7 @@ class Problem(NamedTuple):
 
         Args:
             scores: the scores of the keys.
-            values: the value of each key. None means 1, 2, 3, ...
+            values: the value of each key, or None for 1, 2, 3, ...
 
         Raises:
             ValueError: there are no scores or too many scores, a number is infinite or NaN, or the number of values is not the

@@ -68,7 +68,7 @@ def forward_loads(
     Every tile of queries loads its queries once, and the keys and values of its loop once.
 
     Args:
-        intervals: the mask. B is 1, and there are as many key heads as query heads.
+        intervals: the mask, with B = 1 and as many key heads as query heads.
         heads: the number of heads.
         head_dim: the head dim of q, k and v.
         tile_queries: the number of queries of a tile.
