@@ -13,12 +13,13 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import runpy
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import torch.multiprocessing as mp
 
 from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.comm.watchdog import TIMEOUT as HOP_TIMEOUT
+from scripts.command import rank_variables, serve_store
 
 # The server imports these modules before it forks the first rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -148,6 +150,26 @@ def _connect(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     raise RuntimeError("the ranks could not be connected; stderr contains the reasons")
+
+
+def run_script(script: Path, ranks: int, directory: Path) -> str:
+    """Run a script as torchrun does, on forked ranks, and return what all ranks have written to stdout.
+
+    The arguments and the exceptions are those of `run_ranks`.
+    """
+    store = serve_store()
+    run_ranks(_run_script, ranks, directory, script, [rank_variables(store, rank, ranks) for rank in range(ranks)], directory)
+    return "".join(path.read_text() for path in sorted(directory.glob("rank_*.out")))
+
+
+def _run_script(script: Path, variables: list[dict[str, str]], directory: Path) -> None:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ |= variables[rank]
+    sys.argv = [str(script)]
+    with open(directory / f"rank_{rank}.out", "w") as output, redirect_stdout(output):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)
 
 
 class RankPool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.command import child_environment, torchrun
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, run_script
 from tests.ringattn.transformers.small_models import (
     all_processes,
     new_model,
@@ -58,24 +58,21 @@ def test_examples_run(name: str) -> None:
     exec(EXAMPLES[name], {})
 
 
-def run_with_torchrun(name: str, ranks: int, directory: Path, **variables: str) -> str:
-    """Run an example as a script on several ranks, and return what it printed."""
-    script = directory / "example.py"
-    script.write_text(EXAMPLES[name])
-    launched = subprocess.run(
-        torchrun(ranks, str(script)), env=child_environment(**variables), capture_output=True, text=True, timeout=200
-    )
-    assert launched.returncode == 0, launched.stderr
-    return launched.stdout
-
-
-def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path) -> None:
-    run_with_torchrun("README.md-0", 2, tmp_path, CUDA_VISIBLE_DEVICES="")
+def test_the_example_of_the_readme_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "ring.py"
+    script.write_text(EXAMPLES["README.md-0"])
+    run_script(script, 2, tmp_path / "ranks")
 
 
 @pytest.mark.gpu
 def test_the_example_of_several_ranks_on_one_gpu(tmp_path: Path) -> None:
-    printed = run_with_torchrun("docs/how-to/several-ranks-on-one-gpu.md-0", 2, tmp_path, RINGATTN_SHARE_GPUS="1")
+    """torchrun starts the example, as the page says."""
+    script, environment = tmp_path / "example.py", child_environment(RINGATTN_SHARE_GPUS="1")
+    script.write_text(EXAMPLES["docs/how-to/several-ranks-on-one-gpu.md-0"])
+    launched = subprocess.run(torchrun(2, str(script)), env=environment, capture_output=True, text=True, timeout=200)
+    assert launched.returncode == 0, launched.stderr
+    printed = launched.stdout
     errors = [float(text) for text in re.findall(r"largest difference from one rank ([\d.]+)", printed)]
     assert len(errors) == 2
     assert max(errors) < 0.02

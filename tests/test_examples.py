@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.command import ROOT, child_environment, torchrun
+from scripts.command import ROOT, child_environment
+from tests.distributed import run_script
 from tests.train.hub_models import write_chat_folder
 from tests.train.launch import write_corpus
 
@@ -33,9 +34,15 @@ def test_scripts_are_short() -> None:
     assert max(lengths.values()) <= 40, lengths
 
 
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("script", ["own_loop.py", pytest.param("ring_trainer.py", marks=pytest.mark.slow)])
 def test_the_loop_has_the_same_losses_on_any_number_of_ranks(script: str, tmp_path: Path) -> None:
-    one, two = (run(torchrun(ranks, str(EXAMPLES / script)), tmp_path) for ranks in (1, 2))
+    one, two = (run_script(EXAMPLES / script, ranks, tmp_path / f"{ranks}") for ranks in (1, 2))
     lines = [[line for line in text.splitlines() if line.startswith("step")] for text in (one, two)]
     assert lines[0] == lines[1]
     losses = [float(line.split("loss ")[1]) for line in lines[0]]
@@ -43,8 +50,9 @@ def test_the_loop_has_the_same_losses_on_any_number_of_ranks(script: str, tmp_pa
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_decoding_on_two_ranks_equals_one_rank(tmp_path: Path) -> None:
-    text = run(torchrun(2, str(EXAMPLES / "decode.py")), tmp_path)
+    text = run_script(EXAMPLES / "decode.py", 2, tmp_path / "ranks")
     results = re.findall(r"rank \d holds (\d+) of 1020 tokens; largest difference from one rank: (\S+)", text)
     assert sum(int(rows) for rows, _ in results) == 1020
     assert max(float(error) for _, error in results) < 1e-5

@@ -14,6 +14,7 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.train import setup, step
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.inference.losses import evaluate
+from ringattn.train.model import loss as loss_module
 from ringattn.train.parallel import graphs, memory
 from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
@@ -109,9 +110,16 @@ def test_graphs_that_are_impossible_are_rejected(impossible):
         uses(32_768, 4, wanted=True, **impossible)
 
 
-def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypatch):
-    """Without a GPU, the function that is captured is called directly. The mask has no documents, so it never changes."""
+@pytest.fixture
+def no_capture(monkeypatch):
+    """Without a GPU, the function that is captured is called directly, and its loss is not compiled."""
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
+    monkeypatch.setattr(loss_module, "_compiled", lambda function: function)
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus):
+    """The mask has no documents, so it never changes."""
     config = job(corpus, 1)
     config = with_settings(config, {"data.mask_documents": False, "trainer.accumulate": 1, "model.layer_types": LAYERS})
     with one_rank():
@@ -152,9 +160,9 @@ def losses_of(config: Config) -> list[float]:
         return losses + list(evaluate(run).values())
 
 
-def test_a_plan_that_was_not_computed_ahead_is_computed(corpus, monkeypatch):
+@pytest.mark.usefixtures("no_capture")
+def test_a_plan_that_was_not_computed_ahead_is_computed(corpus):
     """Otherwise, a graph would use the documents of an earlier step. The two layers have different masks."""
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
     config = with_settings(job(corpus, 1), {"model.layer_types": LAYERS})
     with one_rank():
         run = setup.build(config)
