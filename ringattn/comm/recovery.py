@@ -89,8 +89,8 @@ class Recovery:
         """Declare a fault if another rank has left a call that this rank has finished, or in which this rank is stuck."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
-        if other is None or other.call > self.call:
-            return  # this rank has not reached the call yet
+        if other is None or not other.is_own or other.call > self.call:
+            return  # the watchdog reports its verdict, or this rank has not reached the call yet
         with self._lock:
             if self.left is not None or self.generation != generation:
                 return  # this rank has left the call while this thread read the record
@@ -104,7 +104,7 @@ class Recovery:
     def explain(self) -> str | None:
         """Return a message if a wait has failed because another rank has left the call, or None."""
         other = self._first_record() if self.fault is None else None
-        if other is not None:
+        if other is not None and other.is_own:
             self._declare_fault(other)
         return self.fault
 

@@ -282,3 +282,14 @@ def test_a_rank_may_leave_its_call_while_its_watchdog_reads_a_record(is_reset: b
     second.look()
     assert second.fault is None
     assert second.generation == is_reset
+
+
+def test_a_rank_that_leaves_because_of_a_verdict_is_no_cause() -> None:
+    """All ranks report the verdict of the watchdog, and none of them reports that another rank has left the call."""
+    store = dist.HashStore()
+    first, second = stub_recovery(store, 0), stub_recovery(store, 1)
+    leave_call(first, error=RingFault("ringattn: rank 2 gives no sign of life"))
+    second.enter()
+    second.exit(None)
+    second.look()
+    assert second.explain() is None
