@@ -83,8 +83,9 @@ class LayerAttention(NamedTuple):
 class ModelConfig(Frozen):
     """The shape of the GPT."""
 
-    # Rows of the embedding table. None: the number of tokens of the tokenizer. A larger number keeps the published size of a
-    # model. The loss and the sampling leave out the additional rows, which transformers includes in its softmax.
+    # The number of rows of the embedding table. If None, it is the number of tokens of the tokenizer. A larger number keeps the
+    # published size of a model. The loss and the sampling leave out the additional rows, which transformers includes in its
+    # softmax.
     vocab_size: int | None = None
     # Transformer blocks.
     layers: int = 2
@@ -94,12 +95,12 @@ class ModelConfig(Frozen):
     heads: int = 4
     # Key heads, which must divide `heads`. Fewer key heads than query heads are grouped-query attention.
     kv_heads: int = 2
-    # The width of one head, even and at most 256. None: `dim / heads`.
+    # The width of one head, even and at most 256. If None, the width is `dim / heads`.
     head_dim: int | None = None
-    # The hidden width of the gated feed-forward network. None: 8/3 of `dim`, rounded up to a multiple of 64.
+    # The hidden width of the gated feed-forward network. If None, it is 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
-    # The experts of each feed-forward network (mixture of experts), each of width `ffn_dim`. None: one network processes all
-    # tokens.
+    # The number of experts of each feed-forward network (mixture of experts), each of width `ffn_dim`. If None, one network
+    # processes all tokens.
     experts: int | None = None
     # The experts that the router chooses for each token.
     experts_per_token: int = 2
@@ -107,20 +108,20 @@ class ModelConfig(Frozen):
     normalise_top_k: bool = True
     # Whether the router and the experts have biases, as in gpt-oss.
     expert_bias: bool = False
-    # The factor of the load-balancing loss, which is small if all experts have equally many tokens among those of a micro-step
-    # on all ranks. The recorded `loss` does not include it.
+    # The factor of the load-balancing loss. This loss is small if all experts process equally many tokens of a micro-step, over
+    # all ranks. The recorded `loss` does not include it.
     balance_loss: float = 0.001
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # The base in sliding layers, which then ignore `rope_factor`. None: all layers have the same rotary embedding.
+    # The base of the rotary position embedding in sliding layers, which then ignore `rope_factor`. If None, all layers have the
+    # same rotary embedding.
     local_rope_theta: float | None = None
-    # The fraction of each head's dimensions that are rotated, the first ones.
+    # The fraction of each head's dimensions that are rotated, beginning with the first dimension.
     rotary_fraction: float = 1.0
     # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. Except for "linear", it
-    # requires `rope_trained_len`. None: frequencies stay unchanged.
+    # requires `rope_trained_len`. If None, frequencies stay unchanged.
     rope_factor: float | None = None
-    # The sequence length of the training before an extension. Set it together with `rope_factor`, and otherwise leave it at
-    # None.
+    # The sequence length of the training before an extension. Set it only together with `rope_factor`.
     rope_trained_len: int | None = None
     # Which rotary frequencies are divided by `rope_factor`: "linear" (all), "llama3" or "yarn", which also sharpens the softmax
     # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss.
@@ -135,11 +136,11 @@ class ModelConfig(Frozen):
     qk_norm: bool = False
     # Whether `qk_norm` normalises all heads together, as in OLMo 3.
     qk_norm_all_heads: bool = False
-    # The factor of the scores of attention. None: `1 / sqrt(head_dim)`.
+    # The factor that multiplies the scores of attention. If None, the factor is `1 / sqrt(head_dim)`.
     attention_scale: float | None = None
     # The norm: "rms" (RMSNorm), "rms_plus_one" (its weight is added to 1, as in Gemma) or "layer" (LayerNorm without bias).
     norm: str = "rms"
-    # What a norm adds to the mean square or to the variance.
+    # The number that a norm adds to the mean square or to the variance.
     norm_eps: float = 1e-5
     # Whether norms are "before" attention and the feed-forward network, "after" them (OLMo 3) or "both" (Gemma 3).
     norm_position: str = "before"
@@ -149,7 +150,7 @@ class ModelConfig(Frozen):
     activation: str = "silu"
     # The factor of the embeddings.
     embedding_scale: float = 1.0
-    # The factor of what a layer adds to the residual stream.
+    # The factor that multiplies the outputs of a layer before they are added to the residual stream.
     residual_scale: float = 1.0
     # The factor of the logits.
     logit_scale: float = 1.0
@@ -270,16 +271,17 @@ class ParallelConfig(Frozen):
     # "sizes" (`ring` and `ulysses` determine the mesh) or "fastest" (the mesh with the highest predicted tokens/s for
     # `trainer.tokens_per_step` that fits into memory; `ring` and `ulysses` must not be set).
     mesh: str = "sizes"
-    # The ranks that share one sequence, a divisor of all ranks. None: all ranks.
+    # The number of ranks that share one sequence, which must divide the number of all ranks. None: all ranks.
     ring: int | None = None
-    # The ranks of one all-to-all of heads. Rings connect these groups, so a larger number means fewer hops. 0: the largest
-    # number that divides both the ranks of a sequence and the query heads. None: the number with the shortest predicted time.
+    # The number of ranks that exchange heads in one all-to-all. Rings connect groups of this size, so a larger number means
+    # fewer hops. With 0, the run uses the largest number that divides both the ranks of a sequence and the query heads. If
+    # None, the run uses the number with the shortest predicted time.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto" (in every step, the layout with the least
     # work for the busiest rank).
     layout: str = "auto"
-    # What circulates on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto" ("kv" unless
-    # "state" is predicted to be at least 3% faster; on CPUs always "state").
+    # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto"
+    # ("kv" unless "state" is predicted to be at least 3% faster; on CPUs always "state").
     schedule: str = "auto"
     # The route of the circulating tensors: "relay" (from neighbour to neighbour, over NCCL or gloo), "direct" (to the rank that
     # needs them) or "auto" ("direct" if all ranks are in one host).
@@ -287,8 +289,8 @@ class ParallelConfig(Frozen):
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest that support the device and the
     # shapes).
     kernel: str = "auto"
-    # Whether the backward recomputes the blocks, except for attention, to save memory. None: as many as are necessary to leave
-    # 15% of a GPU's memory free.
+    # Whether the backward recomputes the blocks, except for attention, to save memory. If None, the backward recomputes only as
+    # many blocks as are necessary to leave 15% of a GPU's memory free.
     activation_checkpointing: bool | None = None
     # The timeout of a collective in seconds, and of a hop of the ring unless RINGATTN_TIMEOUT is set.
     timeout_s: int = 600
@@ -298,12 +300,12 @@ class ParallelConfig(Frozen):
 class OptimConfig(Frozen):
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
-    # The peak learning rate. None: 6e-4 for 124 million parameters and lower for more, 1.75 times as high with `model.qk_norm`,
-    # and a tenth of this rate from trained weights. The run prints its rate (`ringattn.train.optim.default_lr`).
+    # The peak learning rate. If None, the rate is 6e-4 for 124 million parameters, and lower for larger models. The rate is
+    # 1.75 times as high with `model.qk_norm`, and a tenth if the run starts from trained weights. The run prints its rate.
     lr: float | None = None
     # The decay rates of AdamW's averages of the gradient and of its square.
     betas: tuple[float, float] = (0.9, 0.95)
-    # What AdamW adds to its denominator.
+    # The number that AdamW adds to its denominator.
     eps: float = 1e-8
     # The weight decay of matrices. Biases and scales of norms do not decay.
     weight_decay: float = 0.1
@@ -325,16 +327,16 @@ class TrainerConfig(Frozen):
 
     # The number of optimizer steps of the whole run. `total_tokens`, if set, determines this number.
     steps: int = 1500
-    # The tokens of the whole run on all ranks, to compare sequence lengths together with `tokens_per_step`. None: `steps`
-    # determines them.
+    # The number of tokens of the whole run on all ranks. Set it together with `tokens_per_step` to compare sequence lengths. If
+    # None, `steps` determines this number.
     total_tokens: int | None = None
     # Sequences per data-parallel rank and micro-step.
     batch_size: int = 1
     # Micro-steps per optimizer step, unless `tokens_per_step` is set.
     accumulate: int = 1
-    # The tokens of one optimizer step on all ranks, a multiple of the tokens of a micro-step: `data.seq_len` x `batch_size` x
-    # data-parallel ranks. None: `accumulate` determines them, and a sweep over `data.seq_len` sets the smallest value that
-    # suits all its lengths.
+    # The number of tokens of one optimizer step on all ranks. It must be a multiple of the tokens of a micro-step:
+    # `data.seq_len` x `batch_size` x data-parallel ranks. If None, `accumulate` determines this number, and a sweep over
+    # `data.seq_len` sets the smallest value that suits all its lengths.
     tokens_per_step: int | None = None
     # The seed of the initial parameters.
     seed: int = 0
@@ -352,41 +354,41 @@ class TrainerConfig(Frozen):
     # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
     compile: bool | None = None
     # Whether training steps are replayed from CUDA graphs, which saves time on the host. The ring is then a KV ring unless
-    # `parallel.schedule` is set. None: if graphs are possible and a block is so small that the host could limit the speed.
-    # Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in all blocks, and
-    # shards of equal length.
+    # `parallel.schedule` is set. If None, graphs are used if they are possible and a block is so small that the host could
+    # limit the speed. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in all
+    # blocks, and shards of equal length.
     cuda_graphs: bool | None = None
-    # Steps between two checkpoints. 0: only one at the end.
+    # The number of steps between two checkpoints. With 0, the run saves only one checkpoint at the end.
     checkpoint_every: int = 250
     # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
     # checkpoint, the trained model is lost, and another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
     # The number of checkpoints that are kept.
     keep_checkpoints: int = 2
-    # Steps between two evaluations on the held-out text. 0: only one at the end.
+    # The number of steps between two evaluations on the held-out text. With 0, the run evaluates only at the end.
     eval_every: int = 500
-    # Target tokens of an evaluation, spread over the held-out text, the same for every `data.seq_len`. If the text has fewer
-    # tokens, all are targets.
+    # The number of held-out tokens whose loss an evaluation computes (target tokens). They are spread over the text, and are
+    # the same for every `data.seq_len`. If the text has fewer tokens, all tokens are targets.
     eval_tokens: int = 8_192
     # Seconds after the launch of torchrun at which the run stops with a checkpoint. The run completes its current step, but
-    # breaks off an evaluation or a step of several micro-steps. None: no limit.
+    # interrupts an evaluation or a step of several micro-steps. None: no limit.
     time_limit_s: float | None = None
-    # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. From a checkpoint of another run, this
-    # run branches. If the checkpoint is of this run, every launch goes back to it.
+    # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. If the checkpoint belongs to another
+    # run, this run branches from that run. If the checkpoint belongs to this run, every launch goes back to it.
     resume: str = "auto"
-    # A checkpoint or a folder of a Hugging Face model with the weights of a new run. Steps, optimizer and data start from the
-    # beginning. None: random weights.
+    # A checkpoint, or the folder of a Hugging Face model, from which a new run takes its weights. Steps, optimizer and data
+    # start from the beginning. None: random weights.
     init_from: str | None = None
-    # Steps between two lines on the console; metrics.jsonl contains every step. None: the first three steps of a launch, then
-    # at most one every five seconds, and always the last step and evaluations.
+    # The number of steps between two lines on the console; metrics.jsonl contains every step. If None, the console shows the
+    # first three steps of a launch, then at most one step every five seconds, and always the last step and evaluations.
     log_every: int | None = None
-    # Tokens to generate at the end, and whenever a completed run is launched again. 0: none.
+    # The number of tokens that a run generates at its end, and whenever the completed run is launched again. 0: none.
     sample_tokens: int = 128
     # The text that the sample continues. None: the first 256 tokens of the longest held-out document, or "def " without
     # held-out text.
     sample_prompt: str | None = None
-    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). None: from a table of known GPUs. MFU is left out
-    # for unknown GPUs.
+    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). If None, a table of known GPUs provides this
+    # number, and MFU is left out for other GPUs.
     peak_tflops: float | None = None
     # The steps to profile: true (three steps after the warm-up of each launch), or a range such as 10-12. Every rank writes a
     # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
@@ -404,7 +406,7 @@ class TrainerConfig(Frozen):
 
     @property
     def profiled_range(self) -> tuple[int, int] | None:
-        """The first and the last step in `profile`, or None if it is not a range."""
+        """The first and the last step in `profile`, or None if `profile` is not a range."""
         match = re.fullmatch(r"([0-9]+)-([0-9]+)", self.profile or "")
         return (int(match[1]), int(match[2])) if match else None
 
