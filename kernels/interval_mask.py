@@ -19,8 +19,8 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile ends at a row whose bound exceeds the previous bound by at least this many times the rows of a tile. A long document
-# ends at this row.
+# A tile ends before a row whose bound exceeds the previous bound by at least this many times the rows of a tile. There, a long
+# document ends.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 

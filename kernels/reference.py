@@ -91,8 +91,8 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the states of all ranks in the order of the ranks, and return the output of this `shape` (B, N, H, D). The rows of
-    `states` contain the elements of o, m and l of one rank.
+    """Merge the states of all ranks in a fixed order, and return the output of this `shape` (B, N, H, D). The rows of `states`
+    contain the elements of o, m and l of one rank.
     """
     rows = shape[:3].numel()
     o, m, l = states.split([rows * shape[3], rows, rows], 1)

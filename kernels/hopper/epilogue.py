@@ -32,7 +32,7 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Transfer the K or V buffer of a state stage to the consumer that needs it, by arriving at the barrier `full`.
+    """Transfer the K or V buffer of a state stage to the consumer that needs it. The barrier `full` signals the transfer.
 
     The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of consumer
     NUMBER // o_parts. If the call returns an output, TMA loads this part of the incoming o.
