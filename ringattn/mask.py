@@ -63,7 +63,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, lo: np.ndarray, hi: np.ndarray) -> "Pieces":
-        """Divide lo and hi into pieces. Both are int64 (S,), and must not decrease."""
+        """Divide the bounds lo and hi, int64 (S,), into pieces. Neither bound may decrease."""
         steps = np.diff(np.stack((lo, hi)))
         jumps = steps.max(0) > 1
         bends = np.any(steps[:, 1:] != steps[:, :-1], 0) & ~jumps[1:] & ~jumps[:-1]

@@ -1,6 +1,7 @@
 """A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
 
-Row i of a sequence is stored in the page whose number is in column i // page_size of the page table, at row i % page_size:
+To find row i of a sequence, read the number of its page in column i // page_size of the page table. The row has the index
+i % page_size in this page:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
@@ -67,7 +68,7 @@ class PagedKVCache:
         self._num_pages = [0] * batch  # the number of pages of each sequence
         with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
-            # One additional page receives the tokens of rows without a page. Unused cells of the table contain its number.
+            # One extra page receives the tokens of rows without a page. Unused cells of the table contain this page's number.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._table

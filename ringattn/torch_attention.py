@@ -52,7 +52,7 @@ def sdpa(
     num_queries, num_keys = q.shape[1], k.shape[1]
     mask: Mask | None = None
     if is_causal:
-        # With as many keys as queries, both alignments are the same.
+        # If there are as many keys as queries, aligning the first ones also aligns the last ones.
         mask, k, v = Mask.causal(), k[:, :num_queries], v[:, :num_queries]
     if attn_mask is not None:
         mask = _recognise(attn_mask, leading, num_queries, num_keys)

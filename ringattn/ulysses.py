@@ -111,7 +111,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # All ranks of the ring must use the same number of chunks, so the mean number of tokens per rank determines it.
+        # The mean number of tokens per rank, because all ranks of the ring must use the same number of chunks.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,

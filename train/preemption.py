@@ -65,7 +65,7 @@ def handle_stop_signals() -> Generator[None]:
 
     Outside this context, these signals end the process at once. A process that ignores SIGHUP, as under nohup, still ignores
     it. SIGTERM may arrive several times, because torchrun also forwards it to ranks that have received it. After the first
-    Ctrl-C, a second one or SIGTERM ends the process at once: a second Ctrl-C ends torchrun, and the ranks then receive SIGTERM.
+    Ctrl-C, a second Ctrl-C or a SIGTERM ends the process at once. If a second Ctrl-C ends torchrun, torchrun sends SIGTERM.
     """
 
     announced: set[int] = set()

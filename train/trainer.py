@@ -248,7 +248,7 @@ def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -
 
 
 def timed_evaluation(run: Run) -> dict[str, float]:
-    """Return the losses of `evaluate`, the accuracies if the task is recall, and the seconds as `evaluation_s`.
+    """Evaluate the model. Return the losses, the accuracies on the recall task if there are any, and the time `evaluation_s`.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
@@ -275,7 +275,7 @@ def saves_after_step(step: int, trainer: TrainerConfig) -> bool:
 def check_space(run: Run, directory: Path, done: int) -> None:
     """Check that the disk has space for the checkpoints after step `done`, or print that none will be saved."""
     trainer = run.config.trainer
-    # AdamW stores two averages of the size of each parameter.
+    # For each parameter, AdamW stores two averages of the same size.
     needed = 3 * storage.estimate_size(run.model.parameters())
     every = trainer.checkpoint_every or trainer.steps
     saves = -(-trainer.steps // every) - done // every - (not trainer.save_final)

@@ -278,7 +278,7 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
-    # In the transposed mask, the rows are keys.
+    # The rows of the transposed mask are keys, so the axes of `queries` are exchanged.
     return Overlaps(queries.transpose(0, 2, 1) * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 

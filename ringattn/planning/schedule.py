@@ -179,7 +179,7 @@ def _rounds(need: Need) -> list[list[LocalStep]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return the local steps in which ranks compute with their own blocks, in the first step and in the last step."""
+    """Return the local steps in which ranks compute with their own blocks: those of the first step, and those of the last."""
     first: list[LocalStep] = []
     rest: list[LocalStep] = []
     for rank in range(len(need)):

@@ -61,9 +61,9 @@ def report_error(error: Exception) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """If torchrun has started this rank, write the reason for its failure to a file for torchrun.
+    """If torchrun has started this rank, write the reason for the failure to the file that torchrun reads.
 
-    The summary that torchrun prints when it ends then contains the message.
+    torchrun ends with a summary, which then contains this reason.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.

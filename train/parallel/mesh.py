@@ -141,7 +141,7 @@ def _ring_backend(device_type: str) -> dict[str, tuple[str, object]]:
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Set the timeout of collectives and, unless the user has set it in the environment, of the hops of a ring."""
+    """Set the timeout of collectives, and of the hops of a ring if the environment does not set a timeout for hops."""
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in mesh)):

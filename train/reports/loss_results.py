@@ -39,7 +39,7 @@ class Losses:
         return self.sums.sum(1) / self.tokens.sum()
 
     def errors(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the errors of the losses and of their differences to the first length, or None for a single document."""
+        """Return the errors of the losses, and of the differences to the first length. For one document, return None."""
         count = len(self.tokens)
         if count == 1:
             return None
