@@ -1,8 +1,9 @@
 """Find the layout that gives every rank the same work under a mask.
 
 Work is the number of tiles of 128 queries x 128 keys that contain an unmasked pair. A rank computes the tiles of its queries in
-the KV ring, and the tiles of its keys in the state ring. No fixed layout balances packed documents without many nearly empty
-tiles. Therefore, chunks are assigned to ranks, from the most expensive to the cheapest, in rounds of one chunk per rank.
+the KV ring, and the tiles of its keys in the state ring. With packed documents, fixed layouts either give the ranks unequal
+work or create many nearly empty tiles. Therefore, chunks are assigned to ranks, from the most expensive to the cheapest, in
+rounds of one chunk per rank.
 """
 
 from collections.abc import Mapping

@@ -104,8 +104,8 @@ def check_job(config: Config, directory: Path) -> None:
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run that has no steps left.
 
-    If the run was killed after its last step and before it wrote its summary, run the evaluation if its result is missing, and
-    write the summary. `facts` is the result of `run_facts`.
+    A kill between the last step and the summary may have prevented the evaluation and the summary. In this case, evaluate the
+    model and write the summary. `facts` is the result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
         write_sample(run, directory)
@@ -287,7 +287,7 @@ def check_space(run: Run, directory: Path, done: int) -> None:
 
 
 def keep_settings(config: Config, directory: Path, checkpoint: Path) -> Config:
-    """Return the settings of a run that resumes from `checkpoint`, and that keeps some settings of the checkpoint."""
+    """Return the settings of a run that resumes from `checkpoint`. The run keeps some settings of the checkpoint."""
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
         return resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, config)

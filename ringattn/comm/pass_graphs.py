@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class PassGraphs:
-    """The captured passes of a transport. Each is freed together with its plan. `begin_replay` is called before a replay."""
+    """The captured passes of a transport. A captured pass is freed together with its plan.
+
+    `begin_replay` is called before every replay.
+    """
 
     def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
         self.watchdog, self.begin_replay = watchdog, begin_replay

@@ -55,7 +55,7 @@ class SimulatedRing:
 
 
 class SimulatedRank(MessageTransport):
-    """One rank of a simulated ring: a transport, and a process group for public calls."""
+    """One rank of a simulated ring. It serves as the transport, and as the process group in public calls."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size

@@ -45,7 +45,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     one_group = memory.has_one_group(model, bf16)
     # If shards differed in length, the sizes of the messages would depend on the documents.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
-    # The loss of experts has a second part, and their parameters rarely fit into one group.
+    # With experts, the loss has a second part, and the parameters rarely fit into one group.
     is_dense = model.experts is None
     return device.type == "cuda" and is_dense and compiled and has_kernel and one_group and has_equal_parts
 
@@ -82,7 +82,7 @@ def choose_graphs(
     vocab_size: int,
     needed: dict[str, float],
 ) -> tuple[bool, dict[str, float]]:
-    """Return whether a run uses CUDA graphs, and the bytes that a rank then needs, by purpose.
+    """Return whether a run uses CUDA graphs, and how many bytes a rank needs with this choice, by purpose.
 
     `needed` are the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and errors as
     in `uses_graphs`.
@@ -96,7 +96,7 @@ def choose_graphs(
 
 
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
-    """Return the bytes by which graphs raise the peak of a step.
+    """Return by how many bytes graphs raise the peak memory of a step.
 
     Graphs keep copies of all parameters and gradients, and their intermediate results. Other work needs further memory: the
     reduction of the gradients in fp32, or the evaluation with the widest tensors of a block.

@@ -45,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Generator[None]:
-        """Profile the work in this context if `step` is one of the profiled steps. Write the files after the last of these."""
+        """Profile the work in this context if `step` is one of the profiled steps. After the last of them, write the files."""
         if step not in self._steps:
             yield
             return

@@ -123,8 +123,8 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
 
-    By default, these contents are in the home directory. If they are missing, `wandb sync` leaves the tables out without an
-    error.
+    By default, these contents are in the home directory. Without the contents, `wandb sync` leaves the tables out and reports
+    no error.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
