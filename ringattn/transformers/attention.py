@@ -1,7 +1,7 @@
 """Define attention and masks for transformers. Importing this module registers both as attn_implementation="ring"."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,14 @@ from ringattn.transformers.batch import RingBatch
 NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict"}
 
 
-class RingMask(NamedTuple):
-    """The mask of a layer without documents and padding, which a `RingBatch` contains."""
+class RingMask:
+    """The mask of a layer without documents and padding, which a `RingBatch` contains. FSDP would copy a dataclass."""
 
-    window: int | None
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+    def __getitem__(self, _: object) -> "RingMask":
+        return self  # Gemma 4 selects the rows of its queries, whose number `attend` checks
 
 
 def attend(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringattn.comm.connect import Group
 from ringattn.comm.same_batch import check_same
 from ringattn.layout import Layout
 from ringattn.mask import Mask
@@ -29,9 +30,13 @@ class RingBatch:
     It is not a dataclass, because FSDP would copy it.
     """
 
-    def __init__(self, layout: Layout, documents: list[list[int]] | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, layout: Layout, documents: list[list[int]] | None, group: Group | None) -> None:
         self.layout, self.documents, self.group = layout, documents, group
         self._masks: dict[int | None, Mask] = {}
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._masks)
 
     def mask(self, window: int | None) -> Mask:
         if window not in self._masks:
@@ -58,7 +63,11 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     Raises:
         ValueError: the ranks have different batches, or the batch contains something that a ring does not support.
     """
-    group, rank, ranks = ring_of(mesh)
+    return shard_for(batch, *ring_of(mesh))
+
+
+def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: int) -> dict[str, Any]:
+    """Shard a batch as `shard_batch` does, for one rank of a ring."""
     _check(batch)
     check_same({name: value for name, value in batch.items() if value is not None}, group)
     inputs = _inputs(batch)

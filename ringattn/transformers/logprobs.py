@@ -91,7 +91,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, batch: RingBatch) -> Tensor:  # pyrefly: ignore[bad-override]
         ctx.batch = batch
-        return batch.layout.unshard(own.detach(), batch.group)
+        group: Any = batch.group
+        return batch.layout.unshard(own.detach(), group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

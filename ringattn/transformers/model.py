@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringattn.transformers.attention import attend  # noqa: F401  # registers attn_implementation="ring"
 from ringattn.transformers.batch import ring_of
@@ -37,26 +37,42 @@ def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
         raise ValueError(f"model is a {type(base).__name__}: it must be a causal language model of transformers")
     check_layers(base)
     check_loss(base)
-    base.set_attn_implementation("ring")
+    base.set_attn_implementation("ring")  # only warns if it is not possible
+    if not base._can_set_attn_implementation() or base.config.get_text_config()._attn_implementation != "ring":
+        raise ValueError(f"{type(base).__name__} does not use the AttentionInterface of transformers, which a ring requires")
+    if not hasattr(base, "ring_mesh"):
+        base.register_forward_hook(_check_call, with_kwargs=True)
     for module in base.modules():
         vars(module)["is_on_ring"] = True  # which `attend` requires
     vars(base)["ring_mesh"] = mesh
 
 
+def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results: object) -> None:
+    batch = arguments.get("ring_batch")
+    if batch is not None and not batch.is_used:
+        raise ValueError(f"{type(model).__name__} has not called attention, so its layers would not see tokens of other ranks")
+
+
 def check_layers(model: PreTrainedModel) -> None:
     """Raise ValueError if a layer moves information between tokens in another way than attention on a ring does."""
     unsupported = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYERS
-    # Layers with a recurrent state, such as Mamba and gated delta nets, begin with a convolution over the tokens.
-    unsupported |= {type(module).__name__ for module in model.modules() if isinstance(module, nn.Conv1d)}
+    for module in model.modules():
+        # Layers with a recurrent state, such as Mamba and gated delta nets, begin with a convolution over the tokens. Models
+        # like RoBERTa compute the positions from all tokens before.
+        if isinstance(module, nn.Conv1d) or hasattr(module, "create_position_ids_from_input_ids"):
+            unsupported.add(type(module).__name__)
     if unsupported:
-        raise ValueError(f"{type(model).__name__} has layers of the type {', '.join(sorted(unsupported))}, which cross ranks")
+        raise ValueError(
+            f"{type(model).__name__} has layers of the type {', '.join(sorted(unsupported))}, which a ring does not support"
+        )
 
 
 def check_loss(model: PreTrainedModel) -> None:
     """Raise ValueError if the loss of the model is not a sum over tokens that accepts shifted labels."""
     name = type(model).__name__
-    uses_loss_function = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
-    if LOSS_MAPPING.get(model.loss_type or "") is not ForCausalLMLoss or not uses_loss_function:
+    forward = inspect.unwrap(type(model).forward)
+    passes_labels = "loss_function" in forward.__code__.co_names and forward.__code__.co_flags & inspect.CO_VARKEYWORDS
+    if model.loss_function is not ForCausalLMLoss or not passes_labels:
         raise ValueError(f"{name} does not use the causal loss of transformers, which a ring requires")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ValueError(
