@@ -146,7 +146,7 @@ def check_type(kind: str) -> Outcome:
         return Outcome(kind, "rejected", _first_line(error))
     except Exception as error:
         return Outcome(kind, "failed", f"{type(error).__name__}: {_first_line(error)}")
-    worst = _largest_error(found[:1], expected[:1]), _largest_error(found[1:], expected[1:])
+    worst = largest_error(found[:1], expected[:1]), largest_error(found[1:], expected[1:])
     return Outcome(kind, "exact" if max(worst) < LIMIT else "wrong", "{:.1e} and {:.1e}".format(*worst))
 
 
@@ -154,7 +154,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest error of a tensor relative to its largest element, or to 1e-3 of the largest element of all."""
     sizes = [y.abs().max().item() for y in expected]
     errors = [(x - y).abs().max().item() for x, y in zip(found, expected, strict=True)]
