@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.distributed import RankPool
 from tests.ringattn.transformers.small_models import new_model, packed_rows, padded_rows, random_tokens
@@ -13,13 +14,22 @@ from tests.ringattn.transformers.small_models import new_model, packed_rows, pad
 pytest.importorskip("transformers")
 
 
-def compare(batch: dict, mesh: DeviceMesh | None, chunk: int | None) -> None:
+def shard_parameters(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Shard them as accelerate does, which frees the parameters of the output layer after the forward pass."""
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def compare(batch: dict, mesh: DeviceMesh | None, chunk: int | None, is_sharded: bool = False) -> None:
     """Compare with transformers in one process, in float64, for a loss that depends on every token."""
     from ringattn.transformers import put_on_ring, token_logprobs
 
     model = new_model(dtype=torch.float64)
     reference = copy.deepcopy(model)
     put_on_ring(model, mesh)
+    if is_sharded:
+        shard_parameters(model, mesh)
     found = token_logprobs(model, batch, chunk)
     tokens = batch["input_ids"]
     logits = reference(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
@@ -31,10 +41,13 @@ def compare(batch: dict, mesh: DeviceMesh | None, chunk: int | None) -> None:
     for logprobs in (found, expected):
         (weights * logprobs.exp()).sum().backward()
     for name, parameter in model.named_parameters():
-        if mesh is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= mesh.size()  # as DDP and FSDP average
-        torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, msg=name)
+        gradient = parameter.grad
+        if is_sharded:
+            gradient = gradient.full_tensor()
+        elif mesh is not None:
+            dist.all_reduce(gradient)
+            gradient /= mesh.size()  # as DDP and FSDP average
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, msg=name)
 
 
 def batches() -> dict[str, dict]:
@@ -58,6 +71,7 @@ def check_ring() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for batch in batches().values():
         compare(batch, mesh, 7)
+    compare(batches()["packed"], mesh, 7, is_sharded=True)
 
 
 def test_a_ring(ranks: RankPool) -> None:
