@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankPool
+from tests.distributed import RankPool, run_ranks
 from tests.ringattn.transformers.small_models import (
     all_processes,
     chat_tokenizer,
@@ -194,11 +194,42 @@ def check_numbers(folder: Path) -> None:
         # With two rings, the last batch of five rows is filled up with rows that do not count.
         predictions = trainer.predict(rows[:5]).predictions
         assert predictions.shape == (5, 63, 128)
-        np.testing.assert_allclose(predictions[[4]], trainer.predict(rows[4:5]).predictions, rtol=1e-4, atol=1e-5)
+        without_labels = [{name: row[name] for name in ("input_ids", "position_ids")} for row in rows[4:5]]
+        for last in (rows[4:5], without_labels):
+            np.testing.assert_allclose(predictions[[4]], trainer.predict(last).predictions, rtol=1e-4, atol=1e-5)
 
 
 def test_rings_of_other_sizes_count_tokens_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_numbers, tmp_path)
+
+
+def check_two_rings(folder: Path) -> None:
+    """Two rings of two ranks, with one row each, have the losses of one process with two rows."""
+    from transformers import Trainer
+
+    from ringattn.transformers import RingTrainer
+
+    prepare_rank()
+    rows, results = packed_rows(8), []
+    for cls in (Trainer, RingTrainer):
+        with one_process() if cls is Trainer else nullcontext():
+            size, ring = (2, {}) if cls is Trainer else (1, {"ring_size": 2})
+            args = training_arguments(
+                folder / f"{cls.__name__}{dist.get_rank()}",
+                gradient_accumulation_steps=2,
+                per_device_train_batch_size=size,
+                per_device_eval_batch_size=size,
+            )
+            trainer = cls(model=new_model(), args=args, train_dataset=rows, eval_dataset=rows[:6], **ring)
+            trainer.train()
+            results.append((losses_of(trainer), trainer.evaluate()["eval_loss"], trainer.predict(rows[:5]).predictions))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
+@pytest.mark.slow
+def test_two_rings_of_two_ranks(tmp_path: Path) -> None:
+    run_ranks(check_two_rings, 4, tmp_path / "ranks", tmp_path / "run")
 
 
 UNSUPPORTED = {
