@@ -1,6 +1,6 @@
-"""The families of models in Hugging Face's format: how entries of config.json and names of weights relate to ours.
+"""List the families of models in Hugging Face's format, and map their config.json and weights to our settings and names.
 
-Every family is a variation of Llama. To add a family whose parts our model has, add an entry to FAMILIES.
+Every family is a variation of Llama. To support another family whose parts our model has, add an entry to FAMILIES.
 """
 
 import math
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models, by its differences from Llama."""
+    """Describes how a family of models differs from Llama."""
 
     architecture: str  # the class of the model in transformers
     defaults: dict[str, Any] = field(default_factory=dict)  # the defaults of entries of config.json in transformers
@@ -69,7 +69,7 @@ def qwen_layers(config: dict[str, Any]) -> list[str]:
 
 
 def alternating_layers(config: dict[str, Any]) -> list[str]:
-    """Every n-th layer is full, where n is `sliding_window_pattern`."""
+    """Return the types of the layers. Every n-th layer is full, where n is `sliding_window_pattern`."""
     pattern = config["sliding_window_pattern"]
     return listed(config, lambda layer: "sliding" if layer % pattern else "full")
 
@@ -80,7 +80,7 @@ def nope_in_full_layers(config: dict[str, Any]) -> list[str]:
 
 
 def exaone_layers(config: dict[str, Any]) -> list[str]:
-    """A model without a window has rotary embeddings in all layers."""
+    """Return the types of the layers. A model without a window has rotary embeddings in all layers."""
     return alternating_layers(config) if config["sliding_window"] is None else nope_in_full_layers(config)
 
 
@@ -116,7 +116,7 @@ AFTER = {
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
-# Maps the `model_type` in config.json to the family. An export uses the first one that can have the settings of the model.
+# Maps the `model_type` in config.json to the family. An export uses the first family that can have the model's settings.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}, layers=mistral_layers),
@@ -274,7 +274,7 @@ IRRELEVANT = {
 
 
 def unknown_entries(config: dict[str, Any]) -> list[str]:
-    """Return the sorted names of the entries of a config.json whose meaning is not known. Entries of null have no effect."""
+    """Return the sorted names of the entries of a config.json whose meaning is unknown. Entries that are null are ignored."""
     family = FAMILIES[config["model_type"]]
     known = (
         READ
@@ -290,13 +290,13 @@ def unknown_entries(config: dict[str, Any]) -> list[str]:
 
 
 def fixed_entries(family: Family) -> dict[str, Any]:
-    """Return the entries of config.json of which our model supports only one value, with this value."""
+    """Return the entries of config.json for which our model supports only one value, and this value."""
     return {name: value for name, value in {**FIXED, **family.fixed}.items() if name not in family.entries}
 
 
 def weight_name(name: str, family: Family) -> str:
     """Return the name of one of our modules, without the prefix of a block, in Hugging Face's format.
 
-    If several modules have the same name, the file contains their weights one after another in one tensor.
+    If several of our modules map to the same name, the file contains their weights one after another in one tensor.
     """
     return family.names.get(name, NAMES.get(name, name))

@@ -86,7 +86,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Do the same as `read_settings`, without the weights. `changes` replaces entries of config.json."""
+    """Return the settings that config.json declares, without reading the weights. `changes` replaces entries of config.json."""
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -174,7 +174,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` of the first source that contains it: an integer, or a number if `kind` is float."""
+    """Return the entry `name` of the first source that contains it. It must be an integer, or a number if `kind` is float."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
@@ -182,7 +182,7 @@ def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any 
 
 
 def _unused_tensors(names: Iterable[str], settings: dict[str, Any], family: Family) -> list[str]:
-    """Return the sorted names of tensors that are neither weights of the model nor harmless."""
+    """Return the sorted names of tensors that the model cannot use and that cannot be ignored."""
     model = ModelConfig(layers=1, tie_embeddings=False, **{name: settings[name] for name in ARCHITECTURE})
     with torch.device("meta"):
         weights = {hugging_face_name(name, family) for name, _ in GPT(model, 1).named_parameters()}
@@ -197,7 +197,7 @@ def _unused_tensors(names: Iterable[str], settings: dict[str, Any], family: Fami
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the length of the training, which config.json may contain in three places."""
+    """Return the sequence length of the training, which config.json may contain in one of three places."""
     return _number("original_max_position_embeddings", config, rope, default=config.get("max_position_embeddings"))
 
 
@@ -222,7 +222,7 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     embedding, head = (files[name].get_slice(name) for name in names)
     if (shape := embedding.get_shape()) != head.get_shape():
         return False
-    # A part has few rows, because both tensors may have several GB. Their dtypes may differ.
+    # Compare a few rows at a time, because both tensors may have several GB. The dtypes may differ.
     parts = (slice(i, i + 1024) for i in range(0, shape[0], 1024))
     return all(torch.equal(embedding[part].double(), head[part].double()) for part in parts)
 
@@ -269,12 +269,12 @@ def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any
 
 
 def _period(types: list[str]) -> list[str]:
-    """Return the shortest beginning of the list whose repetition is the list."""
+    """Return the shortest list that is repeated in the given list."""
     return next(types[:n] for n in range(1, len(types) + 1) if all(kind == types[i % n] for i, kind in enumerate(types)))
 
 
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
-    """Describe the settings in which the run differs from the model in a folder, as text; "" if none differs.
+    """Describe the settings that differ between the run and the model in a folder, or return "" if none does.
 
     `vocab_size` counts the tokens of the run's tokenizer.
 

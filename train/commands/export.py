@@ -283,7 +283,7 @@ def config_json(
     preferred = [] if published is None else [read_config(published, "config.json")["model_type"]]
     for model_type in (*preferred, *FAMILIES):
         entries = _model_entries(model_type, model) | {"max_position_embeddings": max_positions, "pad_token_id": None}
-        # A family suits a model if the entries describe all of its settings. Some families have a window unless it is null.
+        # A family suits a model if its entries describe all settings of the model. In some families, only null means no window.
         for choice in (entries, entries | {"sliding_window": model.window}):
             if huggingface.describes(choice, model):
                 return choice | special | {"torch_dtype": str(dtype).removeprefix("torch.")}

@@ -1,7 +1,7 @@
-"""The keys and values that the layers of a model need in generation.
+"""Cache the keys and values that the layers of a model need in generation.
 
 A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a window needs only its newest
-keys. If they take fewer rows than a shard of all keys, every rank stores all of them, and decoding sends no messages.
+keys. If these keys take fewer rows than a shard of all keys, every rank stores all of them, and decoding sends no messages.
 
 In such a local cache with R rows, the token at position p is in row p % R, in place of a token that has left the window. The
 order of the rows does not matter, because keys are rotated by their positions before they are stored. On one rank, all caches
@@ -20,14 +20,14 @@ from ringattn.comm.connect import Group, rank_and_size
 
 
 class Place(NamedTuple):
-    """Where a local cache stores the token at one position, and what the token attends to."""
+    """The row in which a local cache stores the token at one position, and the rows to which this token attends."""
 
     rows: Tensor  # int64 (1,)
     bounds: tuple[Tensor, Tensor]  # (lo, hi), as in `decode_attention`
 
 
 def new_cache(window: int | None, num_tokens: int, rank: int = 0, ranks: int = 1) -> KVCache:
-    """Return an empty cache of a layer for at most `num_tokens` tokens: a local one if it needs fewer rows."""
+    """Return an empty cache of a layer for at most `num_tokens` tokens. It is a local cache if this needs fewer rows."""
     rows = min(window or num_tokens, num_tokens)
     return KVCache(rows) if rows <= -(-num_tokens // ranks) else KVCache(num_tokens, rank, ranks)
 
@@ -50,7 +50,7 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group |
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """Return where the local caches store the token at `position`, int64 (1,) on their device, by their numbers of rows."""
+    """Return the places of the token at `position`, int64 (1,), in local caches, by the number of rows of a cache."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]

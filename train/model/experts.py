@@ -1,4 +1,4 @@
-"""A feed-forward network of several experts. A router chooses a few of them for every token (mixture of experts).
+"""Define a feed-forward network of several experts (mixture of experts). A router chooses a few experts for every token.
 
 The tokens are sorted by expert, so that one grouped matrix product covers all experts. No token is dropped.
 """
@@ -42,7 +42,7 @@ class Experts(nn.Module):
         self.gate_bias, self.up_bias, self.down_bias = bias(ffn_dim), bias(ffn_dim), bias(dim)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the weights like those of a dense block. The block initialises the biases."""
+        """Initialise the weights in the same way as in a dense block. The block initialises the biases."""
         for weight in (self.router.weight, self.gate, self.up):
             nn.init.normal_(weight, std=0.02, generator=generator)
         nn.init.normal_(self.down, std=0.02 / math.sqrt(2 * self.config.layers), generator=generator)
@@ -50,7 +50,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs for `x` (B, N, dim), and the routing: fp32 (2, experts).
 
-        The routing is the number of tokens of each expert, and the sum of its router probabilities over all tokens.
+        The routing contains the number of tokens of each expert, and the sum of its router probabilities over all tokens.
         """
         config, tokens = self.config, x.flatten(0, -2)
         probabilities = self.router(tokens).float().softmax(-1)

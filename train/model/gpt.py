@@ -1,11 +1,11 @@
-"""The GPT, with rotary position embeddings, grouped query heads and a gated feed-forward network.
+"""Define the GPT, which has rotary position embeddings, grouped query heads and gated feed-forward networks.
 
 The model receives attention as a function, so it uses no process group and runs on any shard of a sequence:
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 
-It also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered. `finish` can
-compute the loss in chunks, so that the logits of all tokens never exist at the same time.
+The model also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered.
+`finish` can compute the loss in chunks, so that the logits of all tokens never exist at the same time.
 """
 
 import math
@@ -53,7 +53,7 @@ class Block(nn.Module):
     """A layer that computes x + attention(norm(x)), and then x + FFN(norm(x)), where FFN is a gated feed-forward network,
     or several experts.
 
-    With `norm_position`, other norms or further ones follow attention and FFN. With `parallel`, both have the same input.
+    `norm_position` can also place norms after attention and FFN. With `parallel`, attention and FFN have the same input.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -133,7 +133,7 @@ class Block(nn.Module):
         return self.experts(h)
 
     def add(self, x: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
-        """Add an output, normalised and scaled, to the residual stream."""
+        """Normalise and scale an output, and add it to the residual stream."""
         return torch.add(x, self.norm(y, norm), alpha=self.config.residual_scale)
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT. Its vocabulary is padded to a multiple of 64."""
+    """A GPT whose vocabulary is padded to a multiple of 64."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
