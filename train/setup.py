@@ -184,7 +184,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
-        model = GPT(config.model, tokenizer.vocab_size)
+        model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
     if found.compiled:
         compile_blocks(model)
     checkpoint_activations(model, found.recomputed_blocks)
@@ -229,7 +229,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     mesh = choose_mesh(config, device, bf16)
     set_timeout(mesh, config.parallel.timeout_s)
     with torch.device("meta"):
-        model = GPT(config.model, tokenizer.vocab_size)
+        model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
     compiled = uses_compile(config, device)
     if compiled:
         compile_blocks(model)

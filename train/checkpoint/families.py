@@ -39,6 +39,7 @@ class Family:
     lists_layers: bool = False  # whether an export contains `layer_types`
     local_rope_theta: float | None = None  # the default base in sliding layers, if the family can have a separate one
     rotary_fraction: float | None = None  # the default fraction of rotated dimensions, if the family can have another one
+    rope_types: tuple[str, ...] = ()  # the supported scalings of rotary angles, if not all
     reads: frozenset[str] = frozenset()  # further entries that `layers` and `huggingface.settings_from_config` read
 
 
@@ -186,6 +187,7 @@ FAMILIES = {
         },
         layers=mistral_layers,
         rotary_fraction=1.0,
+        rope_types=("default", "longrope"),
     ),
     "glm4": Family(
         "Glm4ForCausalLM",

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ringattn.train.checkpoint.families import FAMILIES, NAMES, OFF, Family, fixed_entries, unknown_entries, weight_name
 from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
 from ringattn.train.model.gpt import GPT, padded_vocabulary
-from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
+from ringattn.train.model.rope import MAX_ROTATIONS, longrope_scale, yarn_scale
 from ringattn.train.settings.config import MAY_DIFFER, RANGES, ConfigError, ModelConfig
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,10 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
     "yarn": {**YARN, "truncate": True},
     "yarn-exact": {**YARN, "truncate": False},
+    "longrope": {},
 }
+# For these, a factor of null means the ratio of the extended to the trained length.
+HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
 # The names of tensors without weights that other programs store: constants and masks.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 # The settings that distinguish the families. Without an entry in config.json, they have their defaults.
@@ -122,6 +125,7 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "yarn" and rope.get("truncate") is False:
         kind = "yarn-exact"
+    kind = "longrope" if kind == "su" else kind  # an earlier name
     _check_supported(config, rope, kind, family)
     dim, heads = _number("hidden_size", config), _number("num_attention_heads", config)
     layers, most = _number("num_hidden_layers", config), RANGES["model.layers"][1]
@@ -141,6 +145,7 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
         "local_rope_theta": local_theta if is_sliding else None,
         "rotary_fraction": _number("partial_rotary_factor", rope, config, kind=float, default=family.rotary_fraction or 1.0),
         "rope_factor": None,
+        "rope_factors": None,
         "norm_eps": _number(family.norm_eps, config, kind=float, default=1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
         "window": _number("sliding_window", config) if is_sliding else None,
@@ -154,15 +159,21 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     if settings["attention_scale"] == settings["resolved_head_dim"] ** -0.5:
         settings["attention_scale"] = None
     if kind != "default":
-        factor = _rope_factor(config, rope) if kind.startswith("yarn") else _number("factor", rope, kind=float)
+        factor = _rope_factor(config, rope) if kind in HAS_DEFAULT_FACTOR else _number("factor", rope, kind=float)
         trained_len = None if kind == "linear" else _rope_trained_len(config, rope)
+        if kind == "longrope":
+            factors = [*rope["short_factor"], *rope["long_factor"]]
+            settings["rope_factors"] = [_number("factor", {"factor": each}, kind=float) for each in factors]
         settings |= {"rope_factor": factor, "rope_trained_len": trained_len, "rope_scaling": kind}
     return settings
 
 
 def describes(config: dict[str, Any], model: ModelConfig) -> bool:
     """Return whether a config.json describes exactly the settings of a model, except for rounding."""
-    settings = settings_from_config(config)
+    try:
+        settings = settings_from_config(config)
+    except ConfigError:
+        return False
     other = ModelConfig(**{name.removeprefix("resolved_"): value for name, value in settings.items()})
 
     def is_equal(value: Any, other: Any) -> bool:
@@ -202,7 +213,7 @@ def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
 
 
 def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
-    """Return the factor of yarn. As in transformers, null means the ratio of the extended to the trained length."""
+    """Return the factor of yarn or longrope."""
     if rope.get("factor") is not None:
         return _number("factor", rope, kind=float)
     return _number("max_position_embeddings", config) / _rope_trained_len(config, rope)
@@ -229,7 +240,7 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
 
 def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, family: Family) -> None:
     # Maps the name of each setting to its value and to the supported values.
-    checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, ("default", *ROPE_FIXED))}
+    checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, family.rope_types or ("default", *ROPE_FIXED))}
     checks["quantization_config"] = "given" if config.get("quantization_config") else None, (None,)
     for name, value in fixed_entries(family).items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
@@ -240,8 +251,10 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
         checks[name] = value if is_default else rope.get(name, value), (value,)
     if family.rotary_fraction is None:
         checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
-    if kind.startswith("yarn"):
-        checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(_rope_factor(config, rope)))
+    if kind in HAS_DEFAULT_FACTOR:
+        factor = _rope_factor(config, rope)
+        scale = longrope_scale(factor, _rope_trained_len(config, rope)) if kind == "longrope" else yarn_scale(factor)
+        checks["attention_factor"] = rope.get("attention_factor"), (None, scale)
         checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
     if any(isinstance(value, dict) for value in rope.values()):
         checks["rope_parameters"] = "different in layers of different types", ("one for all layers",)

@@ -32,6 +32,7 @@ from ringattn.train.commands.errors import exit_process
 from ringattn.train.commands.options import find_model, option, parse, run_command
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
 from ringattn.train.model.gpt import GPT
+from ringattn.train.model.rope import longrope_scale
 from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -71,7 +72,7 @@ ENTRIES = {
         ),
     ),
     **dict.fromkeys(
-        ("rope_theta", "local_rope_theta", "rope_factor", "rope_trained_len", "rope_scaling"),
+        ("rope_theta", "local_rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "rope_factors"),
         ("rope_theta", "rope_local_base_freq", "rope_parameters", "rope_scaling", "original_max_position_embeddings"),
     ),
 }
@@ -309,6 +310,11 @@ def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
     if model.rope_factor is not None:
         kind, factor, trained_len = model.rope_scaling, model.rope_factor, model.rope_trained_len
         optional["rope_scaling"] = {"rope_type": kind.removesuffix("-exact"), "factor": factor, **huggingface.ROPE_FIXED[kind]}
+        if kind == "longrope" and model.rope_factors is not None:
+            pairs = model.rotary_dim // 2
+            lists = {"short_factor": model.rope_factors[:pairs], "long_factor": model.rope_factors[pairs:]}
+            optional["original_max_position_embeddings"] = trained_len
+            optional["rope_scaling"] |= lists | {"attention_factor": longrope_scale(factor, trained_len)}
         if trained_len is not None:
             optional["rope_scaling"]["original_max_position_embeddings"] = trained_len
     if family.local_rope_theta is not None:

@@ -132,7 +132,7 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
     """Return the settings with `overrides`."""
     settings = literal_settings(asdict(config))
     for name, value in overrides.items():
-        is_list = name == "model.layer_types"
+        is_list = name in ("model.layer_types", "model.rope_factors")
         OmegaConf.update(settings, name, None if value == "null" else value.strip("[]").split(",") if is_list else value)
     return to_config(settings)
 

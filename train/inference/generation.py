@@ -16,7 +16,7 @@ from ringattn.train.inference.layer_cache import decode, new_cache, places, pref
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
 from ringattn.train.model.gpt import Attend
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import replace_link
+from ringattn.train.settings.config import ConfigError, replace_link
 from ringattn.train.setup import InferenceRun, Run
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,12 @@ def stream(
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
     ranks, rank = group.size(), group.rank()
     tokens = [tokenizer.bos, *prompt]
+    longest = len(tokens) + num_tokens
+    if model.config.for_length(longest) != model.config:
+        raise ConfigError(
+            f"a text of {longest} tokens is longer than model.rope_trained_len={model.config.rope_trained_len}, but this model "
+            "uses the divisors of LongRoPE for shorter texts: generate fewer tokens"
+        )
     layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
     options = dict(layout=layout, group=group, backend=run.config.parallel.kernel)
     options |= dict(precision=run.config.trainer.attention_precision(training=False))

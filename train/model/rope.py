@@ -20,16 +20,15 @@ MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
-    D is `settings.dim`. Pair i at position p is rotated by p * theta ** (-2 i / D), times `slowdown` if `factor` is set. With
-    "yarn", both results are multiplied by `yarn_scale`. At a position of one million, angles in fp32 would be wrong by up to
-    0.06.
+    D is `settings.dim`. Pair i at position p is rotated by p * theta ** (-2 i / D), times `slowdown` if `factor` is set. Both
+    results are then multiplied by `attention_scale`. At a position of one million, angles in fp32 would be wrong by up to 0.06.
     """
     dim = settings.dim
     frequency = settings.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     scale = 1.0
     if settings.factor is not None:
         frequency = frequency * slowdown(frequency, settings)
-        scale = yarn_scale(settings.factor) if settings.scaling.startswith("yarn") else 1.0
+        scale = attention_scale(settings)
     angle = torch.atleast_2d(positions).double()[..., None, None] * frequency
     return scale * angle.cos().float(), scale * angle.sin().float()
 
@@ -56,11 +55,14 @@ def slowdown(frequency: Tensor, settings: Rope) -> Tensor:
     "linear" slows all frequencies down. "llama3" interpolates by the number of rotations within trained_len, as Llama 3.1 does.
     "yarn" (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, from the pair with MAX_ROTATIONS
     rotations to the one with one rotation, rounded outwards as in other implementations. "yarn-exact" does not round.
+    "longrope" (Ding et al. 2024, arXiv:2402.13753) has a factor for every pair.
     """
     factor, trained_len, scaling = settings.factor, settings.trained_len, settings.scaling
     assert factor is not None
     if scaling == "linear":
         return torch.full_like(frequency, 1 / factor)
+    if scaling == "longrope":
+        return 1 / torch.tensor(settings.factors, dtype=frequency.dtype, device=frequency.device)
     assert trained_len is not None
     if scaling == "llama3":
         rotations = frequency * trained_len / (2 * math.pi)
@@ -79,6 +81,20 @@ def _pair_of(rotations: float, settings: Rope, trained_len: int) -> float:
     """Return the fractional index of the pair that makes `rotations` rotations within `trained_len` tokens."""
     positions_per_radian = trained_len / (2 * math.pi * rotations)
     return settings.dim / 2 * math.log(positions_per_radian) / math.log(settings.theta)
+
+
+def attention_scale(settings: Rope) -> float:
+    """Return the factor by which the scaling multiplies queries and keys."""
+    assert settings.factor is not None
+    if settings.scaling == "longrope":
+        return longrope_scale(settings.factor, settings.trained_len)
+    return yarn_scale(settings.factor) if settings.scaling.startswith("yarn") else 1.0
+
+
+def longrope_scale(factor: float, trained_len: int | None) -> float:
+    """Return the factor by which longrope multiplies queries and keys."""
+    assert trained_len is not None
+    return math.sqrt(1 + math.log(factor) / math.log(trained_len)) if factor > 1 else 1.0
 
 
 def yarn_scale(factor: float) -> float:

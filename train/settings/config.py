@@ -70,6 +70,7 @@ class Rope(NamedTuple):
     factor: float | None = None
     trained_len: int | None = None
     scaling: str = "llama3"
+    factors: tuple[float, ...] = ()  # the divisors of the frequencies in LongRoPE
 
 
 class LayerAttention(NamedTuple):
@@ -124,8 +125,11 @@ class ModelConfig(Frozen):
     # The sequence length of the training before an extension. Set it only together with `rope_factor`.
     rope_trained_len: int | None = None
     # Which rotary frequencies are divided by `rope_factor`: "linear" (all), "llama3" or "yarn", which also sharpens the softmax
-    # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss.
+    # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss. "longrope" uses `rope_factors`.
     rope_scaling: str = "llama3"
+    # The divisors of the rotary frequencies in LongRoPE (Phi-3): first those for a `data.seq_len` of at most
+    # `rope_trained_len`, then those for longer sequences.
+    rope_factors: list[float] | None = None
     # Whether neighbouring dimensions of a head are rotated together, as in Command R.
     rope_interleaved: bool = False
     # Whether queries, keys and values have a bias, as in Qwen 2.
@@ -182,10 +186,17 @@ class ModelConfig(Frozen):
         types = self.layer_types or ["full" if self.window is None else "sliding"]
         kind, _, nope = types[index % len(types)].partition("-")
         is_local, dim = kind == "sliding", 0 if nope else self.rotary_dim
-        rope = Rope(dim, self.rope_theta, self.rope_factor, self.rope_trained_len, self.rope_scaling)
+        factors = tuple(self.rope_factors or ())[: dim // 2]
+        rope = Rope(dim, self.rope_theta, self.rope_factor, self.rope_trained_len, self.rope_scaling, factors)
         if is_local and self.local_rope_theta is not None:
             rope = Rope(dim, self.local_rope_theta)
         return LayerAttention(self.window if is_local else None, rope)
+
+    def for_length(self, seq_len: int) -> "ModelConfig":
+        """Return the settings for a run with sequences of `seq_len` tokens, whose LongRoPE has only one list of divisors."""
+        if self.rope_factors is None or seq_len <= (self.rope_trained_len or seq_len):
+            return self
+        return replace(self, rope_factors=self.rope_factors[self.rotary_dim // 2 :] * 2)
 
     @property
     def has_sliding_layer(self) -> bool:
@@ -459,6 +470,7 @@ MAY_DIFFER = {
     "rope_factor",
     "rope_trained_len",
     "rope_scaling",
+    "rope_factors",
     "norm_eps",
     "window",
     "layer_types",
@@ -471,7 +483,7 @@ LAYER_TYPES = ("sliding", "full", "sliding-nope", "full-nope")
 
 # The valid values of each setting that accepts only a few values.
 CHOICES = {
-    "model.rope_scaling": ("llama3", "yarn", "yarn-exact", "linear"),
+    "model.rope_scaling": ("llama3", "yarn", "yarn-exact", "linear", "longrope"),
     "model.norm": ("rms", "rms_plus_one", "layer"),
     "model.norm_position": ("before", "after", "both"),
     "model.activation": ("silu", "gelu", "clamped"),
@@ -622,6 +634,11 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             "with model.rope_scaling=linear: choose another value of it",
         ),
         (
+            "model.rope_factors",
+            model.rope_factor is None or model.rope_scaling != "longrope",
+            "without model.rope_factor and model.rope_scaling=longrope: set them",
+        ),
+        (
             "model.window",
             model.layer_types is not None and not model.has_sliding_layer,
             "without a sliding layer: add one to model.layer_types",
@@ -671,6 +688,9 @@ def _check_model(model: ModelConfig) -> Iterator[str]:
         yield f"model.parallel=true is impossible with model.norm_position={model.norm_position}: leave one of them out"
     if model.rope_factor is not None and model.rope_trained_len is None and model.rope_scaling != "linear":
         yield f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the length of training"
+    factors = model.rope_factors or []
+    if model.rope_scaling == "longrope" and (len(factors) != model.rotary_dim or min(factors) <= 0):
+        yield f"model.rope_scaling=longrope requires model.rope_factors with {model.rotary_dim} positive numbers: set them"
     if model.rope_scaling.startswith("yarn") and model.rope_theta <= 1:
         # YaRN divides by the logarithm of rope_theta, which must be positive.
         yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling={model.rope_scaling}: raise it"

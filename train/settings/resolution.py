@@ -119,4 +119,6 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
         # These settings have no effect without a factor.
         for name in ("rope_trained_len", "rope_scaling"):
             overrides.setdefault(name, getattr(ModelConfig, name))
+    if overrides.get("rope_scaling", model.rope_scaling) != "longrope":
+        overrides.setdefault("rope_factors", None)
     return replace(model, **overrides)

@@ -45,6 +45,8 @@ SIZES = {
     "pad_token_id": None,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400, "rope_theta": 50.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 50.0, "partial_rotary_factor": 0.75}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7], "long_factor": [1.0, 1.5, 2.0, 3.0, 7.0, 31.0]}
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 50.0}
 # The class of the settings in transformers and further entries of config.json, for each kind of model.
 MODELS = {
@@ -88,6 +90,11 @@ MODELS = {
     "exaone4": ("Exaone4Config", dict(sliding_window=7)),
     "exaone4 without a window": ("Exaone4Config", dict(sliding_window=None, layer_types=["full_attention"] * 4)),
     "phi3": ("Phi3Config", dict(rope_parameters={"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.75})),
+    "phi3 with longrope": ("Phi3Config", dict(rope_parameters=LONGROPE, original_max_position_embeddings=30)),
+    "phi3 with longrope for short sequences": (
+        "Phi3Config",
+        dict(rope_parameters=LONGROPE, original_max_position_embeddings=400),
+    ),
     "phi3 with a window": ("Phi3Config", dict(num_key_value_heads=4, sliding_window=7, tie_word_embeddings=True)),
     "granite": (
         "GraniteConfig",
@@ -118,7 +125,7 @@ def write_model(folder: Path, kind: str) -> Path:
 
 
 def load_model(folder: Path) -> GPT:
-    model = GPT(settings_of(folder), 257).double()
+    model = GPT(settings_of(folder).for_length(len(TOKENS)), 257).double()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)  # The padding of the vocabulary is not in the folder.
     huggingface.load(folder, model)

@@ -182,6 +182,8 @@ UNSUPPORTED = {
     "no types of layers": (MISTRAL | {"layer_types": []}, "layer_types is  in 0 layers, but only"),
     "types of other layers": (MISTRAL | {"layer_types": ["full_attention"] * 3}, "is full_attention in 3 layers, .* 2 layers"),
     "too many layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10+, but only 1 to 4096 is supported"),
+    "longrope without divisors": ({"rope_parameters": YARN | {"rope_type": "longrope"}}, "'short_factor'"),
+    "yarn in Phi-3": ({"model_type": "phi3", "rope_parameters": YARN}, "rope_type is yarn, but only default or longrope"),
     "another scaling in sliding layers": (
         {"model_type": "olmo3", "rope_parameters": {"sliding_attention": YARN}},
         "rope_type is yarn in sliding layers, but only default",
@@ -220,8 +222,8 @@ UNSUPPORTED = {
         "an entry has a value that is not possible .*by zero.*; .*your-own-loop",
     ),
     "another scaling": (
-        {"rope_parameters": {"rope_type": "longrope"}},
-        "rope_type is longrope, .*default or linear or",
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "rope_type is dynamic, .*default or linear or",
     ),
     "yarn with another beta": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
     "yarn without a factor or a length": (

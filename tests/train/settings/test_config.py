@@ -217,6 +217,12 @@ INVALID = {
         ["model.parallel=true", "norm_position=both"],
     ),
     "unknown norm": (dict(model__norm="batch"), 1, ["model.norm=batch", "rms, rms_plus_one, layer"]),
+    "longrope without its divisors": (
+        dict(model__rope_factor=2.0, model__rope_trained_len=64, model__rope_scaling="longrope"),
+        1,
+        ["rope_scaling=longrope", "model.rope_factors", "32 positive numbers"],
+    ),
+    "divisors without longrope": (dict(model__rope_factors=[1.0]), 1, ["rope_factors=[1.0]", "model.rope_scaling=longrope"]),
     "window below 1": (dict(model__window=0), 1, ["model.window=0", "from 1 to"]),
     "unknown layer type": (dict(model__layer_types=["full", "local"]), 1, ["model.layer_types=[full,local]", "full-nope"]),
     "more layer types than layers": (dict(model__layer_types=["full"] * 3), 1, ["[full,full,full]", "model.layers=2"]),
