@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -201,6 +202,40 @@ def check_numbers(folder: Path) -> None:
 
 def test_rings_of_other_sizes_count_tokens_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_numbers, tmp_path)
+
+
+def check_fsdp(folder: Path) -> None:
+    """accelerate uses FSDP2 only on GPUs. On a CPU, its state must be changed."""
+    from accelerate.state import AcceleratorState, DistributedType
+    from torch.distributed.fsdp import fully_shard
+    from transformers import Trainer
+
+    from ringattn.transformers import RingTrainer
+
+    prepare_rank()
+    case = CASES["packed"]
+    with one_process():
+        expected = train(Trainer, case, folder / f"one{dist.get_rank()}", 8)
+    create = AcceleratorState.__init__
+
+    def create_with_fsdp(self: AcceleratorState, *args: object, fsdp_plugin: object = None, **options: object) -> None:
+        create(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    with one_process():  # resets the state of accelerate
+        pass
+    spy = mock.patch("torch.distributed.fsdp.fully_shard", wraps=fully_shard)
+    with mock.patch.object(AcceleratorState, "__init__", create_with_fsdp), spy as shard:
+        found = train(RingTrainer, case, folder / "ring", 8, fsdp=True)
+    assert shard.call_count >= 3  # two layers and the model
+    for some, others in zip(found[:4], expected[:4], strict=True):
+        np.testing.assert_allclose(np.asarray(some), np.asarray(others), rtol=TOLERANCE, atol=10 * TOLERANCE)
+
+
+@pytest.mark.slow
+def test_parameters_that_fsdp_has_sharded(tmp_path: Path) -> None:
+    run_ranks(check_fsdp, 2, tmp_path / "ranks", tmp_path / "run")
 
 
 def check_two_rings(folder: Path) -> None:
