@@ -40,6 +40,7 @@ class Family:
     local_rope_theta: float | None = None  # the default base in sliding layers, if the family can have a separate one
     rotary_fraction: float | None = None  # the default fraction of rotated dimensions, if the family can have another one
     rope_types: tuple[str, ...] = ()  # the supported scalings of rotary angles, if not all
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of entries, with the names that we use
     reads: frozenset[str] = frozenset()  # further entries that `layers` and `huggingface.settings_from_config` read
 
 
@@ -94,6 +95,17 @@ def smollm_layers(config: dict[str, Any]) -> list[str]:
     return [kind if rope else f"{kind}-nope" for kind, rope in zip(kinds, has_rope, strict=False)]
 
 
+def qwen_moe_layers(config: dict[str, Any]) -> list[str]:
+    has_window = config.get("use_sliding_window") and config["sliding_window"] is not None
+    return ["sliding" if has_window else "full"] * config["num_hidden_layers"]
+
+
+def whole(x: float) -> int:
+    if x != int(x):
+        raise ValueError(f"{x} is not an integer")
+    return int(x)
+
+
 def inverse(x: float) -> float:
     return 1 / x
 
@@ -114,6 +126,8 @@ AFTER = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
+# The balance loss changes only the training, and `model.balance_loss` determines it.
+ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
@@ -209,6 +223,44 @@ FAMILIES = {
         lists_layers=True,
         reads=PATTERN,
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        entries={
+            "num_local_experts": Entry("experts", 8, whole),
+            "num_experts_per_tok": Entry("experts_per_token", 2, whole),
+        },
+        fixed={"router_jitter_noise": 0.0},
+        names={
+            "experts.router": "block_sparse_moe.gate",
+            "experts.gate": "block_sparse_moe.experts.{}.w1",
+            "experts.up": "block_sparse_moe.experts.{}.w3",
+            "experts.down": "block_sparse_moe.experts.{}.w2",
+        },
+        layers=mistral_layers,
+        reads=ROUTER_LOSS,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"num_key_value_heads": 4, "sliding_window": 4096},
+        {"qk_norm": True},
+        {
+            "num_experts": Entry("experts", 128, whole),
+            "num_experts_per_tok": Entry("experts_per_token", 8, whole),
+            "moe_intermediate_size": Entry("resolved_ffn_dim", 768, whole),
+            "norm_topk_prob": Entry("normalise_top_k", False),
+        },
+        {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        {
+            "experts.router": "mlp.gate",
+            "experts.gate": "mlp.experts.{}.gate_proj",
+            "experts.up": "mlp.experts.{}.up_proj",
+            "experts.down": "mlp.experts.{}.down_proj",
+        },
+        layers=qwen_moe_layers,
+        aliases={"num_local_experts": "num_experts"},
+        reads=ROUTER_LOSS,
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         entries={
@@ -281,6 +333,7 @@ def unknown_entries(config: dict[str, Any]) -> list[str]:
     known = (
         READ
         | family.reads
+        | family.aliases.keys()
         | IRRELEVANT
         | {*OFF}
         | FIXED.keys()
@@ -291,6 +344,16 @@ def unknown_entries(config: dict[str, Any]) -> list[str]:
     return sorted(name for name, value in config.items() if value is not None and name not in known)
 
 
+def renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return a config.json whose entries have the names that we use."""
+    for other, name in family.aliases.items():
+        if config.get(other) is not None:
+            if config.get(name, config[other]) != config[other]:
+                raise ConfigError(f"{name} is {config[name]}, but {other} is {config[other]}")
+            config = config | {name: config[other]}
+    return config
+
+
 def fixed_entries(family: Family) -> dict[str, Any]:
     """Return the entries of config.json for which our model supports only one value, and this value."""
     return {name: value for name, value in {**FIXED, **family.fixed}.items() if name not in family.entries}
@@ -299,6 +362,7 @@ def fixed_entries(family: Family) -> dict[str, Any]:
 def weight_name(name: str, family: Family) -> str:
     """Return the name of one of our modules, without the prefix of a block, in Hugging Face's format.
 
-    If several of our modules map to the same name, the file contains their weights one after another in one tensor.
+    If several of our modules map to the same name, the file contains their weights one after another in one tensor. A name with
+    {} has one tensor per expert.
     """
     return family.names.get(name, NAMES.get(name, name))

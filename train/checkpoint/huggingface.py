@@ -17,7 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringattn.train.checkpoint.families import FAMILIES, NAMES, OFF, Family, fixed_entries, unknown_entries, weight_name
+from ringattn.train.checkpoint import expert_weights
+from ringattn.train.checkpoint.families import (
+    FAMILIES,
+    NAMES,
+    OFF,
+    Family,
+    fixed_entries,
+    renamed,
+    unknown_entries,
+    weight_name,
+)
 from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, longrope_scale, yarn_scale
@@ -59,8 +69,11 @@ def is_model(path: Path) -> bool:
 
 
 def hugging_face_name(name: str, family: Family) -> str:
-    """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format."""
-    match = re.fullmatch(r"(blocks\.\d+\.)?(\w+)\.?(\w*)", name)
+    """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format.
+
+    A name with {} has one tensor per expert.
+    """
+    match = re.fullmatch(r"(blocks\.\d+\.)?((?:experts\.)?\w+)\.?(\w*)", name)
     assert match is not None
     block, module, kind = match.groups(default="")
     # Our norms, embedding and head are parameters, not modules, so their names have no ".weight".
@@ -120,7 +133,7 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     if unknown := unknown_entries(config):
         raise ConfigError(f"it contains the unknown entries {', '.join(unknown)}, which may change the results of the model")
     family = FAMILIES[model_type]
-    config = {**family.defaults, **config}
+    config = {**family.defaults, **renamed(config, family)}
     rope, local_theta = _rope_entries(config, family)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "yarn" and rope.get("truncate") is False:
@@ -196,7 +209,8 @@ def _unused_tensors(names: Iterable[str], settings: dict[str, Any], family: Fami
     """Return the sorted names of tensors that the model cannot use and that cannot be ignored."""
     model = ModelConfig(layers=1, tie_embeddings=False, **{name: settings[name] for name in ARCHITECTURE})
     with torch.device("meta"):
-        weights = {hugging_face_name(name, family) for name, _ in GPT(model, 1).named_parameters()}
+        named = {hugging_face_name(name, family): parameter for name, parameter in GPT(model, 1).named_parameters()}
+    weights = {each for name, parameter in named.items() for each in expert_weights.tensor_names(name, len(parameter))}
 
     def is_used(name: str) -> bool:
         block = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(.+)", name)
@@ -367,9 +381,11 @@ def load(path: Path, model: nn.Module) -> None:
     size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):
         for name, parts in tensors.items():
-            if name not in files:
-                raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
-            stored = files[name].get_slice(name)
+            count = len(next(iter(parts.values())))
+            for each in expert_weights.tensor_names(name, count):
+                if each not in files:
+                    raise ConfigError(f"{path} has no {each} in its *.safetensors files: the folder must be complete")
+            stored = expert_weights.open_tensor(files, name, count)
             if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
             shape, expected = tuple(stored.get_shape()), [sum(map(len, parts.values())), *next(iter(parts.values())).shape[1:]]

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ringattn.train.checkpoint import huggingface, state_dict, storage
+from ringattn.train.checkpoint import expert_weights, huggingface, state_dict, storage
 from ringattn.train.checkpoint.families import FAMILIES, Family, fixed_entries
 from ringattn.train.checkpoint.init import initial_weights_path
 from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
@@ -241,7 +241,7 @@ def exported_tensors(
     for name, tensor in model.state_dict().items():
         part = tensor[:rows] if name in ("embedding", "head") else tensor
         parts.setdefault(huggingface.hugging_face_name(name, family), []).append(part.to(dtype))
-    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+    return {key: x for name, tensors in parts.items() for key, x in expert_weights.exported_tensors(name, tensors).items()}
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
 from ringattn.train.checkpoint import huggingface, storage
+from ringattn.train.checkpoint.families import Family
 from ringattn.train.commands import export
 from ringattn.train.inference.generation import generate
 from ringattn.train.model.gpt import GPT
-from ringattn.train.settings.config import Config, TrainerConfig, with_settings
+from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.hub_models import (
+    change_folder,
     exact_logits_of_transformers,
     exact_model,
     import_folder,
@@ -25,6 +27,7 @@ from tests.train.hub_models import (
     logits,
     read_tensors,
     settings_of,
+    write_config,
     write_tokenizer,
 )
 from tests.train.jobs import job, one_rank
@@ -96,6 +99,16 @@ MODELS = {
         dict(rope_parameters=LONGROPE, original_max_position_embeddings=400),
     ),
     "phi3 with a window": ("Phi3Config", dict(num_key_value_heads=4, sliding_window=7, tie_word_embeddings=True)),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=5, num_experts_per_tok=3)),
+    "mixtral with a window": ("MixtralConfig", dict(num_local_experts=3, sliding_window=7, head_dim=8)),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(num_local_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, norm_topk_prob=True, head_dim=32),
+    ),
+    "qwen3_moe with a window": (
+        "Qwen3MoeConfig",
+        dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=8, use_sliding_window=True, sliding_window=7),
+    ),
     "granite": (
         "GraniteConfig",
         dict(attention_multiplier=0.3, embedding_multiplier=7.0, residual_multiplier=0.22, logits_scaling=3.0),
@@ -168,13 +181,55 @@ def test_a_model_has_the_gradients_of_transformers(kind, tmp_path):
     for name, parameter in model.named_parameters():
         found.setdefault(huggingface.hugging_face_name(name, family), []).append(parameter.grad)
     for name, parameter in expected.named_parameters():
-        gradient = torch.cat(found.pop(name))[: len(parameter)]
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-9 * parameter.grad.abs().max().item())
+        for each, want in stored_gradients(name, parameter.grad, family).items():
+            gradient = torch.cat(found.pop(each))[: len(want)]
+            torch.testing.assert_close(gradient, want, rtol=1e-9, atol=1e-9 * want.abs().max().item())
     assert not found
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_local_experts=5), "num_experts is 4, but num_local_experts is 5"),
+        (dict(num_experts=4.5), "4.5 is not an integer"),
+        (dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\], but only \[\] is supported"),
+        (dict(decoder_sparse_step=2), "decoder_sparse_step is 2, but only 1 is supported"),
+    ],
+)
+def test_experts_that_are_not_supported_are_an_error(changes, message, tmp_path):
+    write_config(tmp_path / "hf", **dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8) | changes)
+    with pytest.raises(ConfigError, match=message):
+        huggingface.declared_settings(tmp_path / "hf")
+
+
+def test_experts_of_different_shapes_are_an_error(tmp_path):
+    """The tensor of one expert could otherwise be broadcast."""
+    folder = write_model(tmp_path / "hf", "qwen3_moe")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    change_folder(folder, {name: read_tensors(folder)[name][:1]})
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts.0.up_proj.weight .* different shapes"):
+        load_model(folder)
+    change_folder(folder, {name: None})
+    with pytest.raises(ConfigError, match=f"has no {name}"):
+        load_model(folder)
+
+
+def stored_gradients(name: str, gradient: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
+    """The gradients of the tensors in a folder that transformers joins in one parameter."""
+    layer, _, weight = name.partition(".mlp.")
+    if weight == "gate.weight":
+        return {f"{layer}.{family.names['experts.router']}.weight": gradient}
+    if not weight.startswith("experts."):
+        return {name: gradient}
+    parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}[weight.removeprefix("experts.")]
+    return {
+        f"{layer}.{family.names[f'experts.{part}']}.weight": each
+        for part, each in zip(parts, gradient.chunk(len(parts), 1), strict=True)
+    }
+
+
 # One model for each kind of block. Its window is shorter than the sequences of the runs.
-TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4")
+TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4", "qwen3_moe")
 
 
 def run_settings(folder: Path, corpus: str, ranks: int) -> Config:

@@ -12,7 +12,7 @@ SHAPES = {
     "qwen": dict(experts=6, experts_per_token=3, normalise_top_k=False),
     "mixtral": dict(experts=4, experts_per_token=2),
     "gpt-oss": dict(experts=5, experts_per_token=2, expert_bias=True, activation="clamped"),
-    "one per token": dict(experts=3, experts_per_token=1, activation="gelu"),
+    "one per token": dict(experts=3, experts_per_token=1, normalise_top_k=False, activation="gelu"),
 }
 
 
@@ -137,4 +137,5 @@ def test_bf16_on_a_gpu_is_as_accurate_as_a_loop(shape, compiled):
     wanted = [want, *torch.autograd.grad(want, [x, *exact.parameters()], dout.double())]
     for name, result, each in zip(["out", *names], results, wanted, strict=True):
         error = (result.double() - each).norm() / each.norm()
-        assert error < 0.02, (name, error)
+        # Rounding moves some elements across the limit of "clamped", where its gradient is not continuous.
+        assert error < (0.06 if SHAPES[shape].get("activation") == "clamped" else 0.02), (name, error)
