@@ -26,13 +26,13 @@ def raise_on_rank_1() -> None:
     dist.barrier()  # afterwards, all ranks are in this function
     if dist.get_rank() == 1:
         raise RuntimeError("rank 1 was told to fail")
-    dist.barrier()
+    time.sleep(1000)  # a barrier would raise an exception on this rank, too
 
 
 def die_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
+    time.sleep(1000)
 
 
 def sleep_forever(directory: Path) -> None:

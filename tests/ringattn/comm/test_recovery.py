@@ -167,6 +167,7 @@ def check_fault(operation: str, in_backward: bool) -> None:
             )
             assert len(faults) >= 2 - rank
             assert len(set(faults)) == 1
+            dist.destroy_process_group(group)  # its watchdog ends
 
 
 @pytest.mark.parametrize(
