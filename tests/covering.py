@@ -55,21 +55,24 @@ def covering_array(sizes: list[int], strength: int) -> list[tuple[int, ...]]:
 
 def every_pair(**parameters: Iterable) -> pytest.MarkDecorator:
     """Parametrize a test over combinations that contain every pair of values, and over slow ones that contain every triple."""
-    return _parametrize(parameters, 2)
+    return _parametrize(parameters, 2, 3)
 
 
-def every_value(**parameters: Iterable) -> pytest.MarkDecorator:
-    """Parametrize a test over combinations that contain every value, and over slow ones that contain every pair of values."""
-    return _parametrize(parameters, 1)
+def every_value(slow: int = 2, **parameters: Iterable) -> pytest.MarkDecorator:
+    """Parametrize a test over combinations that contain every value, and over slow ones.
+
+    The slow ones contain every choice of values for `slow` parameters, which are pairs by default.
+    """
+    return _parametrize(parameters, 1, slow)
 
 
-def _parametrize(parameters: dict[str, Iterable], strength: int) -> pytest.MarkDecorator:
+def _parametrize(parameters: dict[str, Iterable], quick: int, slow: int) -> pytest.MarkDecorator:
     values = [list(choices) for choices in parameters.values()]
     sizes = [len(choices) for choices in values]
-    quick, slow = (set(covering_array(sizes, number)) for number in (strength, strength + 1))
+    quick_cases, slow_cases = (set(covering_array(sizes, strength)) for strength in (quick, slow))
     cases = []
-    for case in sorted(quick | slow):
-        marks = () if case in quick else (pytest.mark.slow,)
+    for case in sorted(quick_cases | slow_cases):
+        marks = () if case in quick_cases else (pytest.mark.slow,)
         chosen = [choices[i] for choices, i in zip(values, case, strict=True)]
         cases.append(pytest.param(*chosen, marks=marks, id="-".join(map(str, chosen)).replace("torch.", "")))
     return pytest.mark.parametrize(",".join(parameters), cases)

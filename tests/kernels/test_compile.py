@@ -29,8 +29,10 @@ STACK = {
 }
 
 
-def compile_cases(program: str, cases: list[str]) -> list[dict]:
-    """Compile the cases in two processes of a program, and return what it prints for them."""
+def compile_cases(program: str, cases: list[str], processes: int = 2) -> list[dict]:
+    """Compile the cases in one or two processes of a program, and return what it prints for them."""
+    if processes == 1:
+        return run(program, cases)
     with ThreadPoolExecutor() as pool:
         return [*itertools.chain(*pool.map(run, (program, program), (cases[::2], cases[1::2])))]
 
@@ -51,8 +53,8 @@ def run(program: str, cases: list[str]) -> list[dict]:
     return results
 
 
-def check_resources(cases: list[str]) -> None:
-    for result in compile_cases("compile_sm90", cases):
+def check_resources(cases: list[str], processes: int = 2) -> None:
+    for result in compile_cases("compile_sm90", cases, processes):
         assert result["stack"] <= STACK.get((result["kernel"], result["head_dim"], result["options"]), 0), result
         assert result["shared"] <= SHARED_MEMORY, result
         # Decoding must load the next tiles while it computes, with 16 bytes per instruction.
@@ -61,7 +63,7 @@ def check_resources(cases: list[str]) -> None:
 
 def test_triton_kernels_compile_without_spills():
     cases = ["forward:bf16:64:", "query_gradient:bf16:64:", "decode:bf16:128:short", "merge:bf16:128:"]
-    check_resources([*cases, "quantize:bf16:128:long"])
+    check_resources([*cases, "quantize:bf16:64:long"], processes=1)  # each process imports torch
 
 
 @pytest.mark.slow

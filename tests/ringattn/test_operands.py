@@ -85,8 +85,7 @@ def test_ranks_without_tokens(schedule: str, route: str, mask: str) -> None:
     check_ring(Case.random(9), masks(9)[mask], Layout.zigzag(9, 16), schedule, route, torch.float64, backend="reference")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "kv"), (4, "state")])
 def test_ring_equals_one_rank_where_the_blocks_are_the_same(ranks: int, schedule: str) -> None:
     """The chunks of this zigzag layout have 128 or 256 tokens, so the ring and one rank round the inputs in the same way."""
     case = Case.random(1024, dim=32, value_dim=32, dtype=torch.float32)
@@ -234,10 +233,10 @@ def check_ulysses(ulysses: int) -> None:
     groups = dict(ulysses_group=mesh.get_group("ulysses"), ring_group=mesh.get_group("ring"))
     case, mask = Case.random(301, batch=2, heads=8, key_heads=4, value_dim=4), Mask.causal(documents=[1, 200, 100])
     layout = Layout.zigzag(301, ring)
+    split, expected = layout.split(ulysses), expected_results(case, layout, mask)
     for schedule in SCHEDULES:
-        split = layout.split(ulysses)
         got = case.on_rank(split, mask, rank, None, ulysses_attention, schedule=schedule, precision="fp8", **groups)
-        assert_close([split.unshard(x) for x in got], expected_results(case, layout, mask), 1e-10)
+        assert_close([split.unshard(x) for x in got], expected, 1e-10)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])

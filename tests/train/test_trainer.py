@@ -476,8 +476,8 @@ def stop_in_batch(number: int, how: str):
     ("how", "step", "overrides"),
     [
         ("signal", 2, ["trainer.checkpoint_every=0", "trainer.steps=3"]),
-        ("time limit", 2, ["trainer.checkpoint_every=2", "trainer.steps=3"]),
-        ("signal", 2, ["trainer.steps=2"]),
+        pytest.param("time limit", 2, ["trainer.checkpoint_every=2", "trainer.steps=3"], marks=pytest.mark.slow),
+        pytest.param("signal", 2, ["trainer.steps=2"], marks=pytest.mark.slow),
         ("time limit", 2, ["trainer.steps=2", "trainer.save_final=false"]),
     ],
     ids=["without a checkpoint", "after a checkpoint", "after the last step", "without the final checkpoint"],

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ringattn.kernels import interval_mask, reference
 from ringattn.kernels.triton import backward as triton_backward
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.contract import check_accumulators, check_backward, check_fresh_gradients, make_strided
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
@@ -19,7 +19,7 @@ from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, S
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@every_pair(mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
+@every_value(slow=3, mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
 def test_gradients_match_the_reference(mask, heads, dropout, blocks, dtype, device):
     check_backward(masked_problem(mask, heads, dropout, blocks, dtype, device), triton_backward)
 

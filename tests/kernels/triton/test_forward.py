@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ringattn.kernels import interval_mask, reference
 from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import forward as triton_forward
-from tests.covering import every_pair
+from tests.covering import every_pair, every_value
 from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_scalars_close, assert_states_close, max_row_error
 from tests.kernels.contract import (
     check_chain,
@@ -27,7 +27,7 @@ from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, S
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@every_pair(mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
+@every_value(slow=3, mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
 def test_state_and_output_match_the_reference(mask, heads, dropout, blocks, dtype, device):
     problem = masked_problem(mask, heads, dropout, blocks, dtype, device)
     state, expected = problem.forward(triton_forward), problem.double().forward(reference)

@@ -8,6 +8,7 @@ Run the same test by hand on a machine with several GPUs, with two or four ranks
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from ringattn.comm.p2p import SingleRankTransport
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device
 from scripts.check import ring as check_ring
-from scripts.command import serve_store
+from scripts.command import rank_variables, serve_store
+from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[3]
 HOSTS = ("first", "second")
@@ -39,11 +41,14 @@ def start_host(index: int, ranks: int, port: int, gpus: bool, sizes: tuple[str, 
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
     command += ["--rdzv-conf=is_host=false"]
     command += ["-m", "tests.ringattn.comm.test_two_hosts", "--rank", *sizes]
-    # Every host has its own cores, because its ranks use one thread per core of their host.
-    cores = sorted(os.sched_getaffinity(0))
-    take_cores = partial(os.sched_setaffinity, 0, cores[index :: len(HOSTS)] or cores)
     environment, pipes = os.environ | NETWORK | identity, dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=take_cores, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=partial(take_cores, index), **pipes)
+
+
+def take_cores(index: int) -> None:
+    """Run this process on the cores of one host, because the ranks of a host use one thread per core."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[index :: len(HOSTS)] or cores)
 
 
 def run_on_two_hosts(ranks: int, gpus: bool, *sizes: str) -> str:
@@ -82,7 +87,29 @@ def check_rank(arguments: list[str]) -> int:
     return check_ring.main(arguments)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"P{n}")
+def run_as_host(variables: list[dict[str, str]], directory: Path, sizes: tuple[str, ...]) -> None:
+    """On every rank of a job: run `check_rank` as the only rank of a host, with the environment variables of torchrun."""
+    rank = dist.get_rank()
+    take_cores(rank)
+    dist.destroy_process_group()
+    os.environ |= NETWORK | variables[rank] | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", HOST_VARIABLE: HOSTS[rank]}
+    with open(directory / f"{rank}.out", "w") as output, redirect_stdout(output):
+        status = check_rank([*sizes])
+    os._exit(status)
+
+
+def test_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring between two hosts with one rank each. Slow tests start a launcher per host."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    store, sizes = serve_store(), ("--seq-len", "67", "--head-dim", "8")
+    run_ranks(run_as_host, 2, tmp_path / "ranks", [rank_variables(store, rank, 2) for rank in range(2)], tmp_path, sizes)
+    output = (tmp_path / "0.out").read_text()
+    assert MESSAGE in output
+    assert "transport='nvlink' is unavailable: the tensors are on cpu" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"P{n}")
 def test_two_launchers(ranks: int) -> None:
     """Rings between two hosts without GPUs. With four ranks, a Ulysses group of two is inside each host."""
     output = run_on_two_hosts(ranks, False, "--seq-len", "67", "--head-dim", "8")

@@ -69,7 +69,11 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "named"), MISTAKES.values(), ids=MISTAKES.keys())
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    # Every third mistake is quick, because Hydra composes the settings for each of them.
+    [pytest.param(*x, id=name, marks=pytest.mark.slow if i % 3 else ()) for i, (name, x) in enumerate(MISTAKES.items())],
+)
 def test_mistake_is_reported_without_a_traceback(overrides, named, corpus, run_command_line, only_error, monkeypatch):
     if "trainer.device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
