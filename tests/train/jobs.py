@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
@@ -54,11 +55,10 @@ def job(corpus: str, dp: int, **parallel_settings: object) -> Config:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A context in which this process is the only rank."""
-    threads = torch.get_num_threads()
+    """A context in which this process is the only rank, and computes with one thread."""
     connect_ranks()
     try:
-        yield
+        with patch.object(torch, "set_num_threads", lambda count: None):
+            yield
     finally:
         disconnect_ranks()
-        torch.set_num_threads(threads)

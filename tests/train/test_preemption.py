@@ -209,7 +209,6 @@ def test_request_stops_between_micro_steps_without_a_trace(micro_step, every, sa
     saves, save = [], trainer.save_checkpoint
     monkeypatch.setattr(trainer, "save_checkpoint", lambda run, path, *rest: saves.append(rest[0]) or save(run, path, *rest))
     monkeypatch.setattr(step, "compute_loss", step.compute_loss)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     with one_rank():
         micro_steps = receive_sigterm_in_micro_step(micro_step)
         with pytest.raises(TrainingStopped):
