@@ -64,7 +64,7 @@ class ExpertBalance:
 
     def __call__(self, routing: Tensor) -> Tensor:
         """Return this rank's part of the loss of a micro-step. All ranks call this function. See `GPT.forward`."""
-        # The loss depends on the tokens of all ranks. Otherwise, it would depend on the number of ranks.
+        # The load-balancing loss is computed over the tokens of all ranks, so that it does not depend on the number of ranks.
         tokens = routing[:, 0].detach().clone()
         dist.all_reduce(tokens)
         loss = self._share * balance_loss(routing, tokens, self._experts_per_token)
@@ -165,7 +165,7 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
     """Clip the gradients, whose norm is `grad_norm`, update the parameters, clear the gradients, and return the learning rate.
 
-    The host does not wait for the GPU. If FSDP keeps parameters gathered, those of its root group are gathered again.
+    The host does not wait for the GPU. If FSDP keeps parameters gathered, gather the parameters of its root group again.
     """
     config = run.config.optim
     if config.clip is not None:
@@ -237,7 +237,7 @@ def compute_loss(
 ) -> Tensor:
     """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`.
 
-    With `balance`, see `GPT.forward`, it includes the load-balancing loss.
+    With `balance` (see `GPT.forward`), the result includes the load-balancing loss.
     """
     masks, layout, shard, plans, packed = micro_step
     if run.graphs is not None:
@@ -254,7 +254,7 @@ def compute_loss(
 def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
     """Yield micro-steps or batches of an evaluation. All ranks must yield the same number.
 
-    After a request to stop, it yields at most two more.
+    After a request to stop, this function yields at most two more.
 
     Raises:
         StoppedEarly: on every rank before the same micro-step or batch, if any rank should stop.

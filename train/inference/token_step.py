@@ -15,7 +15,7 @@ from ringattn import KVCache
 from ringattn.train.inference.layer_cache import Place, decode, places
 from ringattn.train.model.gpt import GPT, Finish
 
-# The part of the free memory of a GPU that the copy of the weights may occupy.
+# The copy of the weights may occupy this fraction of a GPU's free memory.
 MAX_FRACTION = 0.8
 
 
@@ -48,7 +48,7 @@ class TokenStep:
         return self.result
 
     def capture(self, position: int) -> None:
-        """Capture the step in a CUDA graph. This writes to the caches at `position`, the position of the next token."""
+        """Capture the step in a CUDA graph. The capture writes to the caches at `position`, the position of the next token."""
         # The first run compiles the kernels, which a capture cannot do. The default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

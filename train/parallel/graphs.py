@@ -51,7 +51,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
-    """Return the value of `trainer.cuda_graphs`. If it is None, return whether the host would limit the speed.
+    """Return the value of `trainer.cuda_graphs`. If the setting is None, return whether the host would limit the speed.
 
     `compiled` is whether the blocks are compiled and not recomputed in the backward pass.
 
@@ -84,8 +84,8 @@ def choose_graphs(
 ) -> tuple[bool, dict[str, float]]:
     """Return whether a run uses CUDA graphs, and how many bytes a rank needs with this choice, by purpose.
 
-    `needed` are the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and errors as
-    in `uses_graphs`.
+    `needed` contains the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and
+    errors as in `uses_graphs`.
     """
     if not uses_graphs(config, shape, device, compiled, bf16):
         return False, needed
