@@ -15,7 +15,7 @@ default, it evaluates the held-out text of the run. To evaluate other text, desc
     data=text, jsonl, parquet, hub or stdlib    the kind of text
     data.path=...                               the files or the dataset
     data.split=...                              the part of the text, all of it by default
-    data.column=... data.subset=...             as in training
+    data.column=... data.subset=... data.format=...   as in training
 
 trainer.eval_tokens=N sets the number of target tokens. Other settings can follow as group.key=value, for example
 trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains them. With
@@ -44,7 +44,7 @@ from ringattn.train.commands.options import (
     run_command,
     write_table_and_plot,
 )
-from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, split_documents
+from ringattn.train.data.packing import Sequences, load, load_fraction
 from ringattn.train.data.recall import EVALUATION_SEED, RecallDataset, check_vocabulary
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.inference.losses import default_lengths, evaluate_lengths
@@ -149,8 +149,7 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
         return RecallDataset(data.seq_len, EVALUATION_SEED)
     if data.held_out is not None:
         return load(data.held_out, tokenizer, shuffle=False)
-    _, documents = split_documents(load_documents(data, tokenizer), data.eval_fraction, trained_len)
-    return PackedDataset(documents, data.seq_len, seed=0, shuffle=False)
+    return load_fraction(data, tokenizer, trained_len)
 
 
 def write_results(losses: Losses, model: Model, run: InferenceRun, output: str) -> None:

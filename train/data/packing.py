@@ -21,8 +21,7 @@ import logging
 import re
 import time
 import uuid
-import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ import datasets
 import datasets.config
 import numpy as np
 import pyarrow
-import torch
 import torch.distributed as dist
 from datasets.fingerprint import Hasher
 from datasets.table import InMemoryTable
@@ -40,31 +38,24 @@ from filelock import FileLock
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.data import recall, sources
-from ringattn.train.data.batch import Batch
+from ringattn.train.data.documents import TOKENS, TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.records import RecordDataset, RecordEncoder, split_records
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
-
-TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
 
 BATCH_TOKENS = 2**20  # tokens that are kept in memory before they are written to the cache
 FILE_TOKENS = 2**26  # tokens in a file of the cache: a killed process loses at most this many
 END = "end.json"  # marks a complete cache; contains [number of rows by split, number of entries]
 log = logging.getLogger(__name__)
 
-# The checksum of a corpus covers the tokens of at most this many documents.
-NUM_SAMPLED = 64
-
 # Numbers the corpora that this process loads. All ranks load their corpora in the same order.
 _corpus_numbers = itertools.count()
 
 
-class PackedDataset:
+class PackedDataset(TokenisedDocuments):
     """An endless series of sequences. Sequence number i depends only on the arguments of the constructor and on i.
 
     Attributes:
-        splits: the number of documents in each split of the source.
-        lengths: (documents,) int64, the number of tokens in each document.
-        tokens_per_epoch: the number of tokens in all documents.
         sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
         group_size: the number G of sequences per group, or 1 if there are no groups.
     """
@@ -82,17 +73,11 @@ class PackedDataset:
         Raises:
             ConfigError: the documents do not fill one sequence.
         """
-        self.seq_len = seq_len
-        self.seed = seed
+        super().__init__(documents, seq_len, seed)
         self.shuffle = shuffle
-        self.splits = {name: split.num_examples for name, split in (documents.info.splits or dict[str, Any]()).items()}
-        self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
-        self.tokens_per_epoch = int(self.lengths.sum())
         self._num_filled = (self.tokens_per_epoch - 1) // seq_len
         self.group_size = group_size if shuffle and group_size <= self._num_filled else 1
         self.sequences_per_epoch = self._num_filled - self._num_filled % self.group_size
-        # Rows in the format "arrow" are views of the cached file.
-        self._documents = documents.with_format("arrow")
         self._epoch_order = (-1, self.lengths, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
             raise ConfigError(
@@ -100,32 +85,14 @@ class PackedDataset:
                 "provide more text or use a smaller data.seq_len"
             )
 
-    @functools.cached_property
-    def sampled(self) -> int:
-        """A CRC-32 of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus."""
-        crc = 0
-        for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
-            crc = zlib.crc32(self._document(int(index)).to_numpy().tobytes(), crc)
-        return crc
-
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that identify the corpus and its order. If the values change, a saved position in the data is invalid."""
-        # The lengths identify the order of the documents.
-        order = zlib.crc32(self.lengths.tobytes())
-        known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         sequences = "shuffled" if self.shuffle else "in order"
         if self.group_size > 1:
             sequences = f"shuffled in groups of {self.group_size}"
-        return known | {"seq_len": self.seq_len, "seed": self.seed, "sequences": sequences}
-
-    def batch(self, indices: Iterable[int]) -> Batch:
-        """Return the sequences with the numbers `indices`, in this order."""
-        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
-        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
+        return super().fingerprint | {"sequences": sequences}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
         epoch, position = divmod(index, self.sequences_per_epoch)
         start = int(self._order_of(epoch)[2][position]) * self.seq_len
         return self.stream(start, start + self.seq_len, epoch)
@@ -150,26 +117,16 @@ class PackedDataset:
         """Return the first tokens of the longest document, without the token that begins every document."""
         return self._document(int(self.lengths.argmax()))[1 : 1 + num_tokens].to_pylist()
 
-    def _document(self, index: int) -> pyarrow.Array:
-        """Return the tokens of a document without copying them."""
-        return self._documents[index]["tokens"][0].values
-
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the order of an epoch: the numbers of the documents, the position in the stream at which each document ends,
         and the numbers of the sequences.
         """
         if self._epoch_order[0] != epoch:
-            # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
-            order = np.argsort(random.random_raw(len(self.lengths)), kind="stable")
+            order = random_order(random, len(self.lengths))
             ends = np.cumsum(self.lengths[order])
-            sequences = np.arange(self._num_filled)
-            if self.shuffle:
-                sequences = np.argsort(random.random_raw(self._num_filled), kind="stable")
-            if self.group_size > 1:
-                sequences = sequences[: self.sequences_per_epoch]
-                sequences = sequences[np.argsort(self._costs(ends)[sequences], kind="stable")].reshape(-1, self.group_size)
-                sequences = sequences[np.argsort(random.random_raw(len(sequences)), kind="stable")].ravel()
+            sequences = random_order(random, self._num_filled) if self.shuffle else np.arange(self._num_filled)
+            sequences = group_by_cost(random, sequences, self.group_size, lambda: self._costs(ends))
             self._epoch_order = (epoch, order, ends, sequences)
         return self._epoch_order[1:]
 
@@ -181,7 +138,7 @@ class PackedDataset:
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
 
-Sequences = PackedDataset | recall.RecallDataset
+Sequences = PackedDataset | RecordDataset | recall.RecallDataset
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
@@ -195,8 +152,32 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
         return recall.RecallDataset(config.seq_len, config.seed)
     documents = load_documents(config, tokenizer)
     if config.resolved_eval_fraction > 0:
-        documents, _ = split_documents(documents, config.resolved_eval_fraction, config.seq_len)
+        documents, _ = _split(documents, config, config.seq_len)
+    if config.format != "text":
+        return _pack_records(documents, config, config.seed, config.group_size or 1)
     return PackedDataset(documents, config.seq_len, config.seed, shuffle, config.group_size or 1)
+
+
+def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) -> PackedDataset | RecordDataset:
+    """Load the held-out fraction of a corpus. The fraction of a text depends on the `data.seq_len` of the training."""
+    _, documents = _split(load_documents(config, tokenizer), config, trained_len)
+    if config.format != "text":
+        return _pack_records(documents, config, seed=0)
+    return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)
+
+
+def _pack_records(documents: datasets.Dataset, config: DataConfig, seed: int, group_size: int = 1) -> RecordDataset:
+    packed = RecordDataset(documents, config.seq_len, seed, group_size)
+    if packed.num_dropped and dist.get_rank() == 0:
+        counts = f"{packed.num_dropped:,} of {len(packed.lengths):,} records of {config.description}"
+        _log_once(f"{'dropped':<12}{counts}, because they have more than data.seq_len={config.seq_len} tokens")
+    return packed
+
+
+def _split(documents: datasets.Dataset, config: DataConfig, seq_len: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    if config.format != "text":
+        return split_records(documents, config.eval_fraction)
+    return split_documents(documents, config.eval_fraction, seq_len)
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
@@ -278,8 +259,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences)
     if config.source == "recall":
         return recall.RecallDataset(config.seq_len, recall.EVALUATION_SEED)
     if config.resolved_eval_fraction > 0:
-        _, documents = split_documents(load_documents(config, tokenizer), config.resolved_eval_fraction, config.seq_len)
-        return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)
+        return load_fraction(config, tokenizer, config.seq_len)
     if config.held_out is None:
         return None
     try:
@@ -288,7 +268,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences)
         settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
         message = re.sub(settings, r"data.eval_\1", str(error))
         raise ConfigError(f"held-out text: {message}; or leave out data.eval_split and data.eval_path") from None
-    assert isinstance(training, PackedDataset)
+    assert isinstance(training, TokenisedDocuments)
     if not sources.are_disjoint(config, config.held_out, training.splits):
         raise ConfigError(
             f"the training text contains some of the held-out text, data.eval_split={config.eval_split} "
@@ -305,7 +285,8 @@ def _log_once(message: str) -> None:
 
 def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.Dataset, int, int]:
     """Return the tokenised documents, the number of lines or rows without text, and the number of all lines or rows."""
-    key = Hasher.hash([sources.identity(config), tokenizer, _code(tokenizer)])
+    encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
+    key = Hasher.hash([sources.identity(config), tokenizer, _code(tokenizer), *(encoder.identity if encoder else [])])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
     if not (folder / END).exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +297,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.D
                 for partial in folder.glob("*.partial"):  # the file that a killed process was writing
                     partial.unlink()
             if not (folder / END).exists():
-                _fill_cache(config, tokenizer, folder)
+                _fill_cache(config, encoder or (lambda _, text: _tokenise(text, tokenizer)), folder)
     files = sorted(folder.glob("*.arrow"))
     tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     sizes, total = json.loads((folder / END).read_text())
@@ -325,14 +306,14 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.D
     return tokens, total - len(tokens), total
 
 
-def _fill_cache(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
+def _fill_cache(config: DataConfig, encode: Callable[[str, Any], np.ndarray], folder: Path) -> None:
     """Tokenise the entries of a corpus that are not in the cache yet.
 
     The name of a file contains the number of the file, and the number of entries in this file and all earlier ones.
     """
     files = sorted(folder.glob("*.arrow"))
     documents, sizes = sources.read_documents(config)
-    batches = _tokenised_batches(documents, tokenizer, int(files[-1].stem.split("-")[1]) if files else 0)
+    batches = _tokenised_batches(documents, encode, int(files[-1].stem.split("-")[1]) if files else 0)
     entries, rows = 0, 0
     for number, first in enumerate(batches, len(files)):
         partial, size = folder / f"{uuid.uuid4().hex}.partial", 0
@@ -350,7 +331,7 @@ def _fill_cache(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _tokenised_batches(
-    documents: Iterable[sources.Entry], tokenizer: Tokenizer, done: int
+    documents: Iterable[sources.Entry], encode: Callable[[str, Any], np.ndarray], done: int
 ) -> Iterator[tuple[int, int, pyarrow.RecordBatch]]:
     """Tokenise the documents after the first `done` entries.
 
@@ -358,10 +339,10 @@ def _tokenised_batches(
         The number of entries so far, the number of rows among them, and a batch with the columns of TOKENS.
     """
     batch, size, entries, rows = list[np.ndarray](), 0, 0, 0
-    for _, text in tqdm(documents, desc="tokenise", unit=" documents"):
+    for where, text in tqdm(documents, desc="tokenise", unit=" documents"):
         entries, rows = entries + 1, rows + (text is not None)
         if text and entries > done:
-            batch.append(_tokenise(text, tokenizer))
+            batch.append(encode(where, text))
             size += len(batch[-1])
         del text  # A document may have hundreds of megabytes.
         if size >= BATCH_TOKENS:

@@ -37,9 +37,9 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# The place of a document, for error messages, and the text of the document. A row without text has the text "". A blank line of
-# JSON lines has the text None, and does not count as a row in a slice such as "train[:90%]".
-Entry = tuple[str, str | None]
+# The place of a document, for error messages, and its text, or a record with `DataConfig.columns`. A row without text has the
+# text "". A blank line of JSON lines has the text None, and does not count as a row in a slice such as "train[:90%]".
+Entry = tuple[str, str | dict[str, Any] | None]
 
 
 def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] | None]:
@@ -69,10 +69,10 @@ def identity(config: DataConfig) -> list[object]:
     """Return values that change if the documents of a corpus change."""
     if config.source == "hub":
         rows: Any = load_hub(config)
-        return [rows._fingerprint, config.column, config.max_document_mb]
+        return [rows._fingerprint, config.columns, config.max_document_mb]
     names = files(config) if config.path else library_files()
     states = [(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names]
-    return [config.source, config.split, config.column, config.max_document_mb, states]
+    return [config.source, config.split, config.columns, config.max_document_mb, states]
 
 
 def _select(config: DataConfig, parts: list[Any]) -> Iterator[Entry]:
@@ -125,7 +125,7 @@ def _read_limited(file: str, limit_mb: int) -> bytes:
             content = stream.read(limit_mb * 10**6 + 1)
     except READ_ERRORS as error:
         raise _cannot_read_file(file, error) from error
-    _check_size(file, len(content), limit_mb)
+    check_size(file, len(content), limit_mb)
     return content
 
 
@@ -139,47 +139,53 @@ def _json_rows(file: str, config: DataConfig) -> Iterator[Entry]:
                 if not line:
                     return
                 where = f"{file}, line {number}"
-                _check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
-                text = _json_text(where, line, config.column)
+                check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
+                content = (
+                    _json_text(where, line, config.column) if config.format == "text" else _json_record(where, line, config)
+                )
                 del line  # A document may have hundreds of megabytes.
-                yield where, text
+                yield where, content
     except READ_ERRORS as error:
         raise _cannot_read_file(file, error) from error
 
 
 def _parquet_rows(file: str, config: DataConfig) -> Iterator[Entry]:
-    column = config.column
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
             if reader.metadata.num_rows == 0:  # such a file may have no columns
                 return
             schema = reader.schema_arrow
-            if column not in schema.names:
-                raise no_column(file, column, schema.names)
-            if (kind := schema.field(column).type) not in (pyarrow.string(), pyarrow.large_string(), pyarrow.null()):
-                raise no_text(file, column, kind)
-            number = itertools.count(1)
-            for batch in reader.iter_batches(batch_size=64, columns=[column]):
-                for value in batch.column(0):
-                    yield _arrow_text(f"{file}, row {next(number)}", value, config.max_document_mb)
+            check_columns(file, schema.names, config)
+            texts = pyarrow.string(), pyarrow.large_string(), pyarrow.null()
+            if config.format == "text" and (kind := schema.field(config.column).type) not in texts:
+                raise no_text(file, config.column, kind)
+            yield from _arrow_rows(file, reader.iter_batches(batch_size=64, columns=config.columns), config)
     except READ_ERRORS as error:
         raise _cannot_read_file(file, error) from error
 
 
 def _hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
-    if config.column not in rows.features:
-        raise no_column(config.description, config.column, rows.features)
-    if getattr(kind := rows.features[config.column], "dtype", None) not in ("string", "large_string"):
+    check_columns(config.description, rows.features, config)
+    texts = "string", "large_string"
+    if config.format == "text" and getattr(kind := rows.features[config.column], "dtype", None) not in texts:
         raise no_text(config.description, config.column, kind)
+    yield from _arrow_rows(config.description, rows.select_columns(config.columns).with_format("arrow").iter(64), config)
+
+
+def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig) -> Iterator[Entry]:
     number = itertools.count(1)
-    for batch in rows.select_columns(config.column).with_format("arrow").iter(64):
-        for value in batch[config.column]:
-            yield _arrow_text(f"{config.description}, row {next(number)}", value, config.max_document_mb)
+    for batch in batches:
+        if config.format == "text":
+            for value in batch[config.column]:
+                yield _arrow_text(f"{where}, row {next(number)}", value, config.max_document_mb)
+        else:
+            for record in batch.to_pylist():
+                yield f"{where}, row {next(number)}", record
 
 
 def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> Entry:
     content = value.as_buffer().to_pybytes() if value.is_valid else b""
-    _check_size(where, len(content), limit_mb)
+    check_size(where, len(content), limit_mb)
     return where, _decode(where, content)
 
 
@@ -193,7 +199,7 @@ def _decode(where: str, content: bytes, is_file: bool = False) -> str:
         raise ConfigError(f"{where}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it") from None
 
 
-def _check_size(where: str, size: int, limit_mb: int) -> None:
+def check_size(where: str, size: int, limit_mb: int) -> None:
     if size > limit_mb * 10**6:
         raise ConfigError(
             f"{where} has more than data.max_document_mb={limit_mb} MB: split this document, or raise data.max_document_mb"
@@ -263,12 +269,8 @@ def _hub_name(config: DataConfig) -> str:
     return config.path
 
 
-def _json_text(where: str, line: bytes, column: str) -> str | None:
-    """Return the text of a line of JSON under the name `column`, "" for null, or None for a blank line.
-
-    Raises:
-        ConfigError: the line is not a JSON object, or does not contain text under this name.
-    """
+def _json_row(where: str, line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in a line, or None for a blank line. Raise ConfigError for any other line."""
     content = _decode(where, line)
     if not (content := content.strip()):
         return None
@@ -281,11 +283,34 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
         raise ConfigError(
             f"{where} is not a JSON object with a text column: check the line, which begins with {content[:30]!r}"
         )
+    return row
+
+
+def _json_record(where: str, line: bytes, config: DataConfig) -> dict[str, Any] | None:
+    if (row := _json_row(where, line)) is None:
+        return None
+    check_columns(where, row, config)
+    return {column: row[column] for column in config.columns}
+
+
+def _json_text(where: str, line: bytes, column: str) -> str | None:
+    """Return the text of a line of JSON under the name `column`, "" for null, or None for a blank line.
+
+    Raises:
+        ConfigError: the line is not a JSON object, or does not contain text under this name.
+    """
+    if (row := _json_row(where, line)) is None:
+        return None
     if column not in row:
         raise no_column(where, column, row)
     if not isinstance(row[column], str | None):
         raise no_text(where, column, f"{row[column]!r:.60}")
     text = row[column] or ""
+    check_surrogates(where, text)
+    return text
+
+
+def check_surrogates(where: str, text: str) -> None:
     try:
         if not text.isascii():
             text.encode()
@@ -294,7 +319,6 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
         raise ConfigError(
             f"{where} contains {escaped}, half of a surrogate pair, which is not text: correct the line"
         ) from None
-    return text
 
 
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
@@ -323,8 +347,20 @@ def _absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
     return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 
-def no_column(where: str, column: str, columns: Iterable[str]) -> ConfigError:
-    return ConfigError(f"{where} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+def check_columns(where: str, found: Iterable[str], config: DataConfig) -> None:
+    """Raise ConfigError unless all `config.columns` are among the columns `found`."""
+    for column in config.columns:
+        if column not in found:
+            raise no_column(where, column, found, config.format)
+
+
+def no_column(where: str, column: str, columns: Iterable[str], form: str = "text") -> ConfigError:
+    if form == "prompt_completion":
+        return ConfigError(
+            f"{where} has no column {column!r}: rename one of {', '.join(columns)}, or choose another data.format"
+        )
+    setting = "data.column" if form == "text" else "data.messages_column"
+    return ConfigError(f"{where} has no column {column!r}: set {setting} to one of {', '.join(columns)}")
 
 
 def no_text(where: str, column: str, found: object) -> ConfigError:

@@ -31,6 +31,7 @@ from torch import Tensor
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.packing import Sequences
 from ringattn.train.data.recall import RecallDataset
+from ringattn.train.data.records import RecordDataset
 from ringattn.train.model.loss import IGNORE
 
 # More blocks sample more documents, so the error is smaller. However, an evaluation at length S processes up to S tokens per
@@ -101,6 +102,7 @@ class Targets:
             for index, length in enumerate(lengths)
             for number, passage in enumerate(self._passages)
             for start, first, stop in split_passage(passage, length, mask_documents)
+            if (passage.labels[first:stop] != IGNORE).any()
         ]
         self._sequences = pack(windows, seq_len)
         self.num_sequences = len(self._sequences)
@@ -143,8 +145,18 @@ class Targets:
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
     """Read the blocks of target tokens, each with up to `context` earlier tokens.
 
-    In the recall task, a block is a whole sequence, because the sequences are independent of each other.
+    In the recall task, a block is a whole sequence, because the sequences are independent of each other. A block of records is
+    one record from its first label on.
     """
+    if isinstance(held_out, RecordDataset):
+        for number in held_out.random_records().tolist():
+            tokens, labels = held_out.record(number)
+            has_label = labels != IGNORE
+            yield Passage(tokens, labels, np.full(len(tokens), number), first=int(has_label.argmax()))
+            eval_tokens -= int(has_label.sum())
+            if eval_tokens <= 0:
+                return
+        return
     if isinstance(held_out, RecallDataset):
         for number in range(-(-eval_tokens // held_out.seq_len)):
             tokens, labels, documents = held_out.sequence(number)

@@ -39,6 +39,23 @@ class BytesTokenizer:
         """Return the token ids of `text` as int32 (N,), without `eos`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
+    def encode_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode `text`, and mark the tokens that contain a character of a span.
+
+        Args:
+            text: the text.
+            spans: pairs (start, end) of character positions, in ascending order and disjoint.
+
+        Returns:
+            The token ids, int32 (N,), and whether each token contains a character of a span, bool (N,).
+        """
+        tokens = self.encode(text)
+        is_marked = np.zeros(len(tokens), dtype=bool)
+        for start, end in spans:
+            first = len(text[:start].encode())
+            is_marked[first : first + len(text[start:end].encode())] = True
+        return tokens, is_marked
+
     def decode(self, tokens: list[int]) -> str:
         """Return the text of `tokens`. The tokens may contain `eos` and incomplete characters."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
@@ -70,16 +87,20 @@ class JsonTokenizer:
         # The file may not mark these tokens as special. Adding a token that is marked already would change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
-        self._names = re.compile("|".join(map(re.escape, sorted(names | added))))
+        self.special_names = re.compile("|".join(map(re.escape, sorted(names | added))))
         self.vocab_size, self.fingerprint = max(ids.values()) + 1, fingerprint(path)
         bos = self._first_special_token(config)
         self.bos = self.eos if bos is None else bos
+        # `encode` adds no special tokens, so the post-processor would only remove spaces from the offsets of tokens.
+        from tokenizers.processors import ByteLevel
+
+        self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
 
     def _find_eos(self, path: str | Path, given: str | None, config: dict[str, Any]) -> int:
         """Return the id of the end-of-text token. `config` is the content of `tokenizer_config.json`."""
         name, source = given, "data.eos_token"
         if name is None:
-            name, source = _name_of(config.get("eos_token")), "tokenizer_config.json"
+            name, source = name_of(config.get("eos_token")), "tokenizer_config.json"
         if name is None:
             name, source = read_config(Path(path).expanduser().parent, "config.json").get("eos_token_id"), "config.json"
             name = name[0] if isinstance(name, list) and name else name
@@ -108,7 +129,7 @@ class JsonTokenizer:
         if not config.get("add_bos_token"):
             return None
         token = config.get("bos_token")
-        index = self._find(_name_of(token))
+        index = self._find(name_of(token))
         if index is None:
             raise ConfigError(
                 f"tokenizer_config.json sets add_bos_token, but its bos_token={token!r:.60} is not a token of tokenizer.json: "
@@ -128,14 +149,25 @@ class JsonTokenizer:
         return str(self._tokenizer.id_to_token(index))
 
     def encode(self, text: str) -> np.ndarray:
-        if not self._is_parsed and self.fingerprint not in _warned and (found := self._names.search(text)):
+        return np.array(self._encode(text).ids, dtype=np.int32)
+
+    def encode_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._encode(text)
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        starts, stops = np.array([*spans, (len(text), len(text) + 1)]).T
+        # The first span that ends after the beginning of a token must begin before the end of the token.
+        is_marked = starts[np.searchsorted(stops, begins, side="right")] < ends
+        return np.array(encoding.ids, dtype=np.int32), is_marked
+
+    def _encode(self, text: str) -> Any:
+        if not self._is_parsed and self.fingerprint not in _warned and (found := self.special_names.search(text)):
             _warned.add(self.fingerprint)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning(
                     f"{'tokenizer':<12}a text contains {found[0]}, the name of a special token, which is encoded as text; set "
                     "data.special_tokens=parse to encode such names as special tokens"
                 )
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=not self._is_parsed)
@@ -163,7 +195,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
     return BytesTokenizer()
 
 
-def _name_of(token: Any) -> Any:
+def name_of(token: Any) -> Any:
     """Return the name of a token from its entry in `tokenizer_config.json`, which is either the name or a dict."""
     return token.get("content") if isinstance(token, dict) else token
 

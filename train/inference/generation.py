@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringattn import KVCache, Layout, Mask, ring_attention
 from ringattn.comm.connect import Group
+from ringattn.train.data.records import RecordDataset
 from ringattn.train.inference.layer_cache import decode, new_cache, places, prefill
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
 from ringattn.train.model.gpt import Attend
@@ -30,11 +31,14 @@ def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -
     trainer = run.config.trainer
     if trainer.sample_tokens == 0:
         return
-    if trainer.sample_prompt is None and run.held_out:
+    adds_bos = True
+    if trainer.sample_prompt is None and isinstance(run.held_out, RecordDataset):
+        prompt, adds_bos = run.held_out.beginning(PROMPT_TOKENS), False
+    elif trainer.sample_prompt is None and run.held_out:
         prompt = [token for token in run.held_out.beginning(PROMPT_TOKENS) if token != run.tokenizer.eos]
     else:
         prompt = run.tokenizer.encode("def " if trainer.sample_prompt is None else trainer.sample_prompt).tolist()
-    tokens = generate(run, prompt, trainer.sample_tokens, temperature=0.8, top_p=0.95)
+    tokens = generate(run, prompt, trainer.sample_tokens, temperature=0.8, top_p=0.95, adds_bos=adds_bos)
     if dist.get_rank() == 0:
         text = run.tokenizer.decode(tokens)
         log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
@@ -53,7 +57,13 @@ def generate(run: InferenceRun, prompt: list[int], num_tokens: int, **options: A
 
 @torch.no_grad()
 def stream(
-    run: InferenceRun, prompt: list[int], num_tokens: int, temperature: float = 0.8, top_p: float = 1.0, seed: int = 0
+    run: InferenceRun,
+    prompt: list[int],
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+    adds_bos: bool = True,
 ) -> Iterator[int]:
     """Yield the tokens of a sampled continuation. All ranks call this function together and yield the same tokens.
 
@@ -64,15 +74,16 @@ def stream(
     Args:
         run: the run whose model generates the text. Ids beyond the vocabulary of its tokenizer are never sampled. Generation
             stops at `eos`.
-        prompt: the token ids of the prompt. The model reads one `bos` before it, as in training.
+        prompt: the token ids of the prompt.
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
         top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`.
         seed: the seed of the sampling. The random numbers do not depend on the number of ranks.
+        adds_bos: whether the model reads one `bos` before the prompt, as in training on text.
     """
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
     ranks, rank = group.size(), group.rank()
-    tokens = [tokenizer.bos, *prompt]
+    tokens = [tokenizer.bos] * adds_bos + prompt
     longest = len(tokens) + num_tokens
     if model.config.for_length(longest) != model.config:
         raise ConfigError(

@@ -17,7 +17,8 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.train.checkpoint import huggingface
-from ringattn.train.data.packing import PackedDataset
+from ringattn.train.data.documents import TokenisedDocuments
+from ringattn.train.data.records import RecordDataset
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory, prediction
 from ringattn.train.parallel.mesh import causal_masks, choose_layout
@@ -65,6 +66,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "vocab_size": run.tokenizer.vocab_size,
         "sequences_per_epoch": run.data.sequences_per_epoch,
         "held_out_sequences": run.held_out.sequences_per_epoch if run.held_out else 0,
+        "dropped_records": run.data.num_dropped if isinstance(run.data, RecordDataset) else 0,
         "sequences_per_step": run.sequences_per_step,
         "tokens_per_step": run.tokens_per_step,
         # This number is for a sequence that consists of one document.
@@ -84,6 +86,8 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
     if config.data.source == "recall":
         data = f"generated sequences of {config.data.seq_len:,} tokens"
+    if isinstance(run.data, RecordDataset):
+        data += f", {run.data.padding:.1%} padding"
     rows = config.model.vocab_size or 0
     padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
     kinds = f", layers {','.join(config.model.layer_types)}" if config.model.layer_types else ""
@@ -108,8 +112,10 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     machine = machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)
     if machine and dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
         entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
-    if isinstance(run.held_out, PackedDataset) and isinstance(run.data, PackedDataset) and config.data.resolved_eval_fraction:
-        share = run.held_out.tokens_per_epoch / (run.data.tokens_per_epoch + run.held_out.tokens_per_epoch)
+    documents, held_out = run.data, run.held_out
+    are_texts = isinstance(documents, TokenisedDocuments) and isinstance(held_out, TokenisedDocuments)
+    if are_texts and config.data.resolved_eval_fraction:
+        share = held_out.tokens_per_epoch / (documents.tokens_per_epoch + held_out.tokens_per_epoch)
         entries["held out"] = f"{share:.1%} of the tokens, because data.eval_split is not set (see data.eval_fraction)"
     if run.init_from:
         changes = f", which were trained with {run.init_from_changes}" if run.init_from_changes else ""

@@ -231,8 +231,14 @@ class DataConfig(Frozen):
     # The fraction of the tokens that is held out if neither `eval_split` nor `eval_path` is set, at least one sequence. 0:
     # there is no evaluation.
     eval_fraction: float = 0.01
+    # The content of "jsonl", "parquet" and "hub": "text", "chat" (messages for the tokenizer's chat template) or
+    # "prompt_completion" (the columns prompt and completion). Only answers and completions then have a loss, and records with
+    # more than `seq_len` tokens are dropped.
+    format: str = "text"
     # The column that contains the text, in "jsonl", "parquet" and "hub".
     column: str = "text"
+    # The column that contains the messages of "chat", a list of objects with role and content.
+    messages_column: str = "messages"
     # The largest document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its size to
     # tokenise it.
     max_document_mb: int = 200
@@ -254,6 +260,12 @@ class DataConfig(Frozen):
     # each other. 1: no groups. None: the sequences of a micro-step, or 1 if there is one data-parallel rank or no
     # `mask_documents`. A resumed run keeps its number.
     group_size: int | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        columns = {"text": [self.column], "chat": [self.messages_column], "prompt_completion": ["prompt", "completion"]}
+        return columns[self.format]
 
     @property
     def description(self) -> str:
@@ -488,6 +500,7 @@ CHOICES = {
     "model.norm_position": ("before", "after", "both"),
     "model.activation": ("silu", "gelu", "clamped"),
     "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
+    "data.format": ("text", "chat", "prompt_completion"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
     "parallel.layout": (*layout.KINDS, "auto"),
@@ -627,6 +640,8 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             data.source in ("stdlib", "packages", "text", "recall"),
             f"if data.source={data.source}: choose data=jsonl, parquet or hub",
         ),
+        ("data.column", data.format != "text", f"if data.format={data.format}: set data.messages_column, or data.format=text"),
+        ("data.messages_column", data.format != "chat", f"if data.format={data.format}: set data.format=chat"),
         ("model.rope_trained_len model.rope_scaling", model.rope_factor is None, "without model.rope_factor: set it"),
         (
             "model.rope_trained_len",
@@ -731,6 +746,13 @@ def _check_training(config: Config) -> Iterator[str]:
     if config.data.source == "recall" and not config.data.mask_documents:
         # Otherwise a key would have several values, because all documents of a sequence contain the same keys.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
+    data = config.data
+    if data.format != "text" and data.source not in ("jsonl", "parquet", "hub"):
+        yield f"data.format={data.format} is impossible with data.source={data.source}: choose data=jsonl, parquet or hub"
+    if data.format == "chat" and data.tokenizer == "bytes":
+        yield "data.format=chat requires the chat template of a tokenizer: set data.tokenizer to the path of its tokenizer.json"
+    if data.format != "text" and not data.mask_documents:
+        yield f"data.mask_documents=false is impossible with data.format={data.format}: leave it out"
     if trainer.init_from is not None and trainer.resume not in ("auto", "never"):
         yield (
             f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "

@@ -19,6 +19,7 @@ from ringattn.train.inference.generation import generate
 from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, TrainerConfig, with_settings
 from tests.distributed import run_ranks
+from tests.train.chats import chat_job, write_chat_corpus
 from tests.train.jobs import STEPS, job, one_rank
 from tests.train.launch import write_corpus
 
@@ -37,6 +38,7 @@ SLOW_MESHES = {
     "ring 4, striped, kv": (1, dict(ring=4, ulysses=1, layout="striped", schedule="kv", activation_checkpointing=True)),
     "ring 4, zigzag, kv": (1, dict(ring=4, layout="zigzag", schedule="kv", activation_checkpointing=True)),
 }
+CHAT_MESH = (2, dict(ring=2))
 RINGS = [1, 2, 4]
 
 
@@ -68,6 +70,7 @@ def write_first_steps(corpus: str, directory: Path, meshes: dict) -> None:
     results = {name: first_step(job(corpus, dp, **settings)) for name, (dp, settings) in meshes.items()}
     if meshes == MESHES:
         results["mixed"] = first_step(mixed(job(corpus, 1, **MESHES["ring 2 x ulysses 2"][1])))
+        results["chat"] = first_step(chat_job(directory / "chat", CHAT_MESH[0], **CHAT_MESH[1]))
     if dist.get_rank() == 0:
         torch.save(results, directory / f"{len(meshes)}_meshes.pt")
 
@@ -79,6 +82,7 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(directory) -> str:
+    write_chat_corpus(directory / "chat")
     return write_corpus(directory / "corpus")
 
 
@@ -125,6 +129,13 @@ def test_mixed_layers_have_the_gradients_and_evaluations_of_one_rank(corpus, dir
         expected = first_step(mixed(job(corpus, 1, ring=1)))
     assert_equal_steps(first_steps["mixed"], expected)
     assert expected["losses"] != first_step_of_one_rank["losses"]
+
+
+def test_conversations_train_as_on_one_rank(directory, first_steps):
+    """Ranks and micro-steps have different numbers of labels. The loss is the mean over all labels of the step."""
+    with one_rank():
+        prepare(directory)
+        assert_equal_steps(first_steps["chat"], first_step(chat_job(directory / "chat", 1, ring=1)))
 
 
 @pytest.mark.slow
@@ -208,6 +219,7 @@ def write_runs(corpus: str, directory: Path) -> None:
         tokens = [greedy_tokens(config, prompt) for prompt in ([], [65], list(range(40, 80)))]
         if dist.get_rank() == 0:
             (path / "tokens.json").write_text(json.dumps(tokens))
+    trainer.train(chat_job(directory / "chat", max(ranks // 2, 1), ring=min(ranks, 2)), directory / f"ranks{ranks}_chat")
     if ranks == 4:
         config = job(corpus, 1, ring=4)
         values = {"data.eval_split": None, "data.eval_fraction": 0.0}
@@ -238,6 +250,15 @@ def test_losses_of_twenty_steps_equal_those_of_one_rank(job, runs):
     assert len(result) == STEPS
     assert expected[-1] < 0.8 * expected[0]
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_losses_of_conversations_fall_and_equal_those_of_one_rank(runs):
+    expected, result = losses(runs / "ranks1_chat"), losses(runs / "ranks4_chat")
+    assert expected[-1] < 0.8 * expected[0]
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+    evaluations = [read_records(runs / name)[-1]["eval_loss"] for name in ("ranks1_chat", "ranks4_chat")]
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,178 @@
+"""Chat templates: the text of a conversation and the turns of the assistant in it, and conversations that are rejected."""
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ringattn.train.data import chat
+from ringattn.train.data.records import RecordEncoder
+from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer
+from ringattn.train.settings.config import ConfigError, DataConfig
+from tests.train.chats import CHATML, MARKED, write_chat_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "die Größe?"},
+    {"role": "assistant", "content": "the ring\n\n "},
+    {"role": "user", "content": "and?"},
+    {"role": "assistant", "content": " ranks 🦜"},
+]
+ANSWERS = ["the ring\n\n <|im_end|>", " ranks 🦜<|im_end|>"]
+
+# The marks do not contain the stop token.
+WITHOUT_STOP = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+# The marks also contain the line break after the stop token.
+WITH_BREAK = MARKED.replace("{% endgeneration %}{{ '\n' }}", "{{ '\n' }}{% endgeneration %}")
+TEMPLATES = {"marked": MARKED, "prefixes": CHATML, "without stop token": WITHOUT_STOP, "with line break": WITH_BREAK}
+# Like Qwen 3, this template adds text only to the last answer.
+INCONSISTENT = CHATML.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
+)
+
+
+def config_of(tmp_path, template: str, **settings) -> DataConfig:
+    return DataConfig(source="jsonl", format="chat", tokenizer=write_chat_tokenizer(tmp_path, template), **settings)
+
+
+def encoder_of(config: DataConfig) -> RecordEncoder:
+    return RecordEncoder(config, JsonTokenizer(config.tokenizer, config.eos_token, config.special_tokens))
+
+
+def trim_offsets(path: str) -> None:
+    """Let a tokenizer leave out spaces from the offsets of its tokens, as Llama 3's does."""
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(path)
+
+
+def test_tokens_of_a_span(tmp_path):
+    path = write_chat_tokenizer(tmp_path)
+    trim_offsets(path)
+    text = " a\n\n ü \n"
+    for start, end in itertools.combinations(range(len(text) + 1), 2):
+        tokens, is_marked = JsonTokenizer(path).encode_spans(text, [(start, end)])
+        assert JsonTokenizer(path).decode(tokens[is_marked].tolist()) == text[start:end]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_only_answers_and_their_stop_tokens_have_a_loss(template, trims, tmp_path):
+    """The tokens are those of transformers. Its mask of a marked template is the reference."""
+    config = config_of(tmp_path, TEMPLATES[template])
+    if trims:
+        trim_offsets(config.tokenizer)
+    stored = encoder_of(config)("a record", {"messages": CHAT})
+    tokens, has_loss = np.where(stored < 0, ~stored, stored), stored >= 0
+    reference = PreTrainedTokenizerFast(tokenizer_file=config.tokenizer)
+    text = reference.apply_chat_template(CHAT, chat_template=CHATML, tokenize=False)
+    assert tokens.tolist() == reference.encode(text, add_special_tokens=False)
+    edges = np.flatnonzero(np.diff(has_loss)) + 1
+    parts = [
+        reference.decode(part)
+        for part, first in zip(np.split(tokens, edges), np.split(has_loss, edges), strict=True)
+        if first[0]
+    ]
+    assert parts == ANSWERS
+    if template == "marked" and not trims:
+        encoded = reference.apply_chat_template(CHAT, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True)
+        assert encoded["assistant_masks"] == has_loss.tolist()
+
+
+def test_template_that_changes_earlier_turns_is_rejected(tmp_path):
+    encode = encoder_of(config_of(tmp_path, INCONSISTENT))
+    assert (encode("a", {"messages": CHAT[:3]}) >= 0).any()
+    with pytest.raises(
+        ConfigError, match=r"^a: the chat template of \S+ renders message 3 differently if other messages follow"
+    ):
+        encode("a", {"messages": CHAT})
+
+
+def test_template_in_its_own_file_and_among_several(tmp_path):
+    config = config_of(tmp_path, "unused")
+    path = tmp_path / "tokenizer_config.json"
+    entries = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    path.write_text(json.dumps({"eos_token": "<|im_end|>", "bos_token": {"content": "<s>"}, "chat_template": entries}))
+    template = chat.load_template(config.tokenizer)
+    assert (template.path, template.source) == (path, CHATML)
+    assert template.variables == {"eos_token": "<|im_end|>", "bos_token": "<s>"}
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    assert chat.load_template(config.tokenizer).source == MARKED
+    (tmp_path / "chat_template.jinja").unlink()
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="requires a chat template"):
+        chat.load_template(config.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("text", "the messages are 'text', but a list of objects with role and content is required"),
+        (None, "the messages are None"),
+        (["text"], "a list of objects"),
+        ([], "no message has the role assistant"),
+        (CHAT[:2], "no message has the role assistant"),
+        ([{"role": "human", "content": "a"}], "message 1 has the role 'human': use one of system, developer, user"),
+        ([{"from": "user", "value": "a"}], "message 1 has the role None"),
+        ([CHAT[1], {"role": "assistant", "content": " \n"}], "message 2 is an empty answer of the assistant"),
+        ([CHAT[1], {"role": "assistant", "content": None}], "message 2 has the content None, but text is required"),
+        ([CHAT[1], {"role": "assistant", "content": [{"text": "a"}]}], "message 2 has the content"),
+        ([{"role": "user", "content": "a<|im_end|>"}, CHAT[2]], r"message 1 contains <\|im_end\|>, the name of a special"),
+        ([CHAT[1], {"role": "assistant", "content": "a\ud800"}], "half of a surrogate pair"),
+    ],
+)
+def test_invalid_conversations_are_rejected(messages, reason, tmp_path):
+    with pytest.raises(ConfigError, match=f"^b.jsonl, line 7.*{reason}") as error:
+        encoder_of(config_of(tmp_path, CHATML))("b.jsonl, line 7", {"messages": messages})
+    assert "\n" not in str(error.value)
+
+
+def test_failing_templates_are_rejected(tmp_path):
+    for template, reason in {
+        "{{ raise_exception('no system') }}": "does not accept these messages: no system",
+        "{% for": "does not accept these messages: ",
+        MARKED.replace("'assistant' %}{%", "'bot' %}{%"): "marks no turn of the assistant",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^a: the chat template of .*{re.escape(reason)}"):
+            encoder_of(config_of(tmp_path, template))("a", {"messages": CHAT})
+
+
+def test_special_tokens_in_messages_can_be_permitted(tmp_path):
+    stored = encoder_of(config_of(tmp_path, CHATML, special_tokens="parse"))(
+        "a", {"messages": [{"role": "user", "content": "<|im_start|>"}, CHAT[2]]}
+    )
+    assert sum(np.where(stored < 0, ~stored, stored) == 1) == 3
+
+
+def test_entries_that_are_none_are_left_out_and_calls_of_tools_need_no_text(tmp_path):
+    """Parquet files contain None for the entries that only other messages have."""
+    template = CHATML.replace(
+        "{{ m.content }}", "{% if 'tool_calls' in m %}{{ m.tool_calls[0] | tojson }}{% else %}{{ m.content }}{% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "a", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "find", "id": None}]},
+        {"role": "tool", "content": "b"},
+    ]
+    stored = encoder_of(config_of(tmp_path, template))("a", {"messages": messages})
+    reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert reference.decode(stored[stored >= 0].tolist(), skip_special_tokens=False) == '{"name": "find"}<|im_end|>'
+
+
+def test_prompt_and_completion():
+    config = DataConfig(source="jsonl", format="prompt_completion")
+    encode = RecordEncoder(config, BytesTokenizer())
+    stored = encode("a", {"prompt": "2+ü=", "completion": " ü"})
+    assert np.where(stored < 0, ~stored, stored).tolist() == [256, *"2+ü= ü".encode(), 256]
+    assert stored[stored >= 0].tolist() == [*" ü".encode(), 256]
+    for record, reason in {
+        (None, "b"): "the prompt is None",
+        ("a", 3): "the completion is 3",
+        ("a", " "): "the completion is empty",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^a: {reason}"):
+            encode("a", dict(zip(("prompt", "completion"), record, strict=True)))

@@ -1,0 +1,152 @@
+"""Render conversations with the chat template of a tokenizer, and find the turns of the assistant in the text.
+
+A template may mark these turns with {% generation %} and {% endgeneration %}. Otherwise, a turn begins where the conversation
+before it ends, rendered with the prompt for the next answer, and ends where the conversation up to it ends.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringattn.train.data.tokenizer import JsonTokenizer, name_of, read_config
+from ringattn.train.settings.config import ConfigError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+# The entries of `tokenizer_config.json` that a template may use.
+VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template that turns messages into text.
+
+    Attributes:
+        path: the file that contains it.
+        source: the text of the template.
+        variables: the names of special tokens that it uses.
+    """
+
+    path: Path
+    source: str
+    variables: dict[str, str]
+
+    def render(self, messages: Messages, **options: bool) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and with `return_assistant_tokens_mask=True` the marked spans of characters.
+
+        Raises:
+            ConfigError: the package transformers is missing, or the template does not accept the messages.
+        """
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template as render
+        except ImportError as error:
+            raise ConfigError("data.format=chat requires the package transformers: pip install 'transformers>=5'") from error
+        try:
+            values: dict[str, Any] = options | self.variables
+            rendered: Any = render([messages], chat_template=self.source, **values)
+        except Exception as error:  # A template may fail in any way.
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(f"the chat template of {self.path} does not accept these messages: {reason:.200}") from None
+        (text,), spans = rendered
+        return text, list(spans[0]) if spans else []
+
+    def find_turns(self, messages: Messages, special_names: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the span of characters of each turn of the assistant.
+
+        A turn includes its stop token. Errors as in `render`, and also if the turns cannot be found.
+        """
+        is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+        if is_marked:
+            text, spans = self.render(messages, return_assistant_tokens_mask=True)
+        else:
+            text, _ = self.render(messages)
+            spans = [self._find_turn(messages, i, text) for i, each in enumerate(messages) if each["role"] == "assistant"]
+        if not spans:
+            raise ConfigError(f"the chat template of {self.path} marks no turn of the assistant in these messages: correct it")
+        return text, [(start, _end_of_turn(text, start, end, special_names, is_marked)) for start, end in spans]
+
+    def _find_turn(self, messages: Messages, index: int, text: str) -> tuple[int, int]:
+        before, _ = self.render(messages[:index], add_generation_prompt=True)
+        after, _ = self.render(messages[: index + 1])
+        if not (after.startswith(before) and text.startswith(after) and len(before) < len(after)):
+            raise ConfigError(
+                f"the chat template of {self.path} renders message {index + 1} differently if other messages follow, so it is "
+                "unknown where this turn begins and ends: put {% generation %} and {% endgeneration %} around such turns in it"
+            )
+        return len(before), len(after)
+
+
+def _end_of_turn(text: str, start: int, end: int, special_names: re.Pattern[str], is_marked: bool) -> int:
+    """Return the end of the stop token of a turn: the last special token in it, or the one after it if a template marks only
+    the content. Without a stop token, return `end`.
+    """
+    last = max((name.end() for name in special_names.finditer(text, start, end)), default=None)
+    if last is not None and not text[last:end].strip():
+        return last
+    following = special_names.match(text, end) if is_marked else None
+    return following.end() if following else end
+
+
+def load_template(tokenizer: str) -> ChatTemplate:
+    """Return the chat template in the folder of a `tokenizer.json`.
+
+    Raises:
+        ConfigError: there is no template, or a file cannot be read.
+    """
+    folder = Path(tokenizer).expanduser().parent
+    config = read_config(folder, "tokenizer_config.json")
+    path, source = folder / "tokenizer_config.json", config.get("chat_template")
+    if (file := folder / "chat_template.jinja").is_file():
+        path, source = file, file.read_text("utf-8")
+    elif isinstance(source, list):  # several named templates
+        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"data.format=chat requires a chat template, but {folder} has neither chat_template.jinja nor an entry "
+            "chat_template in tokenizer_config.json: add one of them"
+        )
+    variables = {name: name_of(config[name]) for name in VARIABLES if isinstance(name_of(config.get(name)), str)}
+    return ChatTemplate(path, source, variables)
+
+
+def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Messages:
+    """Return the messages of a record, without entries that are None, as parquet files contain them.
+
+    Args:
+        messages: the value of the column.
+        tokenizer: the tokenizer, whose special tokens must not occur in a message.
+        parses: whether `data.special_tokens=parse` permits special tokens.
+
+    Raises:
+        ConfigError: the messages are not a conversation with an answer of the assistant.
+    """
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ConfigError(f"the messages are {messages!r:.60}, but a list of objects with role and content is required")
+    for number, message in enumerate(messages, 1):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ConfigError(f"message {number} has the role {role!r:.60}: use one of {', '.join(ROLES)}")
+        calls = role == "assistant" and message.get("tool_calls")
+        if not isinstance(content, str) and not (content is None and calls):
+            raise ConfigError(f"message {number} has the content {content!r:.60}, but text is required")
+        if role == "assistant" and not calls and not (content or "").strip():
+            raise ConfigError(f"message {number} is an empty answer of the assistant: remove it")
+        found = tokenizer.special_names.search(json.dumps(message, ensure_ascii=False, default=str))
+        if found and not parses:
+            raise ConfigError(
+                f"message {number} contains {found[0]}, the name of a special token: remove it, or set "
+                "data.special_tokens=parse to encode it as this token"
+            )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ConfigError("no message has the role assistant, so there is nothing to learn: remove the record")
+    return _without_none(messages)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,81 @@
+"""Read tokenised documents, and define what all datasets of sequences share."""
+
+import functools
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import torch
+
+from ringattn.train.data.batch import Batch
+
+TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
+
+# The checksum of a corpus covers the tokens of at most this many documents.
+NUM_SAMPLED = 64
+
+
+class TokenisedDocuments:
+    """Documents that a subclass packs into numbered sequences.
+
+    Attributes:
+        splits: the number of documents in each split of the source.
+        lengths: (documents,) int64, the number of tokens in each document.
+        tokens_per_epoch: the number of tokens in all documents.
+    """
+
+    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int):
+        self.seq_len = seq_len
+        self.seed = seed
+        self.splits = {name: split.num_examples for name, split in (documents.info.splits or dict[str, Any]()).items()}
+        self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
+        self.tokens_per_epoch = int(self.lengths.sum())
+        # Rows in the format "arrow" are views of the cached file.
+        self._documents = documents.with_format("arrow")
+
+    @functools.cached_property
+    def sampled(self) -> int:
+        """A CRC-32 of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus."""
+        crc = 0
+        for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
+            crc = zlib.crc32(self._document(int(index)).to_numpy().tobytes(), crc)
+        return crc
+
+    @property
+    def fingerprint(self) -> dict[str, int | str]:
+        """Values that identify the corpus and its order. If the values change, a saved position in the data is invalid."""
+        # The lengths identify the order of the documents.
+        order = zlib.crc32(self.lengths.tobytes())
+        known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
+        return {**known, "seq_len": self.seq_len, "seed": self.seed}
+
+    def batch(self, indices: Iterable[int]) -> Batch:
+        """Return the sequences with the numbers `indices`, in this order."""
+        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
+        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
+        raise NotImplementedError
+
+    def _document(self, index: int) -> pyarrow.Array:
+        """Return the tokens of a document without copying them."""
+        return self._documents[index]["tokens"][0].values
+
+
+def random_order(random: np.random.Philox, count: int) -> np.ndarray:
+    """Return the numbers below `count` in a random order."""
+    # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
+    return np.argsort(random.random_raw(count), kind="stable")
+
+
+def group_by_cost(random: np.random.Philox, order: np.ndarray, group_size: int, costs: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return sequences in groups of `group_size` with similar costs. The last ones that fill no group are dropped."""
+    if group_size == 1:
+        return order
+    order = order[: len(order) - len(order) % group_size]
+    groups = order[np.argsort(costs()[order], kind="stable")].reshape(-1, group_size)
+    return groups[random_order(random, len(groups))].ravel()

@@ -1,0 +1,215 @@
+"""Turn conversations, or prompts with completions, into tokens with a loss mask, and pack whole records into sequences.
+
+    record      the tokens of a conversation, or BOS, the prompt, the completion and EOS
+    sequence    records that together have at most S tokens; padding fills the rest
+    epoch       all sequences in a random order
+
+Only the answers of the assistant, or the completion, and their stop tokens have labels. A record with more than S tokens is
+dropped. Each sequence receives the longest records that still fit, so little padding is needed. The number of consumed
+sequences is the only state of the data, as in `packing`.
+
+The cache stores a token t without loss as -1 - t.
+"""
+
+import inspect
+from bisect import bisect_right
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ringattn.train.data import chat
+from ringattn.train.data.documents import NUM_SAMPLED, TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.sources import check_size, check_surrogates
+from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
+from ringattn.train.model.loss import IGNORE
+from ringattn.train.settings.config import ConfigError, DataConfig
+
+# Seeds of random orders that do not depend on the epoch.
+PACKING, EVALUATION = 2**62, 2**62 + 1
+
+
+class RecordEncoder:
+    """Turns records into tokens. Raises ConfigError if the tokenizer has no chat template."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer):
+        self._config, self._tokenizer, self._template = config, tokenizer, None
+        if config.format == "chat":
+            # The text that a template writes contains the names of special tokens.
+            self._tokenizer = JsonTokenizer(config.tokenizer, config.eos_token, special_tokens="parse")
+            self._template = chat.load_template(config.tokenizer)
+
+    @property
+    def identity(self) -> list[object]:
+        """Values that change if the tokens of a record change."""
+        template = self._template and (self._template.source, self._template.variables)
+        return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
+
+    def __call__(self, where: str, record: dict[str, Any]) -> np.ndarray:
+        """Return the tokens of the record at `where`, int32 (N,), as the cache stores them.
+
+        Raises:
+            ConfigError: the record is invalid. The message contains `where`.
+        """
+        try:
+            text, spans = self._conversation(record) if self._template else self._completion(record)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        check_surrogates(where, text)
+        check_size(where, len(text.encode()), self._config.max_document_mb)
+        tokens, has_loss = self._tokenizer.encode_spans(text, spans)
+        if not self._template:
+            tokens = np.concatenate([[self._tokenizer.bos], tokens, [self._tokenizer.eos]]).astype(np.int32)
+            has_loss = np.concatenate([[False], has_loss, [True]])
+        if not has_loss[1:].any():
+            raise ConfigError(f"{where}: no token has a loss: remove the record")
+        return np.where(has_loss, tokens, ~tokens)
+
+    def _conversation(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        assert isinstance(self._tokenizer, JsonTokenizer)
+        assert self._template is not None
+        parses = self._config.special_tokens == "parse"
+        messages = chat.check_messages(record[self._config.messages_column], self._tokenizer, parses)
+        return self._template.find_turns(messages, self._tokenizer.special_names)
+
+    def _completion(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        prompt, completion = record["prompt"], record["completion"]
+        for name, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str):
+                raise ConfigError(f"the {name} is {value!r:.60}, but text is required")
+        if not completion.strip():
+            raise ConfigError("the completion is empty, so there is nothing to learn: remove the record")
+        return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
+
+
+class RecordDataset(TokenisedDocuments):
+    """An endless series of sequences of whole records. Sequence number i depends only on the arguments and on i.
+
+    Attributes:
+        num_dropped: the number of records with more than `seq_len` tokens.
+        padding: the fraction of all tokens of the sequences that is padding.
+        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
+        group_size: the number of consecutive sequences with a similar cost of attention, or 1.
+    """
+
+    def __init__(self, records: datasets.Dataset, seq_len: int, seed: int, group_size: int = 1):
+        """Pack the records.
+
+        Args:
+            records: one row per record, with the columns of TOKENS.
+            seq_len: the number S of tokens per sequence.
+            seed: the seed of the random orders.
+            group_size: as the attribute. It is ignored if there are fewer sequences.
+
+        Raises:
+            ConfigError: no record has at most `seq_len` tokens.
+        """
+        super().__init__(records, seq_len, seed)
+        kept = self.random_records(PACKING)
+        self.num_dropped = len(self.lengths) - len(kept)
+        if not len(kept):
+            raise ConfigError(
+                f"all {len(self.lengths):,} records have more than data.seq_len={seq_len} tokens, the shortest one "
+                f"{self.lengths.min():,}: raise data.seq_len"
+            )
+        self._sequences = [kept[members] for members in pack_whole(self.lengths[kept], seq_len)]
+        self.padding = 1 - int(self.lengths[kept].sum()) / (len(self._sequences) * seq_len)
+        self.group_size = group_size if group_size <= len(self._sequences) else 1
+        self.sequences_per_epoch = len(self._sequences) - len(self._sequences) % self.group_size
+        self._epoch_order = (-1, kept)
+
+    @property
+    def fingerprint(self) -> dict[str, int | str]:
+        return super().fingerprint | {"sequences": f"whole records, shuffled in groups of {self.group_size}"}
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each record. The last is the padding."""
+        epoch, position = divmod(index, self.sequences_per_epoch)
+        tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
+        begin, lengths = 0, list[int]()
+        for number in self._sequences[self._order_of(epoch)[position]].tolist():
+            lengths.append(int(self.lengths[number]))
+            rows = slice(begin, begin + lengths[-1])
+            tokens[rows], labels[rows] = self.record(number)
+            begin = rows.stop
+        rest = (self.seq_len - begin,) if begin < self.seq_len else ()
+        return tokens, labels, (*lengths, *rest)
+
+    def record(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and the labels of a record, both int64 (N,). The last token has no label."""
+        stored = self._document(number).to_numpy().astype(np.int64)
+        labels = np.append(stored[1:], -1)
+        return np.where(stored < 0, ~stored, stored), np.where(labels < 0, IGNORE, labels)
+
+    def random_records(self, key: int = EVALUATION) -> np.ndarray:
+        """Return the numbers of the records that are not dropped, in a random order that does not depend on `seq_len`."""
+        order = random_order(np.random.Philox(key=[self.seed, key]), len(self.lengths))
+        return order[self.lengths[order] <= self.seq_len]
+
+    def beginning(self, num_tokens: int) -> list[int]:
+        """Return a prompt: the tokens of a record before its first answer, if possible at most `num_tokens`."""
+        prompts = list[list[int]]()
+        for number in self.random_records()[:NUM_SAMPLED].tolist():
+            tokens, labels = self.record(number)
+            prompts.append(tokens[: 1 + int((labels != IGNORE).argmax())].tolist())
+        return max(prompts, key=lambda prompt: (len(prompt) <= num_tokens, -abs(num_tokens - len(prompt))))
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """Return the order of the sequences in an epoch."""
+        if self._epoch_order[0] != epoch:
+            random = np.random.Philox(key=[self.seed, epoch])
+            order = random_order(random, len(self._sequences))
+            self._epoch_order = (epoch, group_by_cost(random, order, self.group_size, self._costs))
+        return self._epoch_order[1]
+
+    def _costs(self) -> np.ndarray:
+        """Return the cost of attention of each sequence: the sum of its squared lengths, including the padding."""
+        lengths = [self.lengths[members] for members in self._sequences]
+        return np.array([int((each**2).sum() + (self.seq_len - each.sum()) ** 2) for each in lengths])
+
+
+def pack_whole(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
+    """Distribute records over sequences of `seq_len` tokens. Each sequence is filled with the longest records that fit.
+
+    Args:
+        lengths: (records,) int64, at most `seq_len`. Records of equal length are taken in this order.
+        seq_len: the number of tokens per sequence.
+
+    Returns:
+        The indices of the records in each sequence.
+    """
+    waiting = dict[int, list[int]]()
+    for index, length in reversed(list(enumerate(lengths.tolist()))):
+        waiting.setdefault(length, []).append(index)
+    available, sequences = sorted(waiting), list[list[int]]()
+    while available:
+        space, members = seq_len, list[int]()
+        while num_fitting := bisect_right(available, space):
+            length = available[num_fitting - 1]
+            members.append(waiting[length].pop())
+            space -= length
+            if not waiting[length]:
+                del available[num_fitting - 1]
+        sequences.append(members)
+    return sequences
+
+
+def split_records(records: Any, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Split records into a part for training and a held-out part of random whole records, at least one in each part.
+
+    Args:
+        records: one row per record, with the columns of TOKENS.
+        fraction: the fraction of the tokens that is held out.
+
+    Raises:
+        ConfigError: there is only one record.
+    """
+    lengths = np.asarray(records.with_format("numpy")["length"][:], dtype=np.int64)
+    if len(lengths) < 2:
+        raise ConfigError(
+            "the corpus has one record, but a held-out part requires two: add records, or set data.eval_fraction=0"
+        )
+    order = random_order(np.random.Philox(key=[0, 0]), len(lengths))
+    count = int(np.searchsorted(np.cumsum(lengths[order]), fraction * lengths.sum())) + 1
+    count = min(count, len(lengths) - 1)
+    return records.select(np.sort(order[count:])), records.select(np.sort(order[:count]))
