@@ -86,7 +86,7 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
 
     The rate is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
     https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, training is stable at 1.75 times this rate, at most
-    3e-3. A run that is `continued` from trained weights uses a tenth, because a large rate would destroy the weights.
+    3e-3. A run that is `continued` from trained weights uses a tenth of this rate, because a large rate would destroy them.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)

@@ -52,7 +52,7 @@ LAUNCH_TIME = _launch_time()
 
 
 class TrainingStopped(SystemExit):
-    """A run stopped on request, and its progress is saved. A SystemExit without a code ends with exit status 0."""
+    """Raised after a run has stopped on request and saved its progress. A SystemExit without a code has the exit status 0."""
 
 
 class StoppedEarly(Exception):
@@ -63,7 +63,7 @@ class StoppedEarly(Exception):
 def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
 
-    Outside this context, these signals end the process at once. A process that ignores SIGHUP, as under nohup, still ignores
+    Outside this context, these signals end the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
     it. SIGTERM may arrive several times, because torchrun also forwards it to ranks that have received it. After the first
     Ctrl-C, a second Ctrl-C or a SIGTERM ends the process at once. If a second Ctrl-C ends torchrun, torchrun sends SIGTERM.
     """

@@ -25,7 +25,7 @@ KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *PACKIN
 
 
 class RingBatch:
-    """What attention must know about a batch. The model passes it to every layer as the keyword `ring_batch`.
+    """The properties of a batch that attention needs. The model passes them to every layer as the keyword `ring_batch`.
 
     It is not a dataclass, because FSDP would copy it.
     """

@@ -50,7 +50,7 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group |
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """Return the places of the token at `position`, int64 (1,), in local caches, by the number of rows of a cache."""
+    """Return the place of the token at `position`, int64 (1,), for each number of rows of the local caches."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]

@@ -158,7 +158,7 @@ class ModelGraphs:
         with torch.autograd.set_multithreading_enabled(False):
             with use_plans(plans):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the plans. The autograd
-                # nodes of its parameters belong to its stream, so this call uses copies.
+                # nodes of the parameters would belong to the stream of this call, so the call uses copies of the parameters.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = [PlanSlots(plan, device) for plan in plans]

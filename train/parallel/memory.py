@@ -13,7 +13,7 @@ from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 GIB = 2**30
 
 # If all blocks together have at most this many bytes, their parameters stay gathered between the forward and the backward pass.
-# Sharding them again would save little memory and cost a second all-gather per micro-step.
+# Sharding the parameters again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
 # The fraction of a GPU's memory that a run may need before blocks are recomputed. Memory is fragmented, and torch's allocator

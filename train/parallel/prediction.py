@@ -1,7 +1,7 @@
 """Predict the time of a training step on a mesh of GPUs, and choose the mesh with the highest predicted tokens/s.
 
-A micro-step takes as long as the slower of the GPUs and their hosts. `ringattn.planning` predicts attention. The constants
-below predict all other work, and were fitted to runs on one to four H100s and H200s, see
+A micro-step takes as long as the GPUs or their hosts need, whichever are slower. `ringattn.planning` predicts attention. The
+constants below predict all other work, and were fitted to runs on one to four H100s and H200s, see
 tests/train/parallel/test_prediction.py.
 """
 

@@ -68,7 +68,7 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
 
 
 def _any_gpu_is_shared(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Return whether a host has GPUs, but fewer than ranks."""
+    """Return whether any host has at least one GPU, but fewer GPUs than ranks."""
     keys = [f"shares_gpu/{each}" for each in range(world_size)]
     store.set(keys[rank], str(int(0 < torch.cuda.device_count() < ranks_per_host())))
     return any(store.get(key) == b"1" for key in keys)  # `get` waits until a rank has set the key

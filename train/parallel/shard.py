@@ -46,7 +46,7 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compile the operations of every block before attention, and those after it."""
+    """Compile two functions per block: the operations before attention, and the operations after attention."""
     for block in cast("list[Any]", model.blocks):
         block.before, block.after = torch.compile(block.before), torch.compile(block.after)
 

@@ -86,7 +86,7 @@ class WandbRun:
         """Finish the W&B run. If the run was recorded offline, log the command that uploads it.
 
         Args:
-            exit_code: 0 if the launch ended as intended. W&B shows the run as failed otherwise.
+            exit_code: 0 if the launch ended as intended. With another code, W&B shows the run as failed.
         """
         self._call(lambda run: run.finish(exit_code=exit_code))
         if self._run is not None and self._is_offline:
