@@ -6,8 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-With backend="auto", a call uses the first backend of this table that can run it, but never the reference. All backends compute
-the results that `ringattn.kernels.reference` specifies.
+With backend="auto", a call uses the first backend in this table that can run the call. The reference is used only on request.
+All backends compute the results that `ringattn.kernels.reference` specifies.
 """
 
 import os
@@ -68,8 +68,7 @@ def choose_backend(
         backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
         plain: whether the call has at least one key, no dropout and no block mask, as the Hopper kernels require.
-        precision: as for `forward`. With "fp8", the result is the backend of the forward, and backend="hopper" requires the
-            kernel that reads FP8 inputs. If the FP8 kernel cannot run, "auto" selects a backend that computes with the rounded
+        precision: as for `forward`. If the FP8 kernel cannot run, "auto" selects a backend that computes with the rounded
             inputs in another dtype.
 
     Raises:
@@ -119,7 +118,7 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
         return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
-    # Gluon is an experimental part of Triton, whose functions move between releases. Therefore the import may fail.
+    # Gluon is an experimental part of Triton, and Triton releases may rename its functions. Therefore the import may fail.
     try:
         from ringattn.kernels.hopper.common import unsupported_reason
     except ImportError as error:

@@ -11,22 +11,22 @@ from torch.nn.functional import pad
 
 from ringattn.kernels.caching import SharedTensors, is_capturing
 
-# A tile of a kernel must not cross the border between two blocks. Every block size is a multiple of 64, so tiles of 64 x 64
-# always fit.
+# A tile of a kernel must not cross the border between two blocks. Every block size is a multiple of 64, so a tile of 64 x 64
+# always lies within one block.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask that keeps or drops each pair of a query block and a key block. A query attends to a key if the key is in the
-    query's interval and the pair of their blocks is kept.
+    """A block mask states, for each pair of a query block and a key block, whether the queries attend to the keys. A query
+    attends to a key if the mask keeps the pair of their blocks and the interval mask allows the key.
 
-    The kernels iterate over lists of kept blocks, which are cached in this object. Therefore create a block mask once and pass
+    The mask object caches the lists of kept blocks over which the kernels iterate. Therefore create a block mask once and pass
     the same object to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: the number of queries or keys in a block, a multiple of 64. The kernels are fastest with multiples of 128.
+        size: the number of queries or keys in a block, a multiple of 64. Block sizes that are multiples of 128 are fastest.
     """
 
     keep: Tensor
@@ -49,7 +49,7 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. A key of the cache
+        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. The dictionary key
         # is "queries", or the argument `group` of `key_lists`.
         return SharedTensors()
 
@@ -88,8 +88,8 @@ class BlockMask:
         if key in self._cached_lists:
             return self._cached_lists[key]
         lists = _lists(rows())
-        # While a CUDA graph is captured, the lists have no values before the first replay. Therefore other calls must not use
-        # these lists.
+        # Lists that are computed during the capture of a CUDA graph have no values before the first replay. Other calls must
+        # not use them.
         if not is_capturing(self.keep.device):
             self._cached_lists[key] = lists
         return lists
@@ -98,7 +98,7 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """Convert each row of a mask (..., C) to a list of its kept columns, int32 (..., C + 1, 2).
 
-    Entry c contains the number of kept columns among the first c columns, and the index of the c-th kept column.
+    Entry c holds two numbers: how many of the first c columns are kept, and the index of the c-th kept column.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

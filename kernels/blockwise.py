@@ -1,4 +1,4 @@
-"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. A call needs memory that depends on the tile
+"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. The memory use of a call depends on the tile
 size, but not on Nq * Nk.
 
 With a block mask, every tile is a pair of blocks of the mask.
@@ -69,7 +69,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
-    # Gradients without an accumulator are also summed in the dtype of states, so that they are rounded only once.
+    # All gradients are summed in the dtype of states, so that each gradient is rounded only once.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)

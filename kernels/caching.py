@@ -1,9 +1,9 @@
 """Caches for functions that torch.compile may trace, and for GPU tensors that are read on several streams.
 
-PyTorch orders work only within one stream. Therefore a call could read a cached tensor before another stream has written it.
-After a cache has dropped a tensor, its memory could be reused while another stream still reads it. The class `SharedTensors`
-prevents both errors. A tensor that is computed while a CUDA graph is captured has no values before the first replay, so no
-cache may keep it.
+PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written the
+tensor. PyTorch could also reuse the memory of a dropped tensor while another stream still reads the tensor. The class
+`SharedTensors` prevents both errors. A tensor that is computed while a CUDA graph is captured has no values before the first
+replay, so no cache may keep it.
 """
 
 import threading
@@ -119,8 +119,8 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # The check is repeated here, because a call of `use` would take a third of the time of this method. The check must
-        # follow the read, because another thread may have just stored the value.
+        # The code of `use` is repeated here, because the function call would be slow. Check the stream after reading the value,
+        # because another thread may have just stored the value.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
@@ -148,8 +148,8 @@ class SharedTensors(dict[Any, Any]):
         """Make the current stream wait until all tensors are written."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A stream that is being captured cannot wait for work outside of its graph. However, `torch.cuda.graph` has already
-        # waited for all work. The function `keep_for_graph` keeps the tensors.
+        # A stream that is being captured cannot wait for work outside of its graph. The stream need not wait, because
+        # `torch.cuda.graph` has already waited for all work. The function `keep_for_graph` keeps the tensors.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

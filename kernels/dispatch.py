@@ -184,7 +184,7 @@ def _forward_rounded(
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
     """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`.
 
-    On a GPU, a single kernel rounds all three tensors if they have the same head dim and it is in fp8.HEAD_DIMS.
+    On a GPU, a single kernel rounds all three tensors if their head dims are equal and listed in fp8.HEAD_DIMS.
     """
     is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in fp8.HEAD_DIMS
     # On a ring, some ranks may hold no tokens.
@@ -203,8 +203,8 @@ def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype to which FP8 inputs can be converted exactly, and which is `dtype` if possible."""
-    # The scales need more exponent bits than fp16 has. The rotation of fp16 queries may also produce numbers that are too large
+    """Return the dtype for converted FP8 inputs: `dtype` if the conversion is exact, and otherwise a larger one."""
+    # FP8 scales need more exponent bits than fp16 has. The rotation of fp16 queries may also produce numbers that are too large
     # for fp16.
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
@@ -325,8 +325,8 @@ def prepare_decode(
     """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
     contiguous.
 
-    Return a function of (q, lo, hi, sinks). The arguments of this function must have the shapes, dtypes and devices of the
-    tensors that are passed here. The function does not check its arguments, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks). The prepared function requires tensors with the shapes, dtypes and devices of the
+    arguments given here. The prepared function saves several microseconds per token, because it does not check its arguments.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":
@@ -350,8 +350,8 @@ def _choose_decode(q: Tensor, v: Tensor, backend: str) -> Choice:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute `reference.row_delta`. On GPUs with Triton, a single kernel computes it."""
-    # The kernel for delta supports every head dim, so no head dims are passed.
+    """Compute `reference.row_delta`. On GPUs with Triton, a single kernel computes delta."""
+    # The kernel that computes delta supports every head dim, so the call passes no head dims.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
     return module.row_delta(out, dout, dlse)
@@ -492,7 +492,7 @@ class IncrementalBackward:
         The arguments have the same meaning as in `backward`.
         """
         q, dout, lse, delta = self._queries
-        # Gradients must not be rounded before all ranks have added to them.
+        # Keep gradients in fp32 until all ranks have added their contributions.
         exact = reference.state_dtype(q.dtype)
         if self._hopper is not None:
             validation.check_inputs(q, k, v, intervals, dropout)

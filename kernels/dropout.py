@@ -1,10 +1,10 @@
-"""Dropout of attention probabilities. No kernel stores the dropout mask. Each kernel recomputes the part of the mask that it
+"""Dropout of attention probabilities. No kernel stores the dropout mask. Each kernel recomputes the entries that the kernel
 needs.
 
-The probability of a query and a key is kept if a random unsigned 32-bit word is at least p * 2**32. This word is the second
+Dropout keeps an attention probability if a random unsigned 32-bit word is at least p * 2**32. The random word is the second
 output of the generator Philox-4x32-7 (Salmon et al. 2011). The key of the generator is the seed, and its counter is (query
-position, key position, query head, batch entry). In this order, the fewest multiplications of Philox depend on both positions.
-The mask does not depend on tile sizes, layouts and the number of ranks.
+position, key position, query head, batch entry). This counter layout is the cheapest, because few multiplications of Philox
+depend on both positions. The dropout mask is the same for all tile sizes, layouts and numbers of ranks.
 
 Kept probabilities are multiplied by 1 / (1 - p).
 """
@@ -47,7 +47,8 @@ class Dropout:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    # The product may set the sign bit of int64. Then `>>` fills the upper bits with ones, which the mask removes.
+    # The 64-bit product may set the sign bit of int64. In this case `>>` fills the upper bits with ones, so the code masks
+    # them.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-# These tuples name the settings `fp32_precision` of `torch.backends.cuda.matmul` and `torch.backends.mkldnn.matmul`. The
-# private functions are 7 times as fast as the public attributes.
+# The tuples below name the settings `fp32_precision` of `torch.backends.cuda.matmul` and `torch.backends.mkldnn.matmul`.
+# PyTorch's private functions read and write settings 7 times as fast as the public attributes.
 _SETTINGS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _lock = threading.Lock()
@@ -23,8 +23,8 @@ def under_autocast(device: torch.device) -> bool:
 def exact_products(device: torch.device) -> Generator[None]:
     """Return a context manager under which products of fp32 tensors on `device` have full precision.
 
-    PyTorch's precision settings are global, so they stay replaced until the last thread has left its context. Meanwhile, no
-    other thread should read or change these settings.
+    PyTorch's precision settings are global, so the context that ends last restores the settings. Meanwhile, no other thread
+    should read or change these settings.
     """
     global _num_users
     with _lock:

@@ -20,9 +20,9 @@ values is therefore stored as a transposed tile (D, 128 keys), padded with zeros
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...
 
-After the product q k^T, thread t of a quad holds the scores of the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. For the product with
-v, the same thread must hold four consecutive positions of the left operand. In the order above, these positions contain the
-same keys, so the probabilities stay in the registers of the thread.
+After the product q k^T, thread t of a quad holds the scores of the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. In an FP8 wgmma,
+each thread holds four consecutive positions of the left operand. With the order above, each thread already holds the
+probabilities of its four keys, so no data moves between threads.
 """
 
 from dataclasses import dataclass

@@ -19,8 +19,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile ends before a row whose bound exceeds the previous bound by at least this many times the rows of a tile. There, a long
-# document ends.
+# A jump of the bound by at least this many times the rows of a tile starts a new tile. There, a long document ends.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -49,7 +48,7 @@ class Intervals:
     wait: bool
     of_keys: bool = False
     is_replaced: bool = False
-    # A key is the name of the method that computed the table, followed by its arguments.
+    # The dictionary key of a table consists of the name and the arguments of the method that computed the table.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +89,7 @@ class Intervals:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return (lo, hi) for kernels that use no table."""
+        """Return the bounds (lo, hi) for kernels that need no table of tiles."""
         self._tables.use()
         return self.lo, self.hi
 
@@ -118,12 +117,12 @@ class Intervals:
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
 
     def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
-        """Split the rows into tiles, and sort the tiles by the order in which programs should process them.
+        """Split the rows into tiles, and sort the tiles in processing order.
 
-        For each tile, a program loops over columns. Step i of this loop starts at column begin + i * step. In the first
-        num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all columns, so
-        no masking is needed. In the remaining steps, the scores must be masked. A tile ends where a long document ends, because
-        a tile of two documents would loop over the columns of both.
+        For each tile of rows, a program loops over tiles of columns. Step i of the loop starts at column begin + i * step. In
+        the first num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all
+        columns, so no masking is needed. In the remaining steps, the scores must be masked. A tile ends where a long document
+        ends, because a tile of two documents would loop over the columns of both.
 
         Args:
             rows, step: the maximal number of rows per tile, and the number of columns per step.
@@ -143,8 +142,8 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
-        # Where a document starts, the bound lo of the queries increases by a large step. In a transposed mask, the bound hi of
-        # the keys increases instead.
+        # At the start of a document, the bound lo of the queries jumps to a larger value. In a transposed mask, the bound hi of
+        # the keys jumps instead.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -160,7 +159,7 @@ class Intervals:
         return int((lo < hi).sum())
 
     def requests(self) -> "TableRequests":
-        # The dictionary of an object contains a `cached_property` only after its first use.
+        # An object's `__dict__` contains a `cached_property` only after its first use.
         transposed = self.transposed.requests() if "transposed" in vars(self) else None
         return TableRequests(tuple(self._tables), transposed)
 
@@ -231,15 +230,15 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return the largest shape that the table `key` can have for any mask of this shape."""
+        """Return the largest shape of the table `key` among all masks of the same shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
         # The first arguments of `work_tiles` and `ordered_work_tiles` are the same.
         batch, heads, _, programs, *_ = arguments
-        # To balance the load, a program may receive more work tiles than the mean. Work tiles of the last wave may be split,
-        # and the last row of a table is empty.
+        # A program may receive more work tiles than the average, because work tiles differ in length. Work tiles of the last
+        # wave may be split, and the last row of a table is empty.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -286,13 +285,13 @@ def packed_size(shapes: Iterable[Sequence[int]]) -> int:
 
 
 def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return views of `flat` with these shapes, each at an aligned address."""
+    """Split `flat` into views with the given shapes, each at an aligned address."""
     parts = flat.split([packed_size([shape]) for shape in shapes])
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of masks that use the given tensors as their bounds and tables, in the order of `sides`."""
+    """Return copies of the masks whose bounds and tables are the given tensors, in the order of `sides`."""
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:
@@ -313,8 +312,8 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the bounds (lo, hi) of the queries that may attend to each key, int32 (B or 1, Nk).
 
-    The given bounds never decrease. Therefore the queries with lo <= j are the first ones, and the queries with hi > j the last
-    ones.
+    The given bounds never decrease. Therefore the queries with lo <= j form a prefix of all queries, and the queries with hi >
+    j form a suffix.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
@@ -323,7 +322,7 @@ def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
     """For every key j, count the bounds of each batch entry that are at most j."""
     batch, size = bound.shape[0], num_keys + 1
     entry = torch.arange(batch, device=bound.device)[:, None]
-    # The bounds of batch entry b are shifted by b * size, so that one bincount counts the bounds of all entries.
+    # Shift the bounds of batch entry b by b * size, so that one bincount covers all batch entries.
     counts = torch.bincount((bound + entry * size).flatten(), minlength=batch * size)
     return counts.view(batch, size)[:, :num_keys].cumsum(1, dtype=torch.int32)
 

@@ -13,8 +13,8 @@ from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack
 
 
 class MaskSlots:
-    """Memory for several masks that were created with `is_replaced`. The kernels of the graph must have requested all tables
-    before.
+    """Memory for several masks that were created with `is_replaced`. Run the kernels of the graph once beforehand, so that the
+    masks contain all tables that the kernels need.
 
     Capture the graph with the masks in the attribute `masks`. The memory of these masks contains zeros until the first `write`.
     """

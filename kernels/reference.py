@@ -8,13 +8,13 @@ head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that 
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-The scores of a query are s = scale * q k^T. Over the keys that the query has attended to so far, m is the maximum of s, l is
-sum exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0
-and the lse -inf. The Hopper kernels may return an m that is not the maximum, together with l and o that are relative to this m.
+The scores of a query are s = scale * q k^T. For the keys that a query has attended to so far, m is the maximum of s, l is sum
+exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and
+the lse -inf. The Hopper kernels may return another m than the maximum. Their l and o are then relative to the returned m.
 
-With `dropout`, o sums only the kept probabilities, which are scaled. Dropout does not change m, l and lse. The argument
-`blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton kernels may round
-the operands of fp32 products to 11 bits of mantissa.
+With `dropout`, o is the sum over the kept probabilities only, which are scaled. Dropout does not change m, l and lse. The
+argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton kernels
+may round the operands of fp32 products to 11 bits of mantissa.
 
 Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """
@@ -91,8 +91,8 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the states of all ranks in a fixed order, and return the output of this `shape` (B, N, H, D). The rows of `states`
-    contain the elements of o, m and l of one rank.
+    """Merge the states of all ranks in a fixed order, and return the output of this `shape` (B, N, H, D). Each row of `states`
+    contains o, m and l of one rank.
     """
     rows = shape[:3].numel()
     o, m, l = states.split([rows * shape[3], rows, rows], 1)
@@ -173,7 +173,7 @@ def decode(
 ) -> State | Tensor:  # fmt: skip
     """Compute attention of a few new queries to a cache of keys and values.
 
-    The cache may have more rows than keys. The values of rows that no query attends to must be finite.
+    The cache may have more rows than there are keys. Cached values must be finite, even in rows to which no query attends.
 
     Args:
         q, scale: as for `forward`.
@@ -203,7 +203,7 @@ def decode(
 
 def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
     rows = x[page_table.long()].flatten(1, 2)
-    # Pages may contain rows of earlier sequences, and rows that were never written.
+    # A page may contain stale or uninitialised rows.
     unused = torch.arange(rows.shape[1], device=x.device) >= hi[:, -1:]
     return rows.masked_fill(unused[..., None, None], 0.0)
 
@@ -228,7 +228,7 @@ def backward(
     lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
-    With dropout, the p in dv and the product dout v^T are dropped and scaled.
+    With dropout, p (in dv) and dout v^T are masked and scaled.
 
     Args:
         q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`.
@@ -242,7 +242,7 @@ def backward(
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)
-    # If a query has no keys, its lse is -inf, and exp(-inf + inf) is NaN.
+    # The lse of a query without keys is -inf, and exp(-inf + inf) would be NaN.
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _to_head_groups(q, num_key_heads), _to_head_groups(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
@@ -281,8 +281,8 @@ def add_sinks_backward(
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """Add the partial gradients of other ranks to this rank's `base` (B, N, H, D), and round the sum once, to `dtype`.
 
-    The tensor `base` is in the dtype of states, and may be overwritten. For each pair (first, x) of `parts`, x (B, n, H, D) is
-    added to the tokens [first, first + n) of `base`. All tensors are contiguous.
+    The tensor `base` has the dtype of states, and the function may overwrite `base`. For each pair (first, x) of `parts`, x (B,
+    n, H, D) is added to the tokens [first, first + n) of `base`. All tensors are contiguous.
     """
     for first, x in parts:
         base[:, first : first + x.shape[1]] += x

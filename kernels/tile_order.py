@@ -1,26 +1,27 @@
-"""Order the work tiles of the deterministic Hopper backward, so that every sum of dq has a fixed order.
+"""The order of work tiles in the deterministic Hopper backward makes every sum of dq reproducible.
 
 A work tile is a tile of keys of one head. The program of a work tile loops over the query tiles that attend to these keys, and
-adds to dq of each query tile. The order matters only for work tiles that share a query. The bounds of an interval mask never
-decrease, so it suffices to order neighbours. Of two neighbours, the *predecessor* adds first to every query tile that both
-need. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a query. Each chain has one of
-two directions:
+adds to dq of each query tile. The order matters only between work tiles that share a query. The bounds of an interval mask
+never decrease, so it suffices to order neighbouring work tiles. Of two neighbouring work tiles, the *predecessor* adds first to
+every query tile that both use. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a
+query. Each chain has one of two directions:
 
 - **Forwards:** the work tiles start from the last keys to the first. Each work tile loops over its query tiles from the first
-to the last. Under a causal mask, a predecessor starts at a later query tile, so the predecessor is ahead from the start.
+to the last. Under a causal mask, the predecessor starts at a later query tile and is therefore ahead of its successor.
 - **Backwards:** the work tiles start from the first keys to the last. Each work tile loops over its query tiles from the last
 to the first. Under a causal mask, the work tiles with the longest loops start first.
 
-Under a causal mask without documents, consecutive head groups have opposite directions. In a forwards group, short work tiles
-end first, so the long work tiles of the next group start one after another. All programs then end at nearly the same time.
+Under a causal mask without documents, consecutive head groups have opposite directions. In a head group with forwards chains,
+short work tiles end first, so the long work tiles of the next group start one after another. All programs then end at nearly
+the same time.
 """
 
 import torch
 from torch import Tensor
 
-# With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less for each other.
-# With fewer query heads, the operands and dq stay in the L2 cache. If directions alternate, neighbours start about four steps
-# apart when a head group has ALTERNATING_TILES query tiles.
+# In a large head group, neighbouring work tiles of a head start further apart and wait less for each other. In a small head
+# group, the operands and dq stay in the L2 cache. With alternating directions and ALTERNATING_TILES query tiles per head group,
+# neighbours start about four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -61,8 +62,8 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all work tiles start at the same time. Then all chains are forwards, so that
-    # each predecessor is ahead from the start.
+    # If every program has at most one work tile, all work tiles start at the same time. In this case, all chains are forwards,
+    # so that each predecessor is ahead from the start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
@@ -94,7 +95,7 @@ def predecessors(work_tiles: Tensor) -> Tensor:
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) by their first key, with empty tiles last."""
+    """Sort the tiles (B, T, 6) by their first key. Empty tiles come last."""
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
     tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)
@@ -114,10 +115,9 @@ def _order_chains(
 ) -> tuple[Tensor, Tensor]:
     """Order the tiles of a head in one direction. Each tile loops over the query tiles [begin, stop).
 
-    Returns:
-        rank: (B, T), the place of each tile in the order, with empty tiles last.
-        columns: (B, T, 3): the first query tile, the index of the predecessor in `tiles`, and the steps before the first query
-            tile that the predecessor also visits.
+    Returns: rank: (B, T), the place of each tile in the order. Empty tiles come last. columns: (B, T, 3): the first query tile,
+        the index of the predecessor in `tiles`, and the number of steps before the first query tile that the predecessor also
+        visits.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin

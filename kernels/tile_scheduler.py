@@ -1,7 +1,8 @@
 """Compute, once per mask, the tables that tell the programs of a kernel which tiles to compute.
 
-In this module, row i of batch entry b has the number b * N + i. A tile is described by the six numbers of `Intervals.tiles`. A
-*work tile* is a tile of one head, which is described by the same numbers, the head and the batch entry.
+This module numbers the rows of all batch entries consecutively: row i of batch entry b has the number b * N + i. Six numbers
+describe a tile, as in `Intervals.tiles`. A *work tile* is a tile of one head, which is described by the same numbers, the head
+and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -9,7 +10,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# The time that a work tile takes in addition to its steps, measured in steps.
+# A work tile takes this much time in addition to its steps, in units of a step.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
@@ -22,8 +23,8 @@ CONSUMER_ROWS = 64
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces, and return the (start, stop) of all pieces. A piece starts with a batch entry, or at a row
-    whose bound (B, N) exceeds the previous bound by at least `jump`.
+    """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A piece starts at the first row of
+    a batch entry, or where the bound (B, N) increases by at least `jump`.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -32,9 +33,9 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 
 
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
-    """Split each piece of rows [start, stop) into tiles. Return the (first, end) of all tiles.
+    """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    The last tile of a piece may have fewer than `rows` rows. With `from_end`, the first tile may have fewer instead.
+    The last tile of a range may have fewer than `rows` rows. With `from_end`, the first tile may be smaller instead.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -91,12 +92,12 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
-    """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave."""
+    """Split the work tiles of the last wave in two if at least half of the programs would be idle in the last wave."""
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
     whole, last = np.split(work_tiles, [len(work_tiles) - remainder])
-    # The larger parts start first. Programs that would be idle compute the smaller parts.
+    # The larger parts start first. Idle programs compute the smaller parts.
     larger, smaller = last.copy(), last.copy()
     larger[:, 1] = np.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
     smaller[:, 0] = larger[:, 1]
@@ -110,7 +111,7 @@ def forward_times(work_tiles: ndarray) -> ndarray:
 
 
 def backward_times(work_tiles: ndarray, group: int) -> ndarray:
-    """Estimate the time of each work tile, which repeats its steps for `group` query heads. A tile with few rows takes as long
+    """Estimate the time of each work tile, whose steps are repeated for `group` query heads. A tile with few rows takes as long
     as a full tile.
     """
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
@@ -125,12 +126,12 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
-    An assignment in rotation would give some programs a seventh more work than the mean. With packed documents, long work tiles
-    of the last head groups would start too late, so they are moved forward. The argument `predecessors` names, for each work
-    tile, the earlier work tile that must stay in front of it, or -1. The argument `limit` is the maximal number of work tiles
-    per program.
+    Round-robin assignment would give some programs 14% more work than the average. For packed documents, long work tiles of the
+    last head groups are moved forward, because they would otherwise end too late. The argument `predecessors` holds, for each
+    work tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work
+    tiles per program.
 
-    Return int32 (n, programs, c). The rows [:, p] are the work tiles of program p, followed by at least one row of zeros.
+    Return int32 (n, programs, c). The slice [:, p] contains the work tiles of program p, followed by at least one row of zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -152,7 +153,7 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    # The elements of the heap are integers (work so far) * programs + (index of the program), because integers are the fastest.
+    # The heap stores (work so far) * programs + (index of the program), because integers are faster than tuples.
     heap = list(range(programs))
     steps = (times.astype(np.int64) * programs).tolist()
     if limit is None:
@@ -170,7 +171,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times, but start a work tile earlier if it would end later than (1 - MARGIN) times the
+    """Order work tiles by their start times, but move a work tile forward if it would end later than (1 - MARGIN) times the
     mean time of all programs.
 
     A predecessor starts no later than the work tiles that follow it.
@@ -180,8 +181,8 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor has a smaller index than its work tile. A loop from the last work tile to the first therefore reads only
-        # final starts.
+        # A predecessor has a smaller index than its work tile. The loop runs from the last work tile to the first, so it reads
+        # only final start times.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
@@ -191,7 +192,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Enumerate the elements of lists with counts[i] elements. Return each element's list and its index in that list."""
+    """Return, for each element of all lists, the number of its list and its index. List i has counts[i] elements."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -1,8 +1,8 @@
-"""The host code of the Hopper backward, which implements `reference.backward`. This code chooses the constants of the kernels
-and launches the kernels.
+"""The host code of the Hopper backward implements `reference.backward`. This code chooses the constants of the kernels and
+launches the kernels.
 
-The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The kernels that run before and after the
-main kernels are in `backward_rows`.
+The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The module `backward_rows` contains the
+kernels that prepare lse and delta and convert dq.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# In the wide kernel for dq, K and V of a head group have at most this many bytes, so that they stay in the L2 cache.
+# K and V of a head group have at most this many bytes in the wide kernel for dq, so that they stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -54,8 +54,8 @@ class NarrowConfig(hopper_common.KernelConfig):
     def keeps_operands(self) -> bool:
         """Return whether a consumer keeps K and the first part of V of a work tile in registers.
 
-        Then the products read mainly Q and dO from shared memory, whose bandwidth limits this kernel. With 64 or 128 columns,
-        there are too few registers, because there are more queries per step or larger gradients.
+        Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. Tiles of 64 or 128
+        columns would need more registers than a thread has.
         """
         return self.columns == 96
 
@@ -65,9 +65,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """A chunk (64, chunk_columns) is the half of a step's dQ that one consumer computes, that is, half of its columns or
-        rows.
-        """
+        """In each step, each of the two consumers computes one half of dQ, called a chunk (64, chunk_columns)."""
         return self.dim * self.queries // KEYS.value
 
     @property
@@ -76,7 +74,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def used_size(self) -> int:
-        """The number of elements of both chunks, without the columns of zeros in the second chunk."""
+        """Return the number of elements of both chunks, without the zero columns of the second chunk."""
         return self.queries * self.columns
 
 
@@ -126,8 +124,7 @@ class WideConfig:
     def p_tile_layout(self) -> gl.SharedLinearLayout:
         """The layout of P (64 keys, queries) in shared memory, which is the order of the elements in registers.
 
-        For every 16 columns, the eight numbers of a thread are contiguous, followed by the numbers of the next thread. This
-        avoids bank conflicts.
+        Within 16 columns, each thread's eight numbers are contiguous. This avoids bank conflicts.
         """
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
@@ -327,7 +324,7 @@ class WideBackward(_Backward):
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """Set a new gradient to zero if some rows have empty intervals, because no program writes these rows."""
+    """Initialise a new gradient with zeros if some rows have empty intervals, because no program writes rows without keys."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
@@ -374,7 +371,7 @@ def _work_tiles(
 def _heads_per_group(num_queries: int) -> int:
     """Return the maximal number of key heads in a head group.
 
-    For short sequences, many heads per group balance the load better, and their dq still fits into the L2 cache.
+    For short sequences, larger head groups balance the load better, and their dq still fits into the L2 cache.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 

@@ -1,9 +1,9 @@
 """The backward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 2),
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-A work tile is up to 128 keys of one key head. For every query head of the group, its loop covers the query tiles that attend to
-these keys. A program has one producer and two consumers. The producer is a single warp. Each consumer is a warpgroup that keeps
-dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are queries.
+A work tile is up to 128 keys of one key head. For every query head of the group, the program loops over the query tiles that
+attend to the keys of the work tile. A program has one producer and two consumers. The producer is a single warp. Each consumer
+is a warpgroup that keeps dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are queries.
 
       PRODUCER                               SHARED MEMORY                       CONSUMERS
 
@@ -30,17 +30,17 @@ One step of a consumer:
       send dQ                             while dK runs
       release the stage
 
-dQ is a sum over all 128 keys, so it needs dS of both consumers. Each step computes dQ of the previous step, so that no consumer
-waits for dS of the same step. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage.
-When the other consumer has arrived there, it has written its dS of the previous step. The other consumer then also no longer
-reads dS of two steps ago, which this step overwrites.
+dQ is a sum over all 128 keys, so it needs dS of both consumers. A step computes dQ of the previous step, so that the consumers
+need not wait for each other's dS. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage.
+After the barrier, both consumers have written dS of the previous step. After the barrier, no consumer reads dS of two steps
+ago, so the new dS may overwrite it.
 
-The first step of a work tile computes the last dQ of the previous work tile, so K has two slots. The first dQ of a program is
-computed from uninitialised memory and added to a spare chunk. The last dQ is computed after the loop.
+Shared memory has two slots for K, because the first step of a work tile computes the last dQ of the previous work tile. The
+first dQ of a program is computed from uninitialised memory and added to a spare chunk. The last dQ is computed after the loop.
 
-The sums of dq are stored in the order of a consumer's registers. This avoids bank conflicts in shared memory, whose bandwidth
-limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler ptxas would then serialise
-all products.
+In memory, the sums of dq have the order of a consumer's registers. The register order avoids bank conflicts in shared memory,
+whose bandwidth limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler ptxas
+would then serialise all products.
 """
 
 from triton.experimental import gluon
@@ -80,7 +80,8 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# The number of stages of Q, dO and dS. The code relies on two stages when it computes the other stage as `stage ^ 1`.
+# Q, dO and dS have this number of pipeline stages. The code relies on two stages when it computes the other stage as `stage ^
+# 1`.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
@@ -91,9 +92,7 @@ SPARE_CHUNK = gl.constexpr(0)
 
 @gluon.constexpr_function
 def dq_columns(config, consumer: int) -> int:
-    """Return the number of columns of its chunk that a consumer computes. With 96 columns, 32 columns of the second chunk are
-    zeros.
-    """
+    """Return how many columns of dQ a consumer computes per step. With 96 columns, 32 columns of the second chunk are zeros."""
     return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
 
 
@@ -101,9 +100,9 @@ def dq_columns(config, consumer: int) -> int:
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
     """Return the layout of dQ (64, columns) in shared memory, which is the order of the elements in a warpgroup's registers.
 
-    For every 8 columns, the four numbers of a thread are contiguous, followed by the numbers of the next thread. This avoids
-    bank conflicts. Basis vector i is the (row, column) of the element at offset 2**i. The 128-byte swizzle of TMA combines bits
-    2 to 4 of an offset with bits 5 to 7 by an exclusive or, which cancels the swizzle of this layout.
+    Within 8 columns, each thread's four numbers are contiguous. This avoids bank conflicts. Basis vector i is the (row, column)
+    of the element at offset 2**i. The swizzle in this layout cancels the 128-byte swizzle of TMA, which applies an exclusive or
+    of bits 5 to 7 to bits 2 to 4 of an offset.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -119,7 +118,6 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     or -1 if the loop runs from the last query tile to the first.
     """
     if CONFIG.deterministic:
-        # The number of the program is already added to the pointer.
         entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
         direction = gl.load(entry + 8)
     else:
@@ -134,9 +132,7 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the previous step, which used the other stage. The arguments `stage` and `phase`
-    belong to this step.
-    """
+    """Wait until both consumers have finished the previous step, which used the other stage."""
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
@@ -163,7 +159,6 @@ def _produce(arguments, CONFIG: gl.constexpr):
     batch, key_head, first, end, begin, num_steps, direction = _load_work_tile(work_tiles, index, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    # The number of steps of the previous work tile, over all heads of the group.
     previous_steps = gl.to_tensor(0)
     while end > 0:
         coordinates = batch, first, key_head
@@ -179,8 +174,9 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot holds the keys of the work tile before the previous one. These keys were last read in the first
-                    # step of the previous work tile. This step has finished if the previous work tile has more than one step.
+                    # The slot for K still holds the keys of the work tile before the previous one. The last read of these keys
+                    # was in the first step of the previous work tile. That step has finished if the previous work tile has more
+                    # than one step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
@@ -229,7 +225,7 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until TMA has read the previous dQ of this consumer. The argument `stage` belongs to the current step."""
+    """Wait until TMA has read the previous dQ of this consumer."""
     if CONFIG.deterministic:
         # A consumer sends one dQ per step, so the phase changes with the stage.
         mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)
@@ -239,7 +235,7 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. The deterministic backward leaves this to a writer."""
+    """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, a writer warp does this."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     fence_async_shared()
@@ -288,12 +284,11 @@ def _step(
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Load delta only after the wait. Otherwise, the kernel for D = 64 would not have enough registers.
+    # Load delta only after the wait. The kernel for D = 64 would otherwise spill registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
-    # After this wait, the other consumer has written its dS of the previous step, and no longer reads the memory that this dS
-    # overwrites.
+    # After this wait, the dS of both consumers is complete, and the memory for the next dS is free.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
     # The fence is needed because wgmma reads shared memory through another proxy than the threads.
@@ -345,7 +340,7 @@ def _compute_work_tile(
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer computes the chunks itself, so that a single loop suffices, which needs fewer registers.
+        # The writer computes the chunk addresses itself, because a single loop needs fewer registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             grad_k, grad_v = _step(
@@ -415,8 +410,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     if not CONFIG.deterministic:
-        # Shared memory is freed when the program ends, so wait until TMA has read the last dQ. In the deterministic backward,
-        # the writer waits.
+        # Shared memory is freed when the program ends, so wait until TMA has read the last dQ.
         hopper_common.tma_store_wait(0)
 
 
@@ -433,8 +427,8 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # In an accumulator, four threads hold 8 neighbouring columns. The 8 columns are a whole 32-byte sector in fp32, but only
-    # half a sector in 16 bits. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
+    # In an accumulator, four threads hold 8 neighbouring columns. In fp32, 8 columns are a whole 32-byte memory sector, but in
+    # 16 bits only half a sector. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
@@ -466,8 +460,8 @@ def _main_kernel(
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, one for each consumer's chunks.
         dk, dv: the results, overwritten or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. Without a fixed order of the sums of dq,
-            `progress` is None.
+        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. If the backward is not deterministic, `progress`
+            is None.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries

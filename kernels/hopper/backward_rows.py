@@ -1,7 +1,7 @@
-"""The Triton kernels that run before and after the main kernels of the Hopper backward.
+"""Triton kernels prepare the inputs of the Hopper backward and convert its dq.
 
-A query that attends to no key or does not exist gets lse = inf. The probabilities exp2(s - inf) of this query are then 0 for
-every finite score s, so the main kernels need no mask for it.
+A query that attends to no key or does not exist gets lse = inf. With lse = inf, every probability of the query is 0, so the
+main kernels need no mask for the query.
 """
 
 import triton
@@ -74,7 +74,8 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Convert one chunk of dq to row order and multiply it by `scale`. Then store it in the contiguous dq, or add it to dq."""
+    """Convert one chunk of dq to row order and multiply it by `scale`. Store the result in the contiguous dq, or add the result
+    to dq."""
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads

@@ -1,16 +1,16 @@
 """The backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
 
-At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A kernel that computes all gradients together, like
-`backward_narrow`, would add to dq in memory for every 64 keys, and this traffic would limit its speed. Therefore one kernel
-computes dk and dv, and another kernel computes dq. Both kernels compute the scores, so there are 7 products instead of 5. In
-return, every sum has a fixed order.
+At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A single kernel for all gradients, like
+`backward_narrow`, would add to dq in memory for every 64 keys, which would be slow. Therefore one kernel computes dk and dv,
+and another kernel computes dq. Both kernels compute the scores, so there are 7 products instead of 5. With two kernels, every
+sum has a fixed order, so the gradients are deterministic.
 
-A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. In this module, a
-*ring* is the tuple (tiles, full, empty) of a ring buffer, each slot of which holds one part. Every consumer uses and releases
-every part.
+Each tile in shared memory consists of parts of 64 or 128 columns, because head dim 192 is not a power of two. In this module, a
+*ring* is the tuple (tiles, full, empty) of a ring buffer, each slot of which holds one part.
 
-THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. For every query head of the group, its loop covers the
-query tiles that attend to these keys. Scores are transposed, so rows are keys. Each consumer keeps one gradient in registers.
+THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. For every query head of the group, the program loops
+over the query tiles that attend to the keys of the work tile. Scores are transposed, so rows are keys. One consumer keeps dk in
+registers, and the other one keeps dv.
 
       PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0, OF dv               CONSUMER 1, OF dk
 
@@ -20,14 +20,13 @@ query tiles that attend to these keys. Scores are transposed, so rows are keys. 
                                                 ----------------------------------->  load P; dS = P (dP - delta)
       load dO, delta --------> [ ring of dO   ] ------------------------------------> dK += dS Q
 
-THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. The loop of a work tile covers the keys
-to which these queries attend:
+THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. The program loops over the keys to which
+the queries of a work tile attend:
 
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
-In both kernels, a step issues the last product of the previous step together with its own first products. The consumers issue
-products in turns, so that the products of one consumer keep the tensor cores busy while the other consumer computes in
-registers.
+In both kernels, the last product of a step runs together with the first products of the next step. The consumers issue products
+in turns, so that the products of one consumer keep the tensor cores busy while the other consumer computes in registers.
 """
 
 from triton.experimental import gluon
@@ -66,7 +65,7 @@ QUERIES = gl.constexpr(128)
 
 @gluon.jit
 def _locate(step, part, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Return the slot of a ring that holds one part of a step's tile, and the phase of this slot's barriers.
+    """Return the ring-buffer slot for one part of a step's tile, and the phase of the slot's barriers.
 
     The argument `step` (uint32) counts the steps of all work tiles of the program.
     """
@@ -99,7 +98,8 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """Load the tile of a step into a ring. The lse of Q or the delta of dO (`scalars`) arrives together with the first part."""
+    """Load the tile of a step into a ring buffer. The lse of Q or the delta of dO (`scalars`) arrives together with the first
+    part."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -116,7 +116,7 @@ def _load_into_ring(
 def _issue_scores(
     left, first_part, ring, step, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Issue the product (64, COLUMNS) of `left` and the transposed tile of a step in a ring.
+    """Issue the product (64, COLUMNS) of `left` and the transposed tile of a step in a ring buffer.
 
     The parts of the left operand are in shared memory, in `left` from `first_part` on.
     """
@@ -133,7 +133,7 @@ def _issue_scores(
 
 @gluon.jit
 def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Issue sums += left * tile for the tile of a step in a ring. The left operand is in registers."""
+    """Issue sums += left * tile for the tile of a step in a ring buffer. The left operand is in registers."""
     tiles, full, _empty = ring
     pending = ()
     for part in gl.static_range(PARTS):
@@ -156,7 +156,7 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store factor * sums in up to 64 rows of one head. With ADD, add it to these rows instead.
+    """Store factor * sums in up to 64 rows of one head. With ADD, add the result to the rows instead.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).
@@ -176,7 +176,7 @@ def _write_gradient(
 @gluon.jit
 def _query_loop(loop):
     begin, _, num_unmasked, num_masked = loop
-    # The `maximum` tells the compiler that the number of steps is never 0, so that no test is needed before the loops.
+    # With `maximum`, the compiler knows that the number of steps is never 0, and omits a test before the loops.
     return begin, gl.maximum(num_unmasked + num_masked, 1)
 
 
@@ -444,7 +444,8 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows. Release all parts and take all turns. Return the next step."""
+    """Skip a work tile in which this consumer has no rows. The consumer still releases all parts and takes all turns. Return
+    the next step."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring

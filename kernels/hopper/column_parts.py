@@ -1,10 +1,10 @@
-"""Matrix products of the Hopper kernels for head dims up to 128, with tiles of 64, 96 or 128 columns.
+"""Compute the matrix products of the Hopper kernels for tiles of 64, 96 or 128 columns.
 
-The sides of a tensor in Gluon must be powers of two. A tile for a head dim of 96 therefore has 128 columns, of which the last
-32 are zeros. To multiply only the first 96 columns, these functions issue one product with 64 columns and one with 32 columns,
-so the result consists of two parts. With 64 or 128 columns, there is one product and one part.
+The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 therefore has 128 columns, and the last 32 columns
+are zeros. To multiply only the first 96 columns, the functions issue a product with 64 columns and a product with 32 columns.
+The result then consists of two parts. For 64 or 128 columns, a single product suffices, and the result has one part.
 
-COLUMNS is the number of columns that are multiplied. Every result is a tuple of parts.
+COLUMNS is the number of columns that are multiplied. Every function returns a tuple of parts.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ def used_columns(head_dim: int, value_dim: int) -> int:
 
 @gluon.constexpr_function
 def num_parts(columns: int) -> int:
-    """Return the number of parts. The function `warpgroup_mma_wait` counts each part as one product."""
+    """Return the number of parts. In `warpgroup_mma_wait`, each part counts as one product."""
     return 2 if columns == 96 else 1
 
 

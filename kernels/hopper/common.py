@@ -1,5 +1,4 @@
-"""This module contains what all Hopper kernels use: differences between Triton releases, TMA descriptors, barriers, and the
-conditions under which the kernels can run.
+"""All Hopper kernels use the TMA descriptors, barriers and support checks of this module.
 
 Hopper GPUs (sm_90) have the following features. TMA copies tiles between global and shared memory without using registers. A
 TMA descriptor contains the shape and strides of a tensor and the size of a tile. A warpgroup is 128 threads, and the
@@ -41,10 +40,10 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# Consumer 0 uses this named barrier for ping-pong. Triton itself uses the barriers with lower numbers.
+# Consumer 0 uses the named barrier with this number for ping-pong. Triton itself uses the barriers with lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# The threads of two consumers, the waiting one and the previous one, use a named barrier for ping-pong.
+# Two consumers share a named barrier for ping-pong, so the barrier counts their threads.
 PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -59,7 +58,7 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The constants that forward and backward kernels have in common.
+    """The class holds constants that forward and backward kernels have in common.
 
     Args:
         dim: the padded head dim.
@@ -83,10 +82,7 @@ class KernelConfig:
 
 @gluon.constexpr_function
 def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
-    """Return the register layout of a wgmma product (64, columns) of operands with `bits` per element.
-
-    The positions of the product's elements do not depend on `bits`.
-    """
+    """Return the register layout of a wgmma product (64, columns) of operands with `bits` per element."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
@@ -146,8 +142,8 @@ def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """Return a copy of `descriptor` for the memory of `x`. Calling the constructor would be slow, because it checks all
-    arguments.
+    """Return a copy of `descriptor` for the memory of `x`. The copy is faster than a new descriptor, whose constructor checks
+    all arguments.
     """
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
@@ -158,7 +154,7 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    # For a dimension of size 1, PyTorch may report a stride that TMA rejects. The stride is never used.
+    # PyTorch may report a stride that TMA rejects for a dimension of size 1. The stride is never used.
     unit = 16 // dtype.itemsize
     strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(

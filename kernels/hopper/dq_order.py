@@ -1,9 +1,9 @@
-"""Sum dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward_narrow`.
+"""The deterministic backward of `ringattn.kernels.hopper.backward_narrow` sums dq in a fixed order.
 
-Programs would call TMA's reduce-add in any order. Therefore the host fixes the order in which work tiles add to each query tile
-(`ringattn.kernels.tile_order`). A program has two additional partitions, called writers, each of which is a single warp. The
-writers wait for other programs, so that the consumers need not wait. The writers send dQ in turns, because sending one dQ takes
-about as long as a step.
+Without synchronisation, programs would add to dq with TMA's reduce-add in any order. The module `ringattn.kernels.tile_order`
+fixes the order in which work tiles add to each query tile. Each program has two extra warps, called writers, which add dQ to
+global memory. The writers wait for other programs, so that the consumers need not wait. The two writers alternate, because
+sending one dQ takes about as long as a step.
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -15,11 +15,11 @@ about as long as a step.
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-Each work tile has two numbers in global memory, its progress in even steps and in odd steps. A writer increases one of the
-numbers after every step, and the writers of the next work tile in the order poll it.
+For each work tile, two integers in global memory count its finished even steps and its finished odd steps. A writer increases
+one of these integers after every step, and the writers of the next work tile wait for this increase.
 
 There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
-Either a cooperative launch runs all programs at the same time, or `take_number` numbers them in the order of their start.
+This order of starts is guaranteed by a cooperative launch, or by `take_number`.
 """
 
 from triton.experimental import gluon
@@ -33,20 +33,21 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # is unused.
 HEADER = gl.constexpr(2)
 
-# The progress is the last finished step of the current query head plus 1, plus this number for each finished query head. This
-# number is larger than the number of steps per query head.
+# The progress counts finished steps, plus this constant for each finished query head. The constant is larger than the number of
+# steps per query head.
 PER_HEAD = gl.constexpr(2**20)
 
-# The number of registers per thread of a writer.
+# A writer has this many registers per thread.
 WRITER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one. This number is used in place of the index in the grid."""
+    """Return how many programs have started before this one. The kernel uses the result in place of the program's index in the
+    grid."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton sends the number to all threads through shared memory. Without the barrier, a fast thread would overwrite this
-    # memory with the arguments of the partitions.
+    # Triton broadcasts the program's number to all threads through shared memory. Without the barrier, a fast thread would
+    # overwrite the number before other threads have read it.
     hopper_common.thread_barrier()
     return number
 
@@ -63,8 +64,8 @@ def _load_progress(pointer):
 def _publish(pointer, progress):
     """Store the progress of a work tile after everything that this warp has sent is added to dq.
 
-    The instruction `wait_group` alone does not suffice. Without the release, the store became visible before the additions, and
-    the sums had different bits in almost every run.
+    The release is required, because the instruction `wait_group` alone does not order the store after the additions. Without
+    the release, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
     # All threads store the progress, but only one thread has sent the additions and waited for them.
@@ -93,8 +94,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # The first dQ of a program is computed from uninitialised memory, and writer 0 discards it. The variable `skip` is the
-    # first step of the current query head that this writer handles, 0 or 1.
+    # The first dQ of a program is computed from uninitialised memory, and writer 0 discards it. A writer starts each query head
+    # with step `skip` (0 or 1), because the writers alternate.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):
@@ -108,7 +109,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # Either all steps of the predecessor for which this writer waits are even, or all are odd.
+            # A writer waits only for even steps of the predecessor, or only for odd ones.
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)
             for step in range(skip, num_steps, 2):
@@ -127,7 +128,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add the dQ of both consumers to two consecutive chunks. Then let each consumer store its next dQ."""
+    """Start to add the dQ of both consumers to the sums in global memory. Then let each consumer store its next dQ."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

@@ -1,4 +1,4 @@
-"""The end of a work tile in the Hopper forward merges the incoming state, and then writes the new state or the output.
+"""At the end of a work tile, the Hopper forward merges the incoming state, and then writes the new state or the output.
 
     incoming state   result   what happens to o
     no               output   o / l goes through the shared memory of Q and is stored by TMA
@@ -32,10 +32,11 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Transfer the K or V buffer of a state stage to the consumer that needs it. The barrier `full` signals the transfer.
+    """Transfer a K or V buffer of a state stage to the consumer whose o the buffer holds. The barrier `full` signals the
+    transfer.
 
-    The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of consumer
-    NUMBER // o_parts. If the call returns an output, TMA loads this part of the incoming o.
+    The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER belongs to consumer NUMBER // o_parts, and holds
+    part NUMBER % o_parts of the consumer's o. If the call returns an output, TMA loads this part of the incoming o.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -83,7 +84,7 @@ def load_ref_max(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
-    """Load m (in log2 units) and l of the incoming state. Without a state, return the numbers of an empty state."""
+    """Load m (in log2 units) and l of the incoming state. If there is no incoming state, return an empty state."""
     index, inside = row_index(row_range, results, CONFIG)
     m = load_ref_max(results, row_range, CONFIG)
     return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
@@ -99,8 +100,8 @@ def split_columns(tile):
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the left and the right part of a consumer's o in its state stage.
 
-    If one buffer can hold a whole o, the left view is the whole o. Consumers with even numbers then use the K buffer, and the
-    others use the V buffer.
+    If one buffer can hold a whole o, the left view is the whole o. In this case, consumers with even numbers use the K buffer,
+    and the others use the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -179,7 +180,7 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse, or a new state. The output passes through `query`, the shared memory of Q."""
+    """Write out = o / l and lse, or a new state. TMA stores the output from `query`, the shared memory of Q."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
@@ -208,16 +209,16 @@ def update_scalars(
     """Merge m and l of the result into the incoming state, in place.
 
     The retry pass recomputes all rows, but must update only the rows that have overflowed. Therefore the first pass sets the
-    sign bit of l in these rows and changes nothing else. The retry pass updates only rows with this bit.
+    sign bit of l in these rows and changes nothing else. The retry pass updates only rows whose l has the sign bit.
 
-    Return (written, alpha, beta, stays). The new o of the rows in the mask `written` is o * alpha + state_o * beta. The mask
-    `stays` selects those of these rows whose factors have no effect.
+    Return (written, alpha, beta, stays). Set o to o * alpha + state_o * beta in the rows of the mask `written`. The mask
+    `stays` selects rows whose factors have no effect.
     """
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # UPDATE_REF_MAX is true in the retry pass. Test the sign bit itself, because l of a row without keys may be -0.0, which
-        # is not below 0.
+        # UPDATE_REF_MAX is true in the retry pass. Test the sign bit instead of l < 0, because l of a row without keys may be
+        # -0.0.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
@@ -231,7 +232,7 @@ def update_scalars(
         # incoming_l is 0.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # If the incoming row has attended to no key, its o is 0, so its beta does not matter.
+    # The o of an incoming row without keys is 0, so its beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 
@@ -245,7 +246,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA can only add all 64 rows without a factor.
+    # TMA can add o only for all 64 rows at once, and without a factor.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
@@ -268,8 +269,8 @@ def finish_work_tile(
         results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq), where state_tiles and out_tiles are TMA
             descriptors.
 
-    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results of this row are invalid until the retry pass
-    rewrites them.
+    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results of an overflowed row are invalid until the
+    retry pass rewrites the row.
     """
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

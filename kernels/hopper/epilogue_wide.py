@@ -1,4 +1,5 @@
-"""The end of a work tile in the Hopper forward for head dims above 128 and for FP8. The threads load and store o without TMA.
+"""At the end of a work tile, the Hopper kernels for head dims above 128 and for FP8 write the results. The threads load and
+store o without TMA.
 
 incoming state   result   what happens to o
 no               output   the threads store o / l
@@ -22,7 +23,7 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """Store part * alpha + source * beta. Without an incoming state, store part * alpha.
+    """Store part * alpha + source * beta. If there is no incoming state, store part * alpha.
 
     The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) are per row, `index` (64,) is
     the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask.
@@ -41,7 +42,7 @@ def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, tar
 @gluon.jit
 def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     if CONFIG.has_state and CONFIG.dim > 64:
-        # Merge 64 columns at a time. The whole incoming o would need as many registers as o.
+        # Merge 64 columns at a time. Load the incoming o in parts, because the whole tensor would need as many registers as o.
         left, right = split_columns(o)
         if CONFIG.dim == 128:
             _merge_part(left, 0, alpha, beta, index, rows, source, target, CONFIG)
@@ -61,7 +62,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
     """Add o to the target (B, Nq, Hq, Dv). An atomic addition needs no registers for the old value.
 
-    The result is deterministic, because no two threads add to the same number.
+    The sums are deterministic, because no two threads add to the same number.
     """
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)

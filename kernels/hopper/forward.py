@@ -1,4 +1,4 @@
-"""The host code of the Hopper forward, which implements `reference.forward`. This code chooses the constants of the kernels and
+"""The host code of the Hopper forward implements `reference.forward`. This code chooses the constants of the kernels and
 launches the kernels.
 
 Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
@@ -27,18 +27,18 @@ from ringattn.kernels.triton.launcher import launch
 # With Triton 3.8, the assembler would serialise all matrix products of a kernel that uses `fence_softmax`.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# K and V of a head group have at most this many bytes, so that they stay in the L2 cache next to the output. The smaller limit
-# is for calls with an incoming state, and for head dims above 128, for which it was faster on an H100.
+# K and V of a head group have at most this many bytes, so that they stay in the L2 cache next to the output. Calls with an
+# incoming state or with head dims above 128 use the smaller limit, which was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
-# Calls with at most this many rows that attend to keys, over all heads and batch entries, use TILES_FEW_ROWS.
+# Calls with at most this many non-empty rows, over all heads and batch entries, use TILES_FEW_ROWS.
 FEW_ROWS = 2**16
 
 
 @dataclass(frozen=True)
 class ForwardConfig(hopper_common.KernelConfig):
-    """The constants that all forward kernels have.
+    """The class holds the constants that all forward kernels have.
 
     Args:
         has_state: whether the call continues from an incoming state.
@@ -104,14 +104,14 @@ class NarrowConfig(ForwardConfig):
     def q_in_registers(self) -> bool:
         """Return whether a consumer keeps the Q of a work tile in registers.
 
-        Then S = Q K^T reads only K from shared memory, whose bandwidth limits this product with 64 keys per step. With 128
-        columns, there are too few registers.
+        Keeping Q in registers saves reads from shared memory, whose bandwidth limits S = Q K^T with 64 keys per step. A Q with
+        128 columns does not fit into the registers.
         """
         return self.columns == 96
 
     @property
     def q_slots(self) -> int:
-        """There are at most two slots, because one bit selects the slot and the phase of its barriers."""
+        """Q has at most two slots, because one bit selects the slot and the phase of the slot's barriers."""
         return 2 if self.final else 1
 
     @property
@@ -194,17 +194,17 @@ class Fp8Config(ForwardConfig):
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# These tiles were the fastest on an H200 (with 96 columns, on an H100), for each number of columns.
+# The tile sizes below were the fastest on an H200, except for 96 columns, which was measured on an H100.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
-# If there are few rows, work tiles of 128 rows instead of 192 leave fewer SMs idle.
+# In short calls, work tiles of 128 rows instead of 192 leave fewer SMs idle.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# These tiles were the fastest on an H100, on average over causal and full masks, for each padded (D, Dv).
+# For each padded (D, Dv), the tile sizes below were the fastest on an H100, on average over causal and full masks.
 WIDE_TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
     (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
@@ -235,7 +235,7 @@ def configure(
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
         return Fp8Config(dims[0], **call, **FP8_TILES[dims[0]], **FP8_SETTINGS)
-    # Without updates, probabilities may be as large as OVERFLOW_LIMIT, which fp16 cannot represent.
+    # If the reference max is not updated, probabilities may reach OVERFLOW_LIMIT, which fp16 cannot represent.
     call["update_ref_max"] = dtype != torch.bfloat16
     if max(dims) > NARROW_DIM:
         key_dim, dim = hopper_common.padded_wide_dims(*dims)
@@ -243,8 +243,8 @@ def configure(
     columns = used_columns(*dims)
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # While the consumers use the state stages, the producer loads keys of the next work tile into another stage. With one slot
-    # of Q, shared memory has room for two such stages.
+    # While the consumers use the state stages, the producer loads keys of the next work tile into another stage. If Q has only
+    # one slot, shared memory has room for two additional stages.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 

@@ -1,11 +1,12 @@
-"""Functions that all Hopper forward kernels use: the loops over work tiles, ping-pong, and the reports of overflow.
+"""All Hopper forward kernels use the functions of this module, such as the loops over work tiles.
 
 A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). A position
 contains the next stage of the K/V pipeline and the phase of the stage's barriers. Positions continue from one work tile to the
 next, so the producer can load the next work tile while the consumers finish the previous one.
 
-The bit `slot` changes with every work tile. Consumers wait for phase `slot` of the barrier `q_full`, and the producer waits for
-phase `slot ^ 1` of the barrier `q_empty`. The slot of Q in shared memory is `slot % q_slots`.
+The bit `slot` alternates between 0 and 1 from one work tile to the next. Consumers wait for phase `slot` of the barrier
+`q_full`, and the producer waits for phase `slot ^ 1` of the barrier `q_empty`. The slot of Q in shared memory is `slot %
+q_slots`.
 """
 
 from triton.experimental import gluon
@@ -47,7 +48,7 @@ def allocate_overflow(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until every consumer has reported, and return whether any row has overflowed."""
+    """Wait until every consumer has reported its overflows, and return whether any row has overflowed."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     CONSUMERS: gl.constexpr = CONFIG.consumers
@@ -94,8 +95,8 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
     start = step_start(loop, 0, CONFIG.keys)
-    # Bounds never decrease from row to row. If hi of the first row is above the start of the first tile, and lo of the last row
-    # is below its end, every non-empty interval contains a key of this tile.
+    # Bounds never decrease from row to row. If the first tile overlaps the intervals of the first row and the last row, every
+    # non-empty interval contains a key of this tile.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -150,7 +151,7 @@ def _compute_work_tiles(
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
-    # This consumer used the state stage with this number in the previous work tile, or none if the number is -1.
+    # In the previous work tile, this consumer used the state stage with this number (-1: none).
     state_stage = gl.to_tensor(-1)
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)
@@ -188,16 +189,16 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # The invalid results must be in global memory before the retry pass rewrites them. This instruction waits until
-                # TMA has written them, but `tma_store_wait` only waits until TMA has read shared memory.
+                # Invalid results must reach global memory before the retry pass rewrites them. The instruction below waits
+                # until TMA has written global memory, but `tma_store_wait` waits only until TMA has read shared memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
 
 @gluon.jit
 def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows. The barriers require that the consumer still releases all stages and
-    takes all turns.
+    """Skip a work tile in which this consumer has no rows. A consumer that skips a work tile still releases all stages and
+    takes all turns, because other warps wait for this.
     """
     _, q_empty, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step

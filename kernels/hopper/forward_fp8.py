@@ -11,23 +11,23 @@ Each step processes one block of 128 keys, with one scale for K and one scale fo
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds K (128, D) of a step and V (D, 128) of the previous step. With separate stages, the consumers would arrive twice
-as often at `empty` barriers, and each arrival synchronises the threads of a consumer twice. The first stage of a work tile has
-no V, and the last stage has no K. As in `forward_wide`, the products have one of two orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate stages for K and V would need twice as many
+barrier arrivals, which are slow. The first stage of a work tile has no V, and the last stage has no K. The two matrix products
+of a step have one of two orders, as in `forward_wide`:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
 Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, sums of positive values would
 lose several percent. Therefore the tensor cores add only the products of one step, and the threads add the result to O in fp32.
-At D = 256, O needs 128 registers per thread. P V is then split into products of `part_columns` columns, at most two of which
-are in flight.
+At D = 256, O needs 128 registers per thread. The kernel splits P V into products of `part_columns` columns, and at most two of
+these products are in flight.
 
 Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
 P and a tile of ones.
 
-Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. Then P V needs no
-factor, and the row sums of the block are divided by the scale.
+Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. The product P V then
+needs no factor, but the row sums of the block must be divided by the scale.
 """
 
 from triton.experimental import gluon
@@ -52,7 +52,7 @@ from ringattn.kernels.hopper.forward_common import (
 BLOCK = gl.constexpr(fp8.BLOCK)
 E4M3 = gl.constexpr(gl.float8e4nv)
 
-# The number of columns of the tile of ones. The instruction wgmma requires at least 8 columns.
+# The tile of ones has this many columns. The instruction wgmma requires at least 8 columns.
 SUM_COLUMNS = gl.constexpr(8)
 
 
@@ -112,8 +112,8 @@ def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). The result uses the registers of
-    `product`.
+    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). The result overwrites the
+    registers of `product`.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
@@ -134,8 +134,7 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
     """Issue the product of P and ones, and P V for one stage. Add all parts of P V except for the last one to O.
 
-    Return (parts of O, last part of P V, row sums). The last part may still be in flight. If P V has only one part, the row
-    sums may be in flight, too.
+    Return (parts of O, last part of P V, row sums). The last part of P V may still be in flight.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -157,8 +156,8 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the last part of P V, but not for the IN_FLIGHT products after it. Add this part to O. Return (parts of O, row
-    sums).
+    """Wait for the last part of P V, but not for the IN_FLIGHT products that were issued later. Add this part to O. Return
+    (parts of O, row sums).
     """
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
@@ -179,7 +178,7 @@ def _zero_parts(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """Join NUMBER parts from part FIRST on to one tensor without moving numbers between threads."""
+    """Join the parts FIRST to FIRST + NUMBER - 1 to one tensor without moving numbers between threads."""
     if NUMBER == 1:
         return parts[FIRST]
     else:
@@ -199,7 +198,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return a factor (64,) per row. A score in log2 units is q k^T times this factor, times the scale of K."""
+    """Return a factor (64,) per row. A score in log2 units is q k^T times the row's factor times the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -250,7 +249,6 @@ def _overlapped_steps(
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
-    # P V and the row sums of the previous step, which o and l do not include yet.
     product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
     for step in range(1, num_masked + num_unmasked):
         previous_scales = block_scales
@@ -259,7 +257,7 @@ def _overlapped_steps(
         stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
         scores = _issue_scores(query, ring, stage, CONFIG)
-        # While S runs, add the previous product, which is relative to the previous reference max.
+        # While the tensor cores compute S, add the previous P V, which is relative to the previous reference max.
         l = (l + row_sums) * alpha
         o = softmax.rescale(o + product, alpha)
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))

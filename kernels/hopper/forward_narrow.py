@@ -19,8 +19,8 @@ probabilities and o in registers.
       load o (*) ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
                <----- k_empty, v_empty                            <------- release the stages in the next work tile
 
-      (*) The producer loads o only if a state comes in and the output is returned. Otherwise the producer only hands the
-          empty stages over to the consumers, which write the new o into these stages.
+      (*) The producer loads o only if a state comes in and the output is returned. If there is no incoming state, the consumers
+          write the new o into empty stages.
 
 In a consumer, the softmax of one step overlaps with the second product of the previous step:
 
@@ -138,7 +138,7 @@ def _step(
     o = wait_for_parts(pending_o, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # P V of the previous step is relative to the old reference max.
+        # The previous P V is relative to the old reference max, so it is rescaled after the product.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
     # Convert p only after the wait, because P V reads the previous p from the same registers.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
@@ -158,7 +158,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Only now release the shared memory of the previous result, which TMA has read during the product.
+    # Release the shared memory of the previous result only now, because TMA has read it during the product.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)

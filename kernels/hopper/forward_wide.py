@@ -10,21 +10,21 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-A stage holds one tile of K or V with 256 or 128 columns. The tiles arrive in the order in which they are used. With 192 columns
-of K and 128 columns of V, the last 64 columns of K arrive in a second ring, called the tails. The tails use the barriers of the
-stages with the first columns of K.
+A stage holds one tile of K or V with 256 or 128 columns. The tiles arrive in the order in which they are used. For 192 columns
+of K and 128 columns of V, a second ring buffer holds the last 64 columns of K, called the tails. The tails share the barriers
+of the stages that hold the first columns of K.
 
-Because few registers are left, the config chooses between two orders of a step:
+The two matrix products of a step have one of two orders, depending on the available registers:
 
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
 With overlap, the tiles arrive in the order K(0), K(1), V(0), K(2), V(1) and so on. Without overlap, the order is K(0), V(0),
-K(1), V(1) and so on, and the softmax runs during the products of the other consumer. Therefore a consumer passes its ping-pong
-turn only when its O is complete.
+K(1), V(1) and so on, and the softmax runs during the products of the other consumer. Without overlap, a consumer passes its
+ping-pong turn only when its O is complete.
 
-With 64 keys per step, reading Q from shared memory would cost as many bytes per step as reading K. Therefore half of Q is in
-registers. The threads write o without shared memory, as `epilogue_wide` explains.
+With 64 keys per step, reading Q from shared memory would cost as many bytes per step as reading K. The kernel therefore keeps
+half of Q in registers. The threads write o without shared memory, as `epilogue_wide` explains.
 """
 
 from triton.experimental import gluon
@@ -154,7 +154,7 @@ def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
 def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Issue the products of a step and wait for S. Return (S, O, stage of V, next position).
 
-    With overlap, the caller must wait for O and release the stage of V.
+    If the steps overlap, the caller must wait for O and release the stage of V.
     """
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
@@ -267,7 +267,8 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`.
 
-    The TMA descriptors q_tail and k_tail are for the columns of q and k that do not fit into a stage, or None.
+    The TMA descriptors q_tail and k_tail load the columns of q and k beyond the first stage. They are None if there are no such
+    columns.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)

@@ -1,14 +1,15 @@
 """The softmax of the Hopper forward converts a tile of scores to probabilities in the registers of a consumer.
 
 FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. Subtracting any other number gives the
-same softmax. This kernel computes p = exp2(score - ref_max), with a reference max in log2 units that usually does not change:
+same softmax. This kernel computes p = exp2(score - ref_max) with a reference max, in log2 units, that rarely changes:
 
-- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. No
-other step computes maxima or rescales l and o. In fp32 and bf16, a p of 2**40 is as precise as a p of 1.
+- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. Later
+steps neither compute maxima nor rescale l and o. Large probabilities are harmless, because fp32 and bf16 have the same relative
+precision for 2**40 as for 1.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
 pass.
-- In the retry pass, the function `update_ref_max` raises the reference max to the running maximum whenever this is higher by
-more than RESCALE_THRESHOLD. For fp16 inputs, the first pass does the same.
+- In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
+RESCALE_THRESHOLD. For fp16 inputs, the first pass also updates the reference max.
 
 In a wgmma accumulator, each row is distributed over four threads. Sums and maxima are stored per thread, as tensors (64, 4), so
 that no step exchanges numbers between threads.
@@ -32,9 +33,7 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 @gluon.jit
 def by_thread(tile, COLUMNS: gl.constexpr):
-    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2). The third dimension is the four threads that share a
-    row.
-    """
+    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2)."""
     return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
 
 
@@ -46,7 +45,7 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return one word (64, 4) per row and thread. Bit i is 1 if the thread's i-th column of this row lies below the row's bound
+    """Return one word (64, 4) per row and thread. Bit i is 1 if the thread's i-th column of the row is below the row's bound
     (64,).
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
@@ -59,7 +58,7 @@ def _bits_below(bound, tile):
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return the index of each column among those columns of the row that the same thread holds."""
+    """Return, for each column of a row, its index among the columns that the same thread holds."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -70,8 +69,8 @@ def _index_in_thread(tile):
 def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
 
-    The mask has one word of bits per row and thread. This mask takes two instructions per score, whereas comparisons would take
-    four.
+    The mask has one word of bits per row and thread. Masking with bits takes two instructions per score, and comparisons would
+    take four.
     """
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores_layout
@@ -83,7 +82,8 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread has two rows. Of every four consecutive registers of its accumulator, two belong to each row.
+    # A thread has two rows. In every four consecutive registers of the accumulator, two registers belong to each of the
+    # thread's two rows.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -100,8 +100,8 @@ def in_place_constraints(count, kind):
 
 @gluon.jit
 def rescale(o, alpha):
-    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). If all factors of a warp are 1, as usual, the warp
-    skips the products.
+    """Multiply each row of o (64, columns) by its factor in alpha (64, 4). A warp skips the multiplication if all of its
+    factors are 1, which is the usual case.
     """
     COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
@@ -122,8 +122,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # A thread has two rows, so each operand is a pair. The operands are the new reference max, the maximum of the thread's
-    # scores, the old reference max, and the threshold.
+    # Each operand is a pair, with one number per row of the thread. The operands are the new reference max, the maximum of the
+    # thread's scores, the old reference max, and the threshold.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -141,7 +141,7 @@ def raise_assembly():
 
 @gluon.jit
 def _raise_ref_max(ref_max, thread_max):
-    """Raise ref_max (64, 4) to the maximum of the row if this is higher by more than RESCALE_THRESHOLD."""
+    """Raise ref_max (64, 4) to the row's maximum if the maximum is higher by more than RESCALE_THRESHOLD."""
     ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
     return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
@@ -149,14 +149,14 @@ def _raise_ref_max(ref_max, thread_max):
 
 @gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Set each unset reference max (64, 4) to the maximum of the row's scores if the row attends to a key of this tile."""
+    """If a row has no reference max and attends to a key of this tile, set the row's ref_max (64, 4) to its largest score."""
     row_max = gl.max(gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1), axis=1) * log2_scale
     return gl.where(ref_max == UNSET_REF_MAX, gl.maximum(row_max, UNSET_REF_MAX).expand_dims(1), ref_max)
 
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Raise the reference max if the scores of this tile require it. Return (ref_max, alpha), both (64, 4).
+    """Raise the reference max to the scores of this tile if they are much larger. Return (ref_max, alpha), both (64, 4).
 
     The caller must multiply the l and o of earlier tiles by alpha.
     """
@@ -196,8 +196,8 @@ def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl
 
 @gluon.jit
 def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute a later step. Return (probabilities (64, keys), ref_max, l, alpha). With UPDATE_REF_MAX, the caller must multiply
-    o by alpha.
+    """Compute a later step. Return (probabilities (64, keys), ref_max, l, alpha). If UPDATE_REF_MAX is set, the caller must
+    multiply o by alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
     _, _, _, num_masked = loop
@@ -207,8 +207,8 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # The first key of a row may be in any masked step. In step num_masked, the first unmasked step, every row attends to all
-    # keys, so every reference max is set by then.
+    # A row's first key may be in any masked step. In the first unmasked step, every row attends to all keys, so this step sets
+    # the remaining reference maxima.
     elif (step <= num_masked) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -224,9 +224,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
 
-    The wait for a wgmma has no operands. Therefore the assembler ptxas would move the wait for P V in front of the softmax, and
-    the two would not overlap. But ptxas never moves a wait across a possible exit of the thread. The exit here is never taken,
-    because it requires one particular NaN.
+    The instruction that waits for a wgmma has no operands. Therefore the assembler ptxas would move the wait for P V in front
+    of the softmax, and the two would not overlap. But ptxas never moves a wait across a possible exit of the thread. The exit
+    here is never taken, because it requires one particular NaN.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -1,9 +1,9 @@
-"""The softmax of the Hopper forward with FP8 inputs rounds probabilities to e4m3.
+"""For FP8 inputs, the softmax of the Hopper forward rounds probabilities to e4m3.
 
-The format e4m3 represents numbers from 2^-9 to 448. A constant reference max, as in `softmax`, would soon overflow. Therefore
-this softmax raises the reference max in every step in which a probability would exceed 448. Most probabilities p = exp2(score -
-ref_max + TOP) are in the range in which e4m3 has four significant bits. TOP leaves room for larger probabilities in later
-steps. Scores are in log2 units and include the exponent of the scale of V.
+The format e4m3 represents numbers from 2^-9 to 448. With a constant reference max, as in `softmax`, probabilities would soon
+overflow. Therefore this softmax raises the reference max in every step in which a probability would exceed 448. Most
+probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four significant bits. The constant TOP leaves
+room for larger probabilities in later steps. Scores are in log2 units and include the exponent of the scale of V.
 
 Rounding. The hardware unit for exponentials (MUFU) would limit the speed. Instead, the kernel rounds x = score - ref_max + TOP.
 The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the e4m3 number nearest to 2^x is about
@@ -12,19 +12,19 @@ The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the 
 
 This formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
 most 8%, with the mean 0 and the root mean square 3.0%. With rounding to nearest, the maximum would be 6.25% and the root mean
-square 2.5%. Numbers below 2^-6 are subnormal in e4m3, and their byte is p times 2^9. There, a second line falls from 8 at x =
--6 to 0 at x = -9. Without this line, the small probabilities of a row with one large score would become 0:
+square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p times 2^9. For subnormal numbers, a second line falls
+from 8 at x = -6 to 0 at x = -9. Without the second line, the small probabilities of a row with one large score would become 0:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
 Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
-and replaces negative numbers by 0. If both numbers are scaled by 2^-24, this instruction rounds them to two 16-bit integers,
-exactly up to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
+and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion therefore rounds to 16-bit integers, exactly up
+to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
 
-The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent this change, so
-`raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row instead. Lowering levels
-adds errors only if the reference max changes by more than 238 in one step.
+The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent a change from
+UNSET_REF_MAX, so `raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row
+instead. Lowering levels adds errors only if the reference max changes by more than 238 in one step.
 """
 
 from triton.experimental import gluon
@@ -39,7 +39,7 @@ TOP = gl.constexpr(7.0)
 # units.
 SLACK = gl.constexpr(1.5)
 
-# The factor 8 and the constant -0.46 of the formula.
+# The formula above contains these two constants.
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
@@ -47,8 +47,8 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# If `limit_levels` lowers the levels of a row, the largest becomes this level. The largest probability matters most, and the
-# errors of this level, 1.75 * 2^6, have the mean 0. At the level of 2^7, probabilities would be 4% too small on average.
+# When `limit_levels` lowers the levels of a row, the row's largest level becomes this one. The largest probability matters
+# most, and at this level, 1.75 * 2^6, the rounding errors average to 0.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -119,9 +119,9 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return instructions that raise the reference max of the two rows of a thread.
 
-    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The words $4 and $5 contain a
-    negative fp16 number twice, to be added to the levels. The thread's largest levels are in $6 and $7, and the old reference
-    max is in $8 and $9.
+    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. Each of the words $4 and $5 contains
+    a negative fp16 number twice, which the caller adds to the levels. The thread's largest levels are in $6 and $7, and the old
+    reference max is in $8 and $9.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
@@ -144,7 +144,7 @@ def _limit_assembly():
 @gluon.constexpr_function
 def _shift_assembly(count):
     code = "{ .reg .pred changed; .reg .b32 any, one; mov.b32 any, 0; mov.b32 one, 0x3C003C00;"
-    # A thread has only two different addends, one per row, so the assembler removes most of these instructions.
+    # The assembler removes most of these instructions, because a thread has only two rows and thus two addends.
     code += "".join(f"or.b32 any, any, ${2 * count + i};" for i in range(count))
     code += "setp.ne.b32 changed, any, 0; vote.sync.any.pred changed, changed, -1; @!changed bra DONE;"
     code += "".join(f"fma.rn.relu.f16x2 ${i}, ${i}, one, ${2 * count + i};" for i in range(count))
@@ -171,7 +171,7 @@ def limit_levels(levels, ref_max):
 
 @gluon.constexpr_function
 def _byte_assembly():
-    # One word contains 1/3 in fp16 twice, and the other one contains the integer -16 twice.
+    # The half word 0x3555 is 1/3 in fp16, and 0xFFF0 is the integer -16.
     return (
         "{ .reg .b32 normal, third; mov.b32 third, 0x35553555; mov.b32 normal, 0xFFF0FFF0;"
         "mul.rn.f16x2 third, $1, third; add.s16x2 normal, $1, normal; max.s16x2 $0, normal, third; }"
@@ -199,8 +199,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View the words of `pack` as the left operand (64, keys) of P V. A loop must carry the words instead of this tensor, each
-    number of which would need a register.
+    """View the words of `pack` as the left operand (64, keys) of P V. Loops should carry the packed words, because every number
+    of the tensor would need a register of its own.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
