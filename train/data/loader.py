@@ -48,6 +48,8 @@ START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
+    if os.getppid() != int(sys.argv[1]):  # the training process died before this call
+        sys.exit(1)
 output = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 from {__name__} import run_loader_process
@@ -166,7 +168,7 @@ class AheadLoader(Loader):
         # modules from the current directory.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-c", START]
+        command = [sys.executable, "-c", START, str(os.getpid())]
         connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno(), env=environment)

@@ -216,6 +216,13 @@ def test_the_process_ends_with_the_trainer(action: str) -> None:
             os.killpg(trainer.pid, signal.SIGKILL) if action == "inherit" else None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process together with its parent")
+def test_the_process_ends_if_the_trainer_died_before_it_started() -> None:
+    """Its parent is then another process than the trainer, and another process may keep its input open."""
+    with subprocess.Popen([sys.executable, "-c", loader.START, "1"], stdin=subprocess.PIPE) as process:
+        assert process.wait(100) == 1
+
+
 def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps() -> None:
     """Two micro-steps of two data-parallel ranks with two sequences each read eight consecutive sequences."""
     numbers = {
