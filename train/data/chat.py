@@ -1,7 +1,8 @@
 """Render conversations with the chat template of a tokenizer, and find the turns of the assistant in the text.
 
-A template may mark these turns with {% generation %} and {% endgeneration %}. Otherwise, a turn begins where the conversation
-before it ends, rendered with the prompt for the next answer, and ends where the conversation up to it ends.
+A template may mark these turns with {% generation %} and {% endgeneration %}. Without such marks, this module renders the
+conversation before each turn (with the prompt for the next answer) and the conversation up to the end of the turn. The ends of
+the two texts are the bounds of the turn.
 """
 
 import json
@@ -26,9 +27,9 @@ class ChatTemplate:
     """A Jinja template that turns messages into text.
 
     Attributes:
-        path: the file that contains it.
+        path: the file that contains the template.
         source: the text of the template.
-        variables: the names of special tokens that it uses.
+        variables: the names of special tokens that the template uses.
     """
 
     path: Path
@@ -81,8 +82,10 @@ class ChatTemplate:
 
 
 def _end_of_turn(text: str, start: int, end: int, special_names: re.Pattern[str], is_marked: bool) -> int:
-    """Return the end of the stop token of a turn: the last special token in it, or the one after it if a template marks only
-    the content. Without a stop token, return `end`.
+    """Return the end of the stop token of a turn, or `end` if there is none.
+
+    The stop token is the last special token in the turn. If a template marks only the content of a turn, the stop token is the
+    special token that follows.
     """
     last = max((name.end() for name in special_names.finditer(text, start, end)), default=None)
     if last is not None and not text[last:end].strip():

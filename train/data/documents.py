@@ -1,4 +1,4 @@
-"""Read tokenised documents, and define what all datasets of sequences share."""
+"""Define the base class of all datasets that pack tokenised documents into sequences."""
 
 import functools
 import zlib
@@ -19,7 +19,7 @@ NUM_SAMPLED = 64
 
 
 class TokenisedDocuments:
-    """Documents that a subclass packs into numbered sequences.
+    """Reads tokenised documents. Subclasses pack the documents into numbered sequences.
 
     Attributes:
         splits: the number of documents in each split of the source.
@@ -73,7 +73,7 @@ def random_order(random: np.random.Philox, count: int) -> np.ndarray:
 
 
 def group_by_cost(random: np.random.Philox, order: np.ndarray, group_size: int, costs: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return sequences in groups of `group_size` with similar costs. The last ones that fill no group are dropped."""
+    """Return sequences in groups of `group_size` with similar costs. Sequences that fill no group are dropped."""
     if group_size == 1:
         return order
     order = order[: len(order) - len(order) % group_size]

@@ -133,7 +133,7 @@ class PackedDataset(TokenisedDocuments):
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         """Return the cost of attention of each sequence of the stream: the sum of its squared document lengths."""
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. Equal edges add 0 to a cost.
+        # A stable sort merges sorted arrays in linear time. Two equal edges add 0 to a cost.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 

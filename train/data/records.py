@@ -123,7 +123,7 @@ class RecordDataset(TokenisedDocuments):
         return super().fingerprint | {"sequences": f"whole records, shuffled in groups of {self.group_size}"}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each record. The last is the padding."""
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each record and of the padding."""
         epoch, position = divmod(index, self.sequences_per_epoch)
         tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
         begin, lengths = 0, list[int]()

@@ -206,7 +206,7 @@ def check_size(where: str, size: int, limit_mb: int) -> None:
         )
 
 
-# The errors of all readers. zlib.error and lzma.LZMAError have only Exception as a common base.
+# All errors that a reader may raise. The only common base class of zlib.error and lzma.LZMAError is Exception.
 READ_ERRORS = (OSError, EOFError, pyarrow.ArrowException, lzma.LZMAError, zlib.error)
 
 
