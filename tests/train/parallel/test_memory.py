@@ -49,6 +49,15 @@ def test_parameters_of_experts_are_counted():
     assert activations[0] - activations[1] == 4096 * 3 * 2 * 2 * 2 * 64
 
 
+@pytest.mark.parametrize(("types", "dims"), [(["sliding"], 128), (["sliding", "full"], 256), (["sliding", "full-nope"], 128)])
+def test_cosines_and_sines_of_all_kinds_of_layers_are_counted(types: list[str], dims: int):
+    """Each rotated dimension of a head has 4 bytes per token, once for all layers of a kind."""
+    model = replace(LLAMA, window=512, local_rope_theta=1e4, rope_theta=1e6, layer_types=types)
+    none = replace(model, layer_types=["sliding-nope", "full-nope"])
+    counts = [estimate(each, 65_536, 1)["activations"] for each in (model, none)]
+    assert counts[0] - counts[1] == 4 * dims * 65_536
+
+
 def test_sharded_state_is_16_bytes_per_parameter():
     needed = estimate(LLAMA, tokens=1, ranks=8)
     # At the peak of such a short step, the gradients of the blocks exist, but not those of the vocabulary.
