@@ -1,8 +1,8 @@
 """Compute float64 reference results of attention, and define the largest accepted errors of kernels and rings.
 
 There are two measures of error. The function `row_error` measures every row separately, and is suitable for short sequences of
-random inputs. The function `group_error` measures 64 rows together. The second measure is suitable for long sequences with
-causal masks, in which single rows may be very small.
+random inputs. The function `group_error` measures 64 rows together, and is suitable for long sequences with causal masks, in
+which single rows may be very small.
 """
 
 import torch
@@ -14,12 +14,12 @@ from ringattn.kernels.interval_mask import Intervals
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# A result is accepted if its `row_error` is at most this number times the eps of the dtype. The rounding of `out` affects dq
-# and dk through delta = rowsum(dout * out), so the limits of dq and dk are larger.
+# A result is accepted if its `row_error` is at most this multiple of the dtype's eps. The rounding of `out` affects dq and dk
+# through delta = rowsum(dout * out), so the limits of dq and dk are larger.
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# Results of fp32 inputs have this limit. It is also the smallest limit of every result except lse. This limit allows for the
+# For fp32 inputs, results may have errors up to this limit. No result except lse has a smaller limit. The limit allows for the
 # rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
@@ -76,12 +76,13 @@ def float64_results(
 
 
 def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output, where `result` is either the output or the pair (output, lse)."""
+    """Return the output. The argument `result` is the output or the pair (output, lse)."""
     return result if isinstance(result, Tensor) else result[0]
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error of any element of (B, N, H, D). The error of an element is divided by the scale of its row.
+    """Return the largest error of an element of `actual` (B, N, H, D). The error of an element is divided by the scale of its
+    row.
 
     The scale of a row is its largest element, but at least a tenth of the largest element of all rows. A NaN counts as
     infinity.
@@ -93,9 +94,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the `row_error` of each result. The error of an lse is divided by the magnitude of the lse if this magnitude is
-    above 1.
-    """
+    """Return the `row_error` of each result. The error of an lse is relative if the magnitude of the lse is above 1."""
     errors = {}
     for name, x in results.items():
         if name == "lse":
@@ -117,9 +116,9 @@ def group_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Divide the rows of each head into groups of GROUP rows. Return the largest relative error of a group, as a float64
     scalar.
 
-    The relative error of a group is the norm of its errors, divided by the norm of its expected values. The gradient of a row
-    that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows under a causal mask
-    are small, so the largest row must not determine the scale of all rows.
+    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. The gradient of
+    a row that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows under a causal
+    mask are small, so the largest row must not determine the scale of all rows.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

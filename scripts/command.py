@@ -65,7 +65,8 @@ def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
 def serve_store() -> dist.TCPStore:
     """Serve a store at a port of this machine until the returned object is deleted.
 
-    The system chooses a free port. A port that is only found to be free could be taken before it is used.
+    The system chooses a free port. The store must bind the port itself, because another process could take a port that is
+    merely free.
     """
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

@@ -27,7 +27,7 @@ class Case:
     heads: int
     head_dim: int
     kept: float = 1.0  # the fraction of blocks that are computed, chosen at random. Only for the kind "blocks".
-    key_heads: int | None = None  # None means as many as query heads
+    key_heads: int | None = None  # None means one key head per query head
     value_dim: int | None = None  # the head dim of v. None means the head dim of q and k.
     window_size: int | None = None  # the number of keys per query, for the kind "window". None: see `window`.
 
@@ -77,10 +77,10 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """A bool tensor (blocks, blocks) on the CPU that is True for each computed block. Only the kind "blocks" has this
-        tensor.
+        """Return a bool tensor (blocks, blocks) on the CPU that is True for each computed block. Only cases of the kind
+        "blocks" have a block mask.
 
-        The fraction of computed blocks is exactly `kept`. The same blocks are computed in every run.
+        The fraction of computed blocks is exactly `kept`. Every run computes the same blocks.
         """
         if self.kind != "blocks":
             return None
@@ -90,7 +90,7 @@ class Case:
 
     @cached_property
     def mask(self) -> Mask:
-        """The mask of the case, without its block mask."""
+        """Return the mask of the case without its block mask."""
         if self.kind in ("full", "blocks"):
             return Mask.full()
         return Mask.causal(window=self.window, documents=self.documents)
@@ -101,15 +101,16 @@ class Case:
 
     @cached_property
     def pairs(self) -> int:
-        """The number of (query, key) pairs per head that the mask allows."""
+        """Return the number of (query, key) pairs per head that the mask allows."""
         return self.mask.pairs(self.length)[0] if self.keep is None else int(self.keep.sum()) * BLOCK**2
 
     def flops(self, direction: str) -> float:
         """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".
 
-        A matrix product has 2 FLOPs per head, per (query, key) pair and per element of a head. In the forward pass, the product
-        for S depends on the head dim of q and k, and the product for out depends on the head dim of v. In the backward pass,
-        the products for S, dq and dk depend on the head dim of q and k. The products for dP and dv depend on the head dim of v.
+        For each head and each (query, key) pair, a matrix product has 2 FLOPs per element of a head. In the forward pass, the
+        product for S depends on the head dim of q and k, and the product for out depends on the head dim of v. In the backward
+        pass, the products for S, dq and dk depend on the head dim of q and k. The products for dP and dv depend on the head dim
+        of v.
         """
         forward, backward = self.head_dim + self.out_dim, 3 * self.head_dim + 2 * self.out_dim
         elements = {"forward": forward, "backward": backward, "both": forward + backward}[direction]
@@ -122,7 +123,7 @@ class Case:
 
     @property
     def score_bytes(self) -> int:
-        """The bytes that the N x N bf16 scores would need. No measured implementation stores all scores."""
+        """Return the number of bytes that N x N bf16 scores would need. No measured implementation stores all scores."""
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
@@ -154,7 +155,7 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of those heads for which `expected_results` has computed reference results."""
+    """Return the `group_error` of all heads that `expected_results` computes."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 

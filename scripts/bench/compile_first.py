@@ -1,9 +1,9 @@
 """Compile the kernels of a benchmark in several processes, before one process measures them.
 
 The library flash-attn-4 compiles the kernels of one case for about 10 s on one core. A process that measures many cases would
-compile for minutes while the GPU is idle. Therefore several processes compile first. Each of them calls one implementation with
-one case, which stores the compiled kernels in the disk caches of Triton and flash-attn-4. The measuring process then loads the
-kernels from these caches.
+compile for minutes while the GPU is idle. Therefore several processes compile first. Each process calls one implementation with
+one case. The call stores the compiled kernels in the disk caches of Triton and flash-attn-4. The measuring process then loads
+the kernels from these caches.
 """
 
 import multiprocessing

@@ -8,18 +8,18 @@ libraries.
 
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
-Every case is measured in two ways. The graph time is the GPU time per call if a CUDA graph is replayed. The graph contains the
-calls of up to 32 layers, each with its own cache, so that no key comes from the L2 cache. The eager time is the wall time of
-the same calls from Python. All implementations of a case are timed one after the other in several rounds. Each number is the
-median of the rounds after the first round. Every measurement follows the previous one without a pause, so the GPU runs at a
-clock rate that it can sustain. The column GB/s counts the bytes of the keys and values once. Two columns compare the rate and
-the eager time of ringattn with those of the fastest other implementation. The last column divides the graph time by the kernel
-time. The kernel time is the time during which at least one kernel of a call runs, as measured by the profiler.
+Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph is replayed. The graph contains
+the calls of up to 32 layers. Each layer has its own cache, so that no key comes from the L2 cache. The eager time is the wall
+time of the same calls from Python. All implementations of a case are timed one after the other in several rounds. Each number
+is the median of the rounds after the first round. Every measurement follows the previous one without a pause, so the GPU runs
+at a clock rate that it can sustain. The column GB/s counts the bytes of the keys and values once. Two columns compare ringattn
+with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the kernel time. The
+kernel time is the time during which at least one kernel of a call runs, as measured by the profiler.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. The plan of this kernel is computed once
 per case, outside of the measured time. FlashInfer's kernels are compiled with nvcc in the first call. The script prints which
-libraries are not installed. The table contains "-" for these libraries.
+libraries are not installed. The table contains "-" for libraries that are not installed.
 
 SDPA has no argument for lengths, so its caches are exactly as long as the sequences. With several queries, SDPA is not causal.
 With --model, the script also runs `scripts.bench.generation`, in which a model of configs/model with random weights generates
@@ -65,7 +65,7 @@ FLASHINFER_WORKSPACE = 128 * 2**20  # the number of bytes that FlashInfer's docu
 
 
 class Layer(NamedTuple):
-    """The cache of one layer, and the same keys and values in the order (B, Hkv, N, D) for SDPA."""
+    """The class holds the cache of one layer, and the same keys and values in the order (B, Hkv, N, D) for SDPA."""
 
     cache: KVCache
     keys: Tensor
@@ -73,7 +73,8 @@ class Layer(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """A function that decodes with the cache of a layer. The field `context` creates a context manager for its calls."""
+    """A function that decodes with the cache of a layer. The field `context` creates a context manager in which the function
+    must be called."""
 
     attend: Callable[[Layer], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -153,8 +154,7 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     if _is_installed(MODULES["fa4"]):
         from flash_attn.cute import flash_attn_func
 
-        # On sm_90, the library cannot split the keys. On other GPUs, the value 0 means that the library chooses the number of
-        # splits.
+        # On sm_90, flash-attn-4 cannot split the keys. On other GPUs, 0 lets flash-attn-4 choose the number of splits.
         num_splits = 1 if torch.cuda.get_device_capability(q.device)[0] == 9 else 0
 
         def flash_attn_4(layer: Layer) -> Tensor:
@@ -292,7 +292,7 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """Check and time all implementations of a case. Return a dict with the measurements of each implementation."""
-    # The tensors from which the caches are filled take as much memory as one layer.
+    # The source tensors of the caches take as much memory as one layer.
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
     calls: dict[str, Implementation] = {}
@@ -389,7 +389,7 @@ def main(argv: list[str]) -> int:
     header = command.describe_run("scripts.bench.decode", argv, gpus=1, packages=packages)
     results: dict[Case, dict[str, Any]] = {}
     for case in CASES:
-        # The caches and the tensors from which they are filled exist at the same time.
+        # The caches and their source tensors exist at the same time.
         if not re.search(args.only, case.name) or 2 * case.bytes > args.gib * 2**30:
             continue
         results[case] = measure(case, args.gib * 2**30, args.rounds, DEVICE)

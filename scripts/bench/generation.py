@@ -22,7 +22,8 @@ WARM_UP = 8  # the first tokens are not timed, because transformers compiles the
 
 
 class Speed(NamedTuple):
-    """The median time per token in milliseconds, and how many bytes of weights, keys and values are read per token."""
+    """The class holds the median time per token in milliseconds, and the bytes of weights, keys and values that are read per
+    token."""
 
     ms_per_token: float
     bytes: int
@@ -44,7 +45,7 @@ def random_keys(config: ModelConfig, context: int, device: torch.device) -> tupl
 
 
 def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
-    """Return how many bytes are read per token in bf16. Only one row of the embedding is read."""
+    """Return how many bytes are read per token in bf16. A decoding step reads only one row of the embedding."""
     rows = sum(min(window or context, context) for window in config.windows)
     kv = 2 * rows * config.kv_heads * config.resolved_head_dim
     embedding = 0 if config.tie_embeddings else padded_vocabulary(config, 0) * config.dim
@@ -82,7 +83,7 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
 
 
 class Clock:
-    """A streamer for `generate` of transformers. This streamer records the time at which each token reaches the host."""
+    """A streamer for `generate` of transformers. The streamer records the time at which each token reaches the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

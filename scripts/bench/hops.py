@@ -105,7 +105,7 @@ class Problem:
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
     """Check and time all calls for one number of queries. Return the rows of the table.
 
-    The last column is the time of a hop (HOPS) or of a pass (PASSES) divided by the time of the KV ring.
+    The last column of the table is the time divided by the time of the KV ring.
     """
     problem = Problem(queries)
     problem.check()

@@ -28,8 +28,8 @@ correct.
 
 The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`, and `fp8` is ringattn with
 precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. The implementation
-`sinks` is ringattn with learned sinks that are too small to change the results. These four implementations are measured only if
---peers names them.
+`sinks` is ringattn with learned sinks that are too small to change the results. The implementations `deterministic`, `fp8`,
+`fp8-rounded` and `sinks` are measured only if --peers names them.
 
 The library flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes first compile the kernels
 of all cases, as `scripts.bench.compile_first` explains.
@@ -38,18 +38,17 @@ Before a call is timed, its output and its gradients are compared with a float64
 covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
 A GPU that reaches its power limit soon lowers its clock rate. If a kernel is timed after a pause, the clock rate is still high,
-and the kernel seems faster than it is. Such a pause occurs, for example, while another kernel is compiled. If a kernel is timed
-after a kernel that needs much power, it seems slower than it is. Therefore all implementations of a case are prepared and
-checked first. All implementations are then timed one after the other in several rounds, and every second round runs in reverse
-order. Before each measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every
-time is the median over the rounds. The field `samples` in rows.json contains the milliseconds of each round. With --graph, the
-calls are replayed from CUDA graphs, so the times do not include the time of the host. For short sequences, the host takes
-longer than the GPU.
+and the kernel seems faster than it is. The GPU pauses, for example, while another kernel is compiled. A kernel that is timed
+after a power-hungry kernel seems slower than it is. Therefore all implementations of a case are prepared and checked first. All
+implementations are then timed one after the other in several rounds, and every second round runs in reverse order. Before each
+measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every time is the median
+over the rounds. The field `samples` in rows.json contains the milliseconds of each round. With --graph, the calls are replayed
+from CUDA graphs, so the times do not include the time of the host. For short sequences, the host takes longer than the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. If
 the head dims of keys and values differ, `Case.flops` counts every matrix product with its own head dim. The rate in GB/s counts
-the bytes of q, k, v and out once. In the backward pass, it also counts the bytes of dout and of the gradients. The extra memory
-of a call is its peak memory without the tensors that are passed and returned.
+the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the gradients. The extra
+memory of a call is its peak memory without the tensors that are passed and returned.
 """
 
 import argparse
@@ -80,8 +79,8 @@ WARMUP_SECONDS = 0.2
 WINDOWS = (128, 512, 1024, 4096)
 # The layers of gpt-oss 20B and of Gemma 3 4B are (head dim, query heads, key heads, window).
 MODEL_LAYERS = ((64, 64, 8, 128), (256, 8, 4, 1024))
-# The cases of the suite "head-dims" are (head dim of q and k, head dim of v, query heads, key heads). None means the same
-# number as for q.
+# The cases of the suite "head-dims" are (head dim of q and k, head dim of v, query heads, key heads). None means one key head
+# per query head.
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
 BACKWARD_LENGTHS = (16384, 65536)
 # The cases of the suite "fp8" are (head dim, number of heads).
@@ -187,8 +186,8 @@ def check(
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
     Returns:
-        Two dicts with directions as keys. The first dict contains the results of `check_call`, or the reason why a direction
-        was not checked. The second dict contains the calls whose results are correct.
+        Two dicts with directions as keys. The first dict contains, for each direction, the result of `check_call` or the reason
+        why the direction was not checked. The second dict contains the calls whose results are correct.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}
@@ -337,7 +336,8 @@ def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 @contextmanager
 def stream_for(use_graphs: bool) -> Generator[None]:
-    """Return a context manager that uses a stream which CUDA graphs can capture. The default stream cannot be captured."""
+    """Return a context manager in which calls run on a stream that CUDA graphs can capture. The default stream cannot be
+    captured."""
     if not use_graphs:
         yield
         return

@@ -2,8 +2,9 @@
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-The benchmark `scripts.bench.kernels` calls this module after every suite. The command above writes the same report later,
-without a GPU. The command reads rows.json in the directory, and writes README.md and the plots to the same directory.
+The benchmark `scripts.bench.kernels` calls this module after every suite. The command above writes the same report from saved
+measurements, without a GPU. The command reads rows.json in the directory, and writes README.md and the plots to the same
+directory.
 """
 
 import argparse
@@ -231,7 +232,7 @@ def _add_legend(figure: plt.Figure) -> None:
 def _plot_implementations(
     axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable[[Case], float], scale: float = 1.0
 ) -> None:
-    """Draw one line per implementation. The line connects all cases for which the implementation was measured."""
+    """Draw one line per implementation. The line of an implementation connects all cases for which it was measured."""
     for index, name in enumerate(_names(rows)):
         figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
         plot_points(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)

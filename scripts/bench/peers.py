@@ -1,7 +1,8 @@
 """Several implementations of attention with a common interface, so that a benchmark can compare them.
 
 Each implementation is a function `prepare(case, device)`. It returns a function attend(q, k, v) -> out for tensors of (1, N, H,
-D), which supports autograd. If the implementation cannot express the mask of the case, it raises `Unsupported`.
+D), which supports autograd. The function `prepare` raises `Unsupported` if the implementation cannot express the mask of the
+case.
 """
 
 import importlib
@@ -30,7 +31,7 @@ ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED, SINKS)  # implementations that ar
 
 
 class Unsupported(Exception):
-    """The implementation cannot express the mask of a case."""
+    """Raised if an implementation cannot express the mask of a case."""
 
 
 def ringattn(backend: str) -> Prepare:
@@ -155,7 +156,8 @@ def flex(case: Case, device: torch.device) -> Attend:
     """Compile FlexAttention for one case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Without a reset, a run with many cases would reach the limit of recompilations. All later cases would then run uncompiled.
+    # Without a reset, a run with many cases would reach the limit of recompilations. PyTorch would then run all later cases
+    # without compilation.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None
@@ -171,7 +173,7 @@ def flex(case: Case, device: torch.device) -> Attend:
 
 
 def flash_attn_4(case: Case, device: torch.device) -> Attend:
-    """Prepare flash-attn-4 (CuTe). For packed documents, use its function for sequences of different lengths."""
+    """Prepare flash-attn-4 (CuTe). For packed documents, use the variable-length function of flash-attn-4."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     if case.kind == "blocks":

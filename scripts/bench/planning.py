@@ -3,13 +3,13 @@
     python -m scripts.bench.planning
 
 No GPU is required. The script plans the forward pass and the backward pass of one rank, as a training step with a new mask
-does. Planning has four parts. The first part computes the layout. The second part computes which ranks overlap and chooses the
-schedules. The third part computes the intervals of the rank's local steps. The last part computes the tables of the Hopper
-kernels, for 16 heads with head dim 128 and 132 SMs. Every round plans a new random mask. The table contains medians of the CPU
-time of the process, because other processes may slow down the machine.
+does. Planning has four parts. The first part computes the layout. The second part of planning computes which ranks exchange
+data, and chooses the schedules. The third part of planning computes the intervals of the rank's local steps. The last part of
+planning computes the tables of the Hopper kernels, for 16 heads with head dim 128 and 132 SMs. Every round plans a new random
+mask. The table contains medians of the CPU time of the process, because other processes may slow down the machine.
 
-The script prints a table and writes its rows as JSON. If the option --earlier names the JSON file of another commit, the table
-also contains the times of this other commit.
+The script prints a table and writes its rows as JSON. With --earlier and the JSON file of another commit, the table also
+contains the times of the other commit.
 """
 
 import argparse
@@ -41,8 +41,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. The window differs for every seed and exceeds the sequence, so
-    that no mask is cached.
+    """Return a causal mask of documents with random lengths. Every seed has another window that exceeds the sequence, so that
+    no mask comes from a cache.
     """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
@@ -128,5 +128,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # as in training. Otherwise, garbage collections would visit all objects of the imported modules.
+    # As in training, garbage collections should not visit the objects of the imported modules.
+    gc.freeze()
     sys.exit(main(sys.argv[1:]))

@@ -13,8 +13,8 @@ round, the mean time of consecutive calls on the slowest rank is measured. The r
 all rounds. The variant `local` runs the kernels of the automatic schedule as if every message had already arrived. The time of
 `local` is therefore the time that the ring would take if communication took no time. The variant `ulysses-4-local` runs the
 kernels of `ulysses-4` in the same way. Variants that end with `-graph` replay CUDA graphs, so their times do not include the
-time of the host. With 4,096 tokens per rank, the host takes about as long as the GPU. All backward passes run in the calling
-thread, including the backward passes of context_parallel.
+time of the host. The host time matters for short shards: with 4,096 tokens per rank, the host takes about as long as the GPU.
+All backward passes run in the calling thread, including the backward passes of context_parallel.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -102,7 +102,7 @@ def mean_ms(call: Call, repeats: int) -> float:
 
 
 def peak_bytes(call: Call) -> int:
-    """Return the peak of torch's allocator during a call, in bytes, on the rank with the highest peak."""
+    """Return the peak of torch's allocator during a call: the maximum over all ranks, in bytes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -114,7 +114,7 @@ def peak_bytes(call: Call) -> int:
 def receive_buffer_bytes(transport: NvlinkTransport) -> int:
     """Return the number of bytes of a transport's receive buffers for rings and all-to-alls.
 
-    The statistics of torch's allocator do not include these bytes.
+    The statistics of torch's allocator do not include receive buffers.
     """
     buffers = transport.receive_buffer, transport.all_to_all_buffer
     return sum(buffer.memory.nbytes for buffer in buffers if buffer.memory is not None)
@@ -148,8 +148,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
     """Add measurements of communication to the row of each timed ring.
 
-    The new fields are the number and the bytes of the messages, and by how many microseconds the ring is slower than the same
-    kernels without communication.
+    The new fields are the number and the bytes of the messages, and the microseconds of communication that are not hidden.
 
     Args:
         case: the case of the rows.

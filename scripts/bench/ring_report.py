@@ -97,7 +97,8 @@ def communication_table(header: dict[str, Any], rows: Rows) -> str:
 
 
 def _both_parts(row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> str:
-    """Return a text of the form `forward / forward + backward`. Return "-" if there is no hop, or nothing to compare with."""
+    """Return a text of the form `forward / forward + backward`. Return "-" if the ring has no hop, or if there is no
+    measurement to compare with."""
     try:
         return " / ".join(form(row[part]) for part in PARTS)
     except (KeyError, ZeroDivisionError):

@@ -1,8 +1,8 @@
-"""The attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
+"""Define the attention problems that `scripts.bench.ring` measures, and the timed calls of each variant.
 
 - The variants `nvlink-auto`, `p2p-kv` and so on are `ring_attention` with the named transport and schedule.
-- The variants `p2p_priority-auto` and so on are `p2p-auto` over a process group with the options of NCCL_OPTIONS. These
-  variants are timed only on request.
+- The variants `p2p_priority-auto` and so on are `p2p-auto` over a process group with the options of NCCL_OPTIONS. Variants with
+  NCCL options are timed only on request.
 - The variant `ulysses-4` is `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
 - The variants `local` and `ulysses-4-local` are the kernels of the ring and of `ulysses-4` without communication.
 - The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
@@ -85,7 +85,7 @@ REQUESTED_VARIANTS = tuple(f"{name}-auto" for name in NCCL_OPTIONS)  # variants 
 
 
 class Calls(NamedTuple):
-    """The timed calls of a variant, and the context in which these calls must run."""
+    """The class holds the timed calls of a variant, and the context in which the calls must run."""
 
     forward: Call
     both: Call  # runs a forward and a backward pass, and returns out, dq, dk and dv
@@ -116,7 +116,8 @@ def ring_group(variant: str) -> dist.ProcessGroup:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether the variant runs code of this project that communicates. Only the results of such variants are checked."""
+    """Return whether the variant runs code of this project that communicates. The script checks only the results of variants
+    that communicate."""
     return "local" not in variant and variant != "context_parallel"
 
 
@@ -220,7 +221,8 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 class LocalTransport(MessageTransport):
     """A transport that sends nothing.
 
-    Instead of incoming blocks, this transport returns rows of this rank. Instead of incoming results, it returns zeros.
+    The transport sends no messages, and returns rows of this rank in place of incoming blocks. Incoming results are replaced by
+    zeros.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -244,7 +246,7 @@ class LocalTransport(MessageTransport):
         return SimpleNamespace(exchange=exchange, end=lambda: None, keeps_results=self._keeps_results[schedule])
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        """Do nothing, because no message is in flight."""
+        """"""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
         """Return the replacement for tensor `i` of a message. The replacement has the shape of x, except that it has as many
@@ -342,7 +344,7 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         results = call()
 
-    # The default argument keeps a reference to the call, so that the tensors that the graph reads stay allocated.
+    # The default argument keeps a reference to the call, which keeps the input tensors of the graph allocated.
     def replay(_call: Call = call) -> object:
         graph.replay()
         return results

@@ -95,7 +95,7 @@ def median_rows(rows: list[Row]) -> list[Row]:
 
 
 def relative_speed(row: Row, rows: list[Row]) -> float | None:
-    """Return the tokens/s of a job divided by the tokens/s of one GPU. Return None if they do not train on the same
+    """Return the tokens/s of a job divided by the tokens/s of one GPU. Return None if the two jobs do not train on the same
     sequences.
     """
     one = next((other for other in rows if other["ranks"] == 1 and other["job"] == "ring" and "failed" not in other), None)

@@ -17,7 +17,7 @@ from typing import Any
 from scripts import command
 from scripts.plots import plt, save_plot
 
-# The parts of a step on the host are (start of the operation's name, colour, legend). The first match counts.
+# Each part of a step on the host is a tuple (start of the operation's name, colour, legend). The first match counts.
 HOST = (
     ("FSDP::", "tab:green", "FSDP"),
     ("Attention", "tab:blue", "attention"),

@@ -6,10 +6,10 @@ The plot shows the kernels and copies that the profiler of torch records.
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
 The script accepts the same cases as `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start
-this call at the same time, while their GPUs are idle. Therefore the first kernels of this call wait for the host. In a series
-of calls, they would not wait. All ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and
-timeline.png to --output. The option --draw draws the plot again from timeline.json and needs no GPU. The white lines in the
-plot separate consecutive kernels and do not show pauses.
+this call at the same time, while their GPUs are idle. Therefore the first kernels of the recorded call wait for the host. In a
+series of calls, the kernels would not wait. All ranks must be on one host, because they must share one clock. Rank 0 writes
+timeline.json and timeline.png to --output. The option --draw draws the plot again from timeline.json and needs no GPU. The
+white lines in the plot separate consecutive kernels and do not show pauses.
 """
 
 import argparse
@@ -78,8 +78,8 @@ def classify(events: list[Event]) -> list[str]:
     """Return the kind of each event of one rank. The kinds are the keys of KINDS. The events must be sorted by start time.
 
     Circulating blocks are copied on one stream, and partial results are copied on a second stream. Attention kernels run on
-    neither of these streams. The trace does not state which of the two streams copies blocks. However, a pass always sends a
-    block before it has any result. Therefore the stream of the first copy is the stream of the blocks.
+    neither of these streams. The trace does not state which of the two streams copies blocks. However, every pass sends a block
+    before its first result. Therefore the stream of the first copy is the stream that copies blocks.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}

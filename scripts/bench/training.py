@@ -7,10 +7,10 @@
 All jobs use bf16. In every step, all ranks together train on one sequence. Attention is causal and ignores documents, because
 stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant
 `stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. The
-variant `transformers` is `scripts/bench/transformers_training.py`. It uses one GPU, and runs only if --variants names it. The
-jobs run one after the other. The rates of a job are computed from the median time of its steps. If a job fails, for example
-because it runs out of memory, the table contains its error message. The script writes README.md, training.json and training.png
-to --output.
+variant `transformers` is `scripts/bench/transformers_training.py`. The variant `transformers` uses one GPU, and runs only if
+--variants names it. The jobs run one after the other. The rates of a job are computed from the median time of its steps. If a
+job fails, for example because it runs out of memory, the table contains its error message. The script writes README.md,
+training.json and training.png to --output.
 """
 
 import argparse

@@ -4,9 +4,9 @@
 
 Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
 one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
-and a third in the index. For each flip, one of two things must happen. Either the launch reports the damage in one line and
-changes no file of the checkpoint. Or the flipped bit has no effect, and the run finishes with the same losses and the same
-tensors as from the original checkpoint. If anything else happens, the exit status is 1.
+and a third in the index. A flip passes the check in two cases. Either the launch reports the damage in one line and changes no
+file of the checkpoint. Or the flipped bit has no effect, and the run finishes with the same losses and the same tensors as from
+the original checkpoint. If anything else happens, the exit status is 1.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ def train(directory: Path, *arguments: str) -> tuple[int, str]:
         if (child := os.fork()) == 0:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
-            # Create these two streams again, because under pytest they would write to other files.
+            # Create the streams again, because pytest has redirected sys.stdout and sys.stderr to other files.
             streams = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115 - until exec or exit
             sys.stdout, sys.stderr = streams
             sys.argv = ["train/run.py", *arguments, f"hydra.run.dir={directory}"]

@@ -13,8 +13,8 @@ There are four kinds of calls:
                         NCCL, every rank may instead raise the following error
     some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
 
-After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Such calls take
-several seconds, so the option `--faults` limits their number.
+After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Calls that end
+in a fault take several seconds, so the option `--faults` limits their number.
 
 The script prints a table. The exit status is 1 if a call returns wrong numbers, if a rank hangs, or if a process does not end.
 """
@@ -183,7 +183,8 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # Decoding sends messages over the process group, so exceptions in different kernel calls may always end in a fault.
+        # Decoding may always end in a fault if exceptions occur in different kernel calls, because decoding uses the process
+        # group.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -214,7 +215,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
     counts: dict[tuple[str, bool], int] = {}
 
     def attempt(problem: Problem, event: Event | None) -> str:
-        """Make one call, and return "exact" or a description of the error. Without an event, count the kernel calls."""
+        """Make one call, and return "exact" or a description of the error. If `event` is None, only count the kernel calls."""
         results: list[Tensor] = []
         for is_backward in (False, True):
             key, position = (problem.operation, is_backward), None
@@ -235,8 +236,8 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
         for i in range(first, len(events)):
             event, problem = events[i], problems[events[i].operation][i % 3]
             may_fail = event.kind == SOME or (event.kind == DIFFERENT and (few_different or event.operation == "decoding"))
-            # If the ranks disagree, every rank raises an error in this call or in the next one, in which no exception is
-            # injected.
+            # If only some ranks raise an exception, every rank must raise an error, at the latest in the next call. The next
+            # call injects no exception.
             outcome = ""
             for each in (event, event._replace(positions=[-1] * ranks))[: 1 + may_fail]:
                 try:

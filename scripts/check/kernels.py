@@ -7,9 +7,9 @@
 The script compares each row of each result with the reference, and prints a table of the largest row errors. The error of a row
 is divided by the scale of the row. For comparison, the table also contains the error of PyTorch's scaled_dot_product_attention
 (SDPA) in the same dtype. The script exits with status 1 if an error exceeds its limit. With --time, the script also prints a
-table of TFLOP/s. This table compares calls that read and write partial results, as on a ring, with calls that return final
-results. A forward pass has 4 B H S S D FLOPs. Under a causal mask, a forward pass has half as many FLOPs. A backward pass has
-2.5 times as many FLOPs as a forward pass.
+table of TFLOP/s. The TFLOP/s table compares calls that read and write partial results, as on a ring, with calls that return
+final results. A forward pass has 4 B H S S D FLOPs. Under a causal mask, a forward pass has half as many FLOPs. A backward pass
+has 2.5 times as many FLOPs as a forward pass.
 """
 
 import argparse

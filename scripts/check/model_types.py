@@ -48,7 +48,7 @@ SIZES: dict[str, int] = {
 }
 
 
-# Settings whose default None switches something off.
+# These settings are None by default, which switches a feature off.
 KEPT_IF_NONE = {"q_lora_rank", "sliding_window", "pad_token_id", "n_group", "topk_group", "hidden_dim", "rotary_dim"}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _SHARED_KEYS = {
@@ -58,7 +58,7 @@ _SHARED_KEYS = {
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }
-# Types for which the small sizes need further settings.
+# These model types need additional settings at small sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1, "num_experts_per_token": 2},
     "bamba": _MAMBA,
@@ -180,7 +180,7 @@ def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def _on_ring(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Return the same on a simulated ring of two ranks."""
+    """Return the logits and gradients from a simulated ring of two ranks."""
     from ringattn.transformers import put_on_ring
     from ringattn.transformers.batch import shard_for
 

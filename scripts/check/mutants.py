@@ -97,9 +97,9 @@ def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
     """Return True if a change inside `node` cannot alter a result, or would alter only a tuned number."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
-            return True  # The node is an error message, an annotation, or zip(strict=...).
+            return True  # Skip error messages, annotations and zip(strict=...).
         case ast.Assign() | ast.AnnAssign():
-            return isinstance(parent, ast.Module)  # The node is a module-level constant, which is usually tuned.
+            return isinstance(parent, ast.Module)  # Skip module-level constants, which are usually tuned numbers.
         case _:
             return node in getattr(parent, "decorator_list", ())  # a decorator, such as the size of a cache
 

@@ -3,10 +3,10 @@
     torchrun --nproc_per_node=8 -m scripts.check.parity                    # a tiny model with random weights
     torchrun --nproc_per_node=8 -m scripts.check.parity --model FOLDER     # a model of your own, in fp32
 
-Run this script before a long training run. Every divisor of the number of ranks is the size of a ring once. The reference has
-no ring, no masks and no padding: it computes one document after the other with the attention of transformers. The script prints
-the largest difference over all ranks, relative to the largest element of each result, and exits with status 1 if it exceeds the
-limit. The gradients of LoRA need the package peft.
+Run this script before a long training run. The script tests one ring size for each divisor of the number of ranks. The
+reference has no ring, no masks and no padding: it computes one document after the other with the attention of transformers. The
+script prints the largest difference over all ranks, relative to the largest element of each result, and exits with status 1 if
+it exceeds the limit. The gradients of LoRA need the package peft.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def in_one_process(model: nn.Module, batches: list[Batch]) -> Results:
 
 
 def on_ring(model: nn.Module, batches: list[Batch], mesh: DeviceMesh | None) -> Results:
-    """Return the same from a model that was put on a ring."""
+    """Return the results of all documents from a model that was put on a ring."""
     from ringattn.transformers import shard_batch, token_logprobs
 
     ranks = 1 if mesh is None else mesh.size()

@@ -39,8 +39,8 @@ from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.gpus import world_group
 from scripts.tables import markdown_table
 
-# The largest accepted row errors of a kernel for FP8 inputs. These limits are larger, because this kernel also rounds the
-# probabilities.
+# The largest accepted row errors of a kernel for FP8 inputs. The limits are larger than for other kernels, because the FP8
+# kernel also rounds the probabilities.
 FP8_LIMITS = {"out": 0.1, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 
@@ -50,7 +50,7 @@ class Way:
 
     transport: str
     schedule: str
-    ulysses: int  # the number of ranks per all-to-all. The ring connects groups of this size.
+    ulysses: int  # the number of ranks per all-to-all. The ring connects Ulysses groups of `ulysses` ranks.
 
     def __str__(self) -> str:
         all_to_all = f", all-to-all among {self.ulysses}" if self.ulysses > 1 else ""

@@ -1,8 +1,8 @@
 """Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
 
-A tile counts an operand as loaded, unless the previous tile used the same operand. For a new tile of queries, all operands are
-counted again. This matches a kernel on a GPU, which keeps the queries on the chip and loads one tile of keys and values after
-the other.
+An operand of a tile counts as loaded, unless the previous tile used the same operand. For a new tile of queries, all operands
+are counted again. These rules match a GPU kernel, which keeps the queries on the chip and loads one tile of keys and values
+after the other.
 """
 
 from collections.abc import Callable, Generator
@@ -39,7 +39,7 @@ class Loads:
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Count the operands of a tile. The first operand must be the queries."""
+        """Count the operands of a tile. The first operand must be the queries of the tile."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)

@@ -114,7 +114,7 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
     except (RuntimeError, MemoryError) as error:
         if not measure.is_out_of_memory(error):
             raise
-    # The exception holds references to the tensors of the failed call, so they are freed only after the `except` clause.
+    # Python frees the tensors of the failed call only after the `except` clause, because the exception refers to them.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return None

@@ -47,8 +47,8 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
             torch.cuda.synchronize()
     microseconds = {step: [] for step in STEPS}
     for event in profiler.events() or []:
-        # On a GPU, the profiler reports every step twice. Use only the host's event, which includes the time of the kernels
-        # that it launched.
+        # On a GPU, the profiler reports every step twice. Use only the host's event of each step, which includes the time of
+        # the kernels.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
             microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
     return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}

@@ -2,9 +2,10 @@
 
     python -m scripts.labs.tile_sizes
 
-The lab runs the forward pass of causal attention. On a GPU, it compiles the portable Triton kernel for every tile size, and
-reads the shared memory and the registers from the compiled kernel. On a CPU, it runs the blockwise kernel, and counts the bytes
-that its tiles load. The formulas of docs/io.md predict the traffic. Without caches, all of this traffic would come from HBM.
+The lab runs the forward pass of causal attention. On a GPU, the lab compiles the portable Triton kernel for every tile size,
+and reads the use of shared memory and registers from the compiled kernel. On a CPU, the lab runs the blockwise kernel, and
+counts the bytes that its tiles load. The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic
+would come from HBM.
 """
 
 import sys

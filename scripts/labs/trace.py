@@ -182,8 +182,8 @@ class _Observer:
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
-            # A merge involves the traced query in two cases. On the owner, the state of the query has returned. On another
-            # rank, the state over the keys of earlier ranks is merged with the partial state of this rank.
+            # A merge is an event of the traced query in two cases. In the first case, the owner merges the state that has
+            # returned. In the second case, another rank merges its partial state with the state over the keys of earlier ranks.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
             return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
 

@@ -10,10 +10,10 @@ a profiler.
 With --backend hopper, both commands use the Hopper kernels, whose names are _forward_kernel, _prepare_kernel, _main_kernel and
 _finish_kernel. The command `python -m scripts.labs.counted_bytes` runs the profiler ncu for both backends and draws the result.
 
-The first command prints the prediction. The second command prints nothing itself, because ncu writes one line per kernel and
-counter to bytes.csv. A sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from
-DRAM once. Results that are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the
-script requires a CUDA device, and ncu requires the permission to read the counters.
+The first command prints the prediction. The second command prints nothing, because ncu writes one line per kernel and counter
+to bytes.csv. A sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from DRAM once.
+Results that are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the script
+requires a CUDA device, and ncu requires the permission to read the counters.
 """
 
 import sys
@@ -136,8 +136,8 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_write=all_rows * (row + FP32_BYTES),
     )
     # The kernel `prepare` reads out, dout and lse. This kernel writes pairs of lse and delta, and zeros to which the main
-    # kernel adds dq. The lse of all heads of a token are adjacent in memory. Therefore reading the lse of one head transfers a
-    # whole sector.
+    # kernel adds dq. The lse of all heads of a token are adjacent in memory. Therefore reading one lse of one head transfers a
+    # whole sector of 32 bytes.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),

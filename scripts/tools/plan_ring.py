@@ -9,7 +9,7 @@ same cost model with which ringattn chooses schedules (`ringattn/planning`).
 
 A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next blocks. A step
 takes as long as the slower of these two activities. If communication takes longer than computation, the difference is exposed.
-Each step also takes a GPU a fixed time, and merging partial results takes additional time. The hosts start steps ahead of the
+Each step also costs a fixed GPU time, and merging partial results takes additional time. The hosts start steps ahead of the
 GPUs, but a pass takes at least as long as the hosts need to start all of its steps. With a CUDA graph, the hosts need almost no
 time. If a ring spans several nodes, the ring runs at the speed of the network, because every hop waits for its slowest link.
 
@@ -17,7 +17,8 @@ A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and
 transfers of the other chunks are exposed only if they take longer than attention.
 
 Long sequences are planned as sequences of 32,768 positions. Each position represents several tokens. Rings of more than 64
-ranks are planned as rings of 64 groups of ranks. These simplifications change times and bytes by less than 3%.
+ranks are planned as rings of 64 groups of ranks. Planning with fewer positions and ranks changes times and bytes by less than
+3%.
 
 The option --measured compares the prediction with measurements in a JSON file. The file contains a list of objects. Each object
 has the keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. If the Ulysses degree is not 1, the
@@ -167,7 +168,7 @@ class Layer:
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
         """Return the number of ring passes per overlap chunk, and the work of one ring pass.
 
-        The work is a pair: the work of a forward pass and the work of a backward pass.
+        The work is the pair (work of the forward pass, work of the backward pass).
         """
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
@@ -177,7 +178,7 @@ class Layer:
 
 
 def meta(*shape: int) -> torch.Tensor:
-    """Return a bf16 tensor on the meta device. Such a tensor has a shape but needs no memory."""
+    """Return a bf16 tensor on the meta device. A meta tensor has a shape but needs no memory."""
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
