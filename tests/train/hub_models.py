@@ -227,9 +227,14 @@ def logits(model: GPT, tokens: Tensor) -> Tensor:
     positions = torch.arange(len(tokens))
     distance = positions[:, None] - positions[None]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, sink_logits: Tensor | None = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         allowed = (distance >= 0) & (distance < (window or len(tokens)))
+        if sink_logits is not None:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+            sinks = sink_logits[None, :, None, None].expand(*scores.shape[:3], 1)
+            return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
 
     attends = [partial(attend, window=layer.window) for layer in model.layers]

@@ -1,10 +1,16 @@
 """Read and write the weights of experts in Hugging Face's format.
 
-Our parameters stack the weights of all experts of a layer: (experts, out, in). In Mixtral and Qwen3-MoE, every expert has a
-tensor of its own. The names of these tensors follow from a name with {}.
+Our parameters stack the weights of all experts of a layer: (experts, out, in). The name of a parameter in the files shows how
+the files store it (`families.weight_name`):
+
+    mlp.experts.{}.up_proj         one tensor per expert, as in Mixtral and Qwen3-MoE
+    mlp.experts.gate_up_proj:1     column 1, 3, 5, ... of (experts, in, 2 * out), as in gpt-oss
+    mlp.experts.down_proj:         all columns of (experts, in, out)
+
+In a published gpt-oss, `..._blocks` and `..._scales` replace the last two, quantized to MXFP4 (OCP Microscaling Formats 1.0).
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -12,20 +18,37 @@ from torch import Tensor
 
 from ringattn.train.settings.config import ConfigError
 
+# The numbers that 4 bits of MXFP4 encode. 32 neighbouring numbers have a common scale.
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SCALE_BIAS = 127
 
-def tensor_names(name: str, count: int) -> list[str]:
-    """Return the names of the tensors in the files that contain a parameter with this name, for `count` experts."""
-    return [name.format(expert) for expert in range(count)] if "{}" in name else [name]
+
+def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
+    """Return the names of the tensors in `files` that contain a parameter with this name, for `count` experts."""
+    base, colon, _ = name.partition(":")
+    if not colon:
+        return [name.format(expert) for expert in range(count)] if "{}" in name else [name]
+    return [f"{base}_blocks", f"{base}_scales"] if f"{base}_blocks" in files else [base]
+
+
+def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
+    """Return the tensor of a parameter, like a slice of safetensors. `files` maps the name of each tensor to its open file."""
+    slices = [files[each].get_slice(each) for each in tensor_names(name, count, files)]
+    if "{}" in name:
+        return OneTensorPerExpert(name, slices)
+    return JoinedExperts(slices, name.partition(":")[2]) if ":" in name else slices[0]
 
 
 class OneTensorPerExpert:
-    """The tensors of all experts as one tensor, of which some experts can be read, like a slice of safetensors."""
+    """The tensors of all experts as one tensor, of which some experts can be read."""
 
-    def __init__(self, files: Mapping[str, Any], names: list[str]) -> None:
-        self._slices = [files[name].get_slice(name) for name in names]
-        kinds = {f"{x.get_dtype()} {x.get_shape()}" for x in self._slices}
+    def __init__(self, name: str, slices: list[Any]) -> None:
+        self._slices = slices
+        kinds = {f"{x.get_dtype()} {x.get_shape()}" for x in slices}
         if len(kinds) > 1:
-            raise ConfigError(f"{names[0]} and the same tensors of other experts have different shapes: {', '.join(kinds)}")
+            raise ConfigError(
+                f"{name.format(0)} and the same tensors of other experts have different shapes: {', '.join(kinds)}"
+            )
 
     def get_shape(self) -> list[int]:
         return [len(self._slices), *self._slices[0].get_shape()]
@@ -37,17 +60,61 @@ class OneTensorPerExpert:
         return torch.stack([x[:] for x in self._slices[experts]])
 
 
-def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
-    """Return the tensor of a parameter, like a slice of safetensors. `files` maps the name of each tensor to its open file."""
-    if "{}" in name:
-        return OneTensorPerExpert(files, tensor_names(name, count))
-    return files[name].get_slice(name)
+class JoinedExperts:
+    """A weight or bias of gpt-oss as (experts, out, in) or (experts, out), of which some experts can be read.
+
+    Args:
+        slices: the tensor, or the blocks and the scales of MXFP4.
+        part: "0" for the gate and "1" for the up projection, which alternate in one tensor; "" for other tensors.
+    """
+
+    def __init__(self, slices: list[Any], part: str) -> None:
+        self._slices, self._outputs = slices, slice(int(part), None, 2) if part else slice(None)
+
+    def get_shape(self) -> list[int]:
+        shape = self._slices[0].get_shape()
+        if len(self._slices) == 2:
+            if shape[3:] != [16] or self._slices[1].get_shape() != shape[:3]:
+                return shape
+            shape = [*shape[:2], 32 * shape[2]]
+        elif len(shape) == 3:
+            shape = [shape[0], shape[2], shape[1]]
+        return [shape[0], *(len(range(size)[self._outputs]) for size in shape[1:2]), *shape[2:]]
+
+    def get_dtype(self) -> str:
+        kinds = " and ".join(x.get_dtype() for x in self._slices)
+        return "BF16" if kinds == "U8 and U8" else kinds
+
+    def __getitem__(self, experts: slice) -> Tensor:
+        parts = [x[experts] for x in self._slices]
+        weights = dequantize(*parts) if len(parts) == 2 else parts[0].mT if parts[0].ndim == 3 else parts[0]
+        return weights[:, self._outputs] if weights.ndim > 1 else weights
 
 
-def exported_tensors(name: str, parts: list[Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that an export contains for the parameters with this name."""
-    if "{}" in name:
-        (weights,) = parts
-        # Tensors in a file must not share memory.
-        return {each: weight.clone() for each, weight in zip(tensor_names(name, len(weights)), weights, strict=True)}
-    return {name: torch.cat(parts)}
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return numbers in MXFP4 as bf16 (..., 32 * groups), exactly if they are not below the smallest number of bf16.
+
+    Args:
+        blocks: uint8 (..., groups, 16). Each byte contains two numbers, the first one in its lower half.
+        scales: uint8 (..., groups), the exponents of two, plus 127.
+    """
+    numbers = torch.tensor([*FP4, *(-x for x in FP4)], dtype=torch.float32, device=blocks.device)
+    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    return torch.ldexp(numbers[halves.int()], scales[..., None].int() - SCALE_BIAS).flatten(-2).bfloat16()
+
+
+def exported_tensors(parameters: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of an export. `parameters` maps each name to the parameters that have it."""
+    tensors: dict[str, Tensor] = {}
+    for name, parts in parameters.items():
+        base, colon, part = name.partition(":")
+        if "{}" in name:
+            # Tensors in a file must not share memory.
+            tensors |= {name.format(expert): weight.clone() for expert, weight in enumerate(parts[0])}
+        elif not colon:
+            tensors[name] = torch.cat(parts)
+        elif part != "1":
+            pair = [parts[0], *(parameters[f"{base}:1"] if part else [])]
+            weights = torch.stack(pair, 2).flatten(1, 2) if part else pair[0]
+            tensors[base] = weights.mT.contiguous() if weights.ndim == 3 else weights
+    return tensors

@@ -41,6 +41,7 @@ class Family:
     rotary_fraction: float | None = None  # the default fraction of rotated dimensions, if the family can have another one
     rope_types: tuple[str, ...] = ()  # the supported scalings of rotary angles, if not all
     aliases: dict[str, str] = field(default_factory=dict)  # other names of entries, with the names that we use
+    quantization: tuple[str, ...] = ()  # the supported formats of quantized weights
     reads: frozenset[str] = frozenset()  # further entries that `layers` and `huggingface.settings_from_config` read
 
 
@@ -98,6 +99,10 @@ def smollm_layers(config: dict[str, Any]) -> list[str]:
 def qwen_moe_layers(config: dict[str, Any]) -> list[str]:
     has_window = config.get("use_sliding_window") and config["sliding_window"] is not None
     return ["sliding" if has_window else "full"] * config["num_hidden_layers"]
+
+
+def gpt_oss_layers(config: dict[str, Any]) -> list[str]:
+    return listed(config, lambda layer: "sliding" if layer % 2 else "full")
 
 
 def whole(x: float) -> int:
@@ -261,6 +266,35 @@ FAMILIES = {
         aliases={"num_local_experts": "num_experts"},
         reads=ROUTER_LOSS,
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 150_000.0},
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        {"qkv_bias": True, "output_bias": True, "sinks": True, "expert_bias": True, "activation": "clamped"},
+        {
+            "num_local_experts": Entry("experts", 128, whole),
+            "num_experts_per_tok": Entry("experts_per_token", 4, whole),
+        },
+        {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        {
+            "sinks": "self_attn.sinks:",
+            "experts.router": "mlp.router",
+            **{f"experts.{name}": f"mlp.experts.gate_up_proj:{part}" for part, name in enumerate(("gate", "up"))},
+            **{f"experts.{name}_bias": f"mlp.experts.gate_up_proj_bias:{part}" for part, name in enumerate(("gate", "up"))},
+            "experts.down": "mlp.experts.down_proj:",
+            "experts.down_bias": "mlp.experts.down_proj_bias:",
+        },
+        layers=gpt_oss_layers,
+        lists_layers=True,
+        quantization=("mxfp4",),
+        reads=ROUTER_LOSS | {"initial_context_length", "experts_per_token"},
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         entries={
@@ -362,7 +396,7 @@ def fixed_entries(family: Family) -> dict[str, Any]:
 def weight_name(name: str, family: Family) -> str:
     """Return the name of one of our modules, without the prefix of a block, in Hugging Face's format.
 
-    If several of our modules map to the same name, the file contains their weights one after another in one tensor. A name with
-    {} has one tensor per expert.
+    If several of our modules map to the same name, the file contains their weights one after another in one tensor.
+    `expert_weights.py` explains names with {} and with a colon.
     """
     return family.names.get(name, NAMES.get(name, name))

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +52,7 @@ HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 ARCHITECTURE = (
     *("rope_interleaved", "qkv_bias", "output_bias", "qk_norm", "qk_norm_all_heads", "attention_scale", "norm"),
     *("norm_position", "parallel", "activation", "embedding_scale", "residual_scale", "logit_scale"),
-    *("experts", "experts_per_token", "normalise_top_k", "expert_bias"),
+    *("experts", "experts_per_token", "normalise_top_k", "expert_bias", "sinks"),
 )
 # Settings whose effect `ModelConfig.layer` describes.
 OF_LAYERS = {
@@ -71,13 +71,14 @@ def is_model(path: Path) -> bool:
 def hugging_face_name(name: str, family: Family) -> str:
     """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format.
 
-    A name with {} has one tensor per expert.
+    `expert_weights.py` explains names with {} and with a colon.
     """
     match = re.fullmatch(r"(blocks\.\d+\.)?((?:experts\.)?\w+)\.?(\w*)", name)
     assert match is not None
     block, module, kind = match.groups(default="")
+    found = block.replace("blocks", "model.layers") + weight_name(module, family)
     # Our norms, embedding and head are parameters, not modules, so their names have no ".weight".
-    return f"{block.replace('blocks', 'model.layers')}{weight_name(module, family)}.{kind or 'weight'}"
+    return found if ":" in found else f"{found}.{kind or 'weight'}"
 
 
 def family_of(path: Path) -> Family:
@@ -205,12 +206,12 @@ def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any 
     return kind(value)
 
 
-def _unused_tensors(names: Iterable[str], settings: dict[str, Any], family: Family) -> list[str]:
+def _unused_tensors(files: Collection[str], settings: dict[str, Any], family: Family) -> list[str]:
     """Return the sorted names of tensors that the model cannot use and that cannot be ignored."""
     model = ModelConfig(layers=1, tie_embeddings=False, **{name: settings[name] for name in ARCHITECTURE})
     with torch.device("meta"):
         named = {hugging_face_name(name, family): parameter for name, parameter in GPT(model, 1).named_parameters()}
-    weights = {each for name, parameter in named.items() for each in expert_weights.tensor_names(name, len(parameter))}
+    weights = {each for name, parameter in named.items() for each in expert_weights.tensor_names(name, len(parameter), files)}
 
     def is_used(name: str) -> bool:
         block = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(.+)", name)
@@ -218,7 +219,7 @@ def _unused_tensors(names: Iterable[str], settings: dict[str, Any], family: Fami
             return name in weights
         return f"model.layers.0.{block[2]}" in weights and int(block[1]) < settings["layers"]
 
-    return sorted(name for name in names if not is_used(name) and not HARMLESS.fullmatch(name))
+    return sorted(name for name in files if not is_used(name) and not HARMLESS.fullmatch(name))
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
@@ -255,7 +256,8 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
 def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, family: Family) -> None:
     # Maps the name of each setting to its value and to the supported values.
     checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, family.rope_types or ("default", *ROPE_FIXED))}
-    checks["quantization_config"] = "given" if config.get("quantization_config") else None, (None,)
+    quantization = config.get("quantization_config") or None
+    checks["quantization_config"] = quantization and quantization.get("quant_method", "given"), (None, *family.quantization)
     for name, value in fixed_entries(family).items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     checks |= {name: (config.get(name), (None, False)) for name in OFF}
@@ -382,7 +384,7 @@ def load(path: Path, model: nn.Module) -> None:
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):
         for name, parts in tensors.items():
             count = len(next(iter(parts.values())))
-            for each in expert_weights.tensor_names(name, count):
+            for each in expert_weights.tensor_names(name, count, files):
                 if each not in files:
                     raise ConfigError(f"{path} has no {each} in its *.safetensors files: the folder must be complete")
             stored = expert_weights.open_tensor(files, name, count)

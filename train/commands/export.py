@@ -195,6 +195,7 @@ def changed_files(published: Path, saved: Config, current: dict[str, Any], token
     files = {name: read_config(published, name) for name in ("config.json", "generation_config.json")}
     special = {name: current[name] for name in ("bos_token_id", "eos_token_id")}
     config = special | files["config.json"]
+    config.pop("quantization_config", None)  # The exported weights are not quantized.
     length, trained = config.get("max_position_embeddings"), current["max_position_embeddings"]
     config["max_position_embeddings"] = max(length, trained) if isinstance(length, int) else trained
     config |= {name: current["torch_dtype"] for name in ("torch_dtype", "dtype") if name in config}
@@ -241,7 +242,7 @@ def exported_tensors(
     for name, tensor in model.state_dict().items():
         part = tensor[:rows] if name in ("embedding", "head") else tensor
         parts.setdefault(huggingface.hugging_face_name(name, family), []).append(part.to(dtype))
-    return {key: x for name, tensors in parts.items() for key, x in expert_weights.exported_tensors(name, tensors).items()}
+    return expert_weights.exported_tensors(parts)
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
@@ -317,6 +318,8 @@ def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
             optional["rope_scaling"] |= lists | {"attention_factor": longrope_scale(factor, trained_len)}
         if trained_len is not None:
             optional["rope_scaling"]["original_max_position_embeddings"] = trained_len
+    elif "rope_scaling" in family.defaults:
+        optional["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if family.local_rope_theta is not None:
         full = {"rope_type": "default", "rope_theta": model.rope_theta, **optional.get("rope_scaling", {})}
         local = full if model.local_rope_theta is None else {"rope_type": "default", "rope_theta": model.local_rope_theta}

@@ -59,11 +59,19 @@ def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, place: Place | None, group: Group | None, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    window: int | None,
+    place: Place | None,
+    group: Group | None,
+    backend: str,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Store the keys and values of one token, and compute its attention. `place` is None for a sharded cache."""
     if place is None:
         cache.append(k, v)
-        return decode_attention(q, cache, window=window, group=group, backend=backend)
+        return decode_attention(q, cache, window=window, group=group, backend=backend, sink_logits=sink_logits)
     cache.append(k, v, rows=place.rows)
-    return decode_attention(q, cache, bounds=place.bounds, backend=backend)
+    return decode_attention(q, cache, bounds=place.bounds, backend=backend, sink_logits=sink_logits)

@@ -66,8 +66,10 @@ class TokenStep:
         attend = [partial(self._attend, cache=cache, place=place[cache.capacity]) for cache in self.caches]
         return self.model(self.token, self.position, attend, self.finish)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, place: Place) -> Tensor:
-        return decode(q, k, v, cache, None, place, None, self.backend)
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, place: Place, sink_logits: Tensor | None = None
+    ) -> Tensor:
+        return decode(q, k, v, cache, None, place, None, self.backend, sink_logits)
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype) -> GPT | None:

@@ -4,6 +4,8 @@ The model receives attention as a function, so it uses no process group and runs
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 
+With `model.sinks`, attention also receives `sink_logits` (Hq,).
+
 The model also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered.
 `finish` can compute the loss in chunks, so that the logits of all tokens never exist at the same time.
 """
@@ -20,7 +22,7 @@ from ringattn.train.model.experts import Experts, activate
 from ringattn.train.model.rope import rope, rotate
 from ringattn.train.settings.config import ModelConfig, round_up
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
 Balance = Callable[[Tensor], Tensor]
 
@@ -64,24 +66,25 @@ class Block(nn.Module):
         normed = (query_dim, key_dim) if config.qk_norm_all_heads else (self.head_dim, self.head_dim)
         before, after = config.norm_position != "after", config.norm_position != "before"
 
-        def norm(dim: int, exists: bool) -> nn.Parameter | None:
+        def vector(dim: int, exists: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(dim)) if exists else None
 
-        self.attention_norm = norm(config.dim, before)
+        self.attention_norm = vector(config.dim, before)
         self.query = nn.Linear(config.dim, query_dim, bias=config.qkv_bias)
         self.key = nn.Linear(config.dim, key_dim, bias=config.qkv_bias)
         self.value = nn.Linear(config.dim, key_dim, bias=config.qkv_bias)
-        self.query_norm, self.key_norm = (norm(dim, config.qk_norm) for dim in normed)
+        self.query_norm, self.key_norm = (vector(dim, config.qk_norm) for dim in normed)
+        self.sinks = vector(config.heads, config.sinks)
         self.output = nn.Linear(query_dim, config.dim, bias=config.output_bias)
-        self.attention_post_norm = norm(config.dim, after)
-        self.ffn_norm = norm(config.dim, before and not config.parallel)
+        self.attention_post_norm = vector(config.dim, after)
+        self.ffn_norm = vector(config.dim, before and not config.parallel)
         if config.experts is None:
             self.gate = nn.Linear(config.dim, ffn_dim, bias=False)
             self.up = nn.Linear(config.dim, ffn_dim, bias=False)
             self.down = nn.Linear(ffn_dim, config.dim, bias=False)
         else:
             self.experts = Experts(config)
-        self.ffn_post_norm = norm(config.dim, after)
+        self.ffn_post_norm = vector(config.dim, after)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs."""
@@ -96,12 +99,13 @@ class Block(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("norm"):
                 init_norm(parameter, self.config)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after the layer, and the routing of `Experts.forward` if the layer has experts."""
-        return self.after(x, attend(*self.before(x, cos, sin)))
+        options = {} if self.sinks is None else {"sink_logits": self.sinks}
+        return self.after(x, attend(*self.before(x, cos, sin), **options))
 
     # `before` and `after` do not communicate, so torch.compile can compile them.
 

@@ -46,7 +46,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     # If shards differed in length, the sizes of the messages would depend on the documents.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # With experts, the loss has a second part, and the parameters rarely fit into one group.
-    is_dense = model.experts is None
+    is_dense = model.experts is None and not model.sinks
     return device.type == "cuda" and is_dense and compiled and has_kernel and one_group and has_equal_parts
 
 
@@ -61,7 +61,7 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
     wanted, possible = config.trainer.cuda_graphs, can_capture(config, shape, device, compiled, bf16)
     if wanted and not possible:
         raise ConfigError(
-            "trainer.cuda_graphs=true requires a CUDA device, a model without experts, trainer.compile=true, "
+            "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
             "parallel.kernel=auto, hopper or triton, "
             f"blocks that are not recomputed in the backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of "
             "parameters, and a data.seq_len that gives every rank an equal share, such as "

@@ -174,6 +174,8 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     elements += 2 * _routed_dim(model)  # the inputs and the outputs of the experts
     if model.norm_position == "both":
         elements += 2 * model.dim  # the outputs of attention and of the feed-forward network before their norms
+    if model.sinks:
+        elements += query_dim  # the attention output without sinks
     if model.qk_norm:
         elements += query_dim + key_value_dim // 2  # q and k before their norms
     if not compiled:

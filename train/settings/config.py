@@ -140,6 +140,8 @@ class ModelConfig(Frozen):
     qk_norm: bool = False
     # Whether `qk_norm` normalises all heads together, as in OLMo 3.
     qk_norm_all_heads: bool = False
+    # Whether each query head has a learned sink: a logit in the softmax without a value, as in gpt-oss.
+    sinks: bool = False
     # The factor that multiplies the scores of attention. If None, the factor is `1 / sqrt(head_dim)`.
     attention_scale: float | None = None
     # The norm: "rms" (RMSNorm), "rms_plus_one" (its weight is added to 1, as in Gemma) or "layer" (LayerNorm without bias).

@@ -50,6 +50,7 @@ SIZES = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400, "rope_theta": 50.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 50.0, "partial_rotary_factor": 0.75}
 LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7], "long_factor": [1.0, 1.5, 2.0, 3.0, 7.0, 31.0]}
+YARN_EXACT = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 QUARTER = {"rope_type": "default", "partial_rotary_factor": 0.25, "rope_theta": 50.0}
 # The class of the settings in transformers and further entries of config.json, for each kind of model.
 MODELS = {
@@ -109,6 +110,18 @@ MODELS = {
         "Qwen3MoeConfig",
         dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=8, use_sliding_window=True, sliding_window=7),
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=7, rope_parameters=YARN_EXACT),
+    ),
+    "gpt_oss without a scaling": (
+        "GptOssConfig",
+        dict(
+            **dict(head_dim=16, num_local_experts=3, num_experts_per_tok=3, sliding_window=7),
+            layer_types=["full_attention", "sliding_attention"] * 2,
+            rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+        ),
+    ),
     "granite": (
         "GraniteConfig",
         dict(attention_multiplier=0.3, embedding_multiplier=7.0, residual_multiplier=0.22, logits_scaling=3.0),
@@ -122,11 +135,11 @@ MODELS = {
 QUICK = ("gemma3_text", "cohere2", "olmo3")
 
 
-def write_model(folder: Path, kind: str) -> Path:
+def write_model(folder: Path, kind: str, **changes: object) -> Path:
     """Write a model of transformers with random weights in bf16, and a tokenizer."""
     transformers = pytest.importorskip("transformers")
     name, entries = MODELS[kind]
-    config = getattr(transformers, name)(**SIZES | entries)
+    config = getattr(transformers, name)(**SIZES | entries | changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -214,9 +227,62 @@ def test_experts_of_different_shapes_are_an_error(tmp_path):
         load_model(folder)
 
 
+def write_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the experts of a gpt-oss model by random weights in MXFP4. Return them as transformers dequantizes them."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    generator, quantized, exact = torch.Generator().manual_seed(3), dict[str, torch.Tensor | None](), {}
+    for name, tensor in read_tensors(folder).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            shape = tensor.shape[0], tensor.shape[2], tensor.shape[1] // 32
+            blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(118, 126, shape, dtype=torch.uint8, generator=generator)
+            quantized |= {name: None, f"{name}_blocks": blocks, f"{name}_scales": scales}
+            exact[name] = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    change_folder(folder, quantized, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
+    return exact
+
+
+def test_mxfp4_is_dequantized_and_exported_in_bf16(tmp_path):
+    folder, out = write_model(tmp_path / "hf", "gpt_oss", intermediate_size=96), tmp_path / "out"
+    exact = write_mxfp4(folder)
+    assert exact
+    config = json.loads((folder / "config.json").read_text())
+    export.export(import_folder(folder, tmp_path / "run"), out, torch.bfloat16)
+    tensors = read_tensors(out)
+    for name, tensor in exact.items():
+        assert torch.equal(tensors[name], tensor), name
+    del config["quantization_config"]
+    assert json.loads((out / "config.json").read_text()) == config
+    torch.testing.assert_close(our_logits(folder), exact_logits_of_transformers(out, TOKENS), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("scales", lambda x: x[:, :1].contiguous(), "has shape"),
+        ("blocks", lambda x: x.float(), "is F32 and U8"),
+        ("blocks", lambda x: x[..., :8].contiguous(), "has shape"),
+    ],
+)
+def test_damaged_mxfp4_is_an_error(suffix, change, message, tmp_path):
+    folder = write_model(tmp_path / "hf", "gpt_oss", intermediate_size=96)
+    write_mxfp4(folder)
+    name = f"model.layers.2.mlp.experts.down_proj_{suffix}"
+    change_folder(folder, {name: change(read_tensors(folder)[name])})
+    with pytest.raises(ConfigError, match=message):
+        load_model(folder)
+
+
 def stored_gradients(name: str, gradient: torch.Tensor, family: Family) -> dict[str, torch.Tensor]:
     """The gradients of the tensors in a folder that transformers joins in one parameter."""
     layer, _, weight = name.partition(".mlp.")
+    if name.endswith("self_attn.sinks"):
+        return {f"{name}:": gradient}
+    if "sinks" in family.names and weight.startswith("experts."):
+        gradient = gradient.mT if gradient.ndim == 3 else gradient
+        if "gate_up" not in name:
+            return {f"{name}:": gradient}
+        return {f"{name}:{part}": gradient[:, part::2] for part in range(2)}
     if weight == "gate.weight":
         return {f"{layer}.{family.names['experts.router']}.weight": gradient}
     if not weight.startswith("experts."):
@@ -229,7 +295,7 @@ def stored_gradients(name: str, gradient: torch.Tensor, family: Family) -> dict[
 
 
 # One model for each kind of block. Its window is shorter than the sequences of the runs.
-TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4", "qwen3_moe")
+TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4", "qwen3_moe", "gpt_oss")
 
 
 def run_settings(folder: Path, corpus: str, ranks: int) -> Config:
