@@ -294,6 +294,35 @@ def stored_gradients(name: str, gradient: torch.Tensor, family: Family) -> dict[
     }
 
 
+# Entries as earlier versions of transformers wrote them, which replace those of a model.
+OLDER = {
+    "gemma3_text": {
+        "rope_parameters": None,
+        **{"rope_theta": 70.0, "rope_local_base_freq": 30.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        **{"layer_types": None, "sliding_window_pattern": 6},
+    },
+    "olmo3": {
+        **{"rope_parameters": None, "rope_theta": 500_000, "layer_types": None},
+        "rope_scaling": {name: value for name, value in YARN.items() if name != "rope_theta"},
+    },
+    "phi3 with longrope": {
+        "rope_parameters": None,
+        **{"rope_theta": 50.0, "partial_rotary_factor": 0.75},
+        "rope_scaling": {"type": "longrope", **{name: LONGROPE[name] for name in ("short_factor", "long_factor")}},
+    },
+    "cohere2": {"rope_parameters": None, "rope_theta": 50.0, "layer_types": None, "sliding_window_pattern": 2},
+    "glm4": {"rope_parameters": None, "rope_theta": 50.0, "partial_rotary_factor": 0.25},
+    "smollm3": {"rope_parameters": None, "rope_theta": 50.0, "no_rope_layers": None, "no_rope_layer_interval": 3},
+    "exaone4": {"rope_parameters": None, "rope_theta": 50.0, "sliding_window_pattern": "LLLG"},
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK)) for kind in OLDER])
+def test_entries_of_earlier_versions_have_the_same_meaning_as_in_transformers(kind, tmp_path):
+    folder = change_folder(write_model(tmp_path / "hf", kind), {}, **OLDER[kind])
+    torch.testing.assert_close(our_logits(folder), exact_logits_of_transformers(folder, TOKENS), rtol=0, atol=1e-9)
+
+
 # One model for each kind of block. Its window is shorter than the sequences of the runs.
 TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4", "qwen3_moe", "gpt_oss")
 
