@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from ringattn import Mask
 from ringattn.train import preemption, step
 from ringattn.train import setup as run_setup
+from ringattn.train.data.batch import Batch
 from ringattn.train.data.loader import AheadLoader, Loader, choose_layout, masks_of
-from ringattn.train.data.packing import Batch, PackedDataset
+from ringattn.train.data.packing import PackedDataset
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, with_settings
