@@ -24,6 +24,10 @@ trainer.fp8_attention=inference, attention uses FP8.
 With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png with the accuracy
 by the length of the sequence and by the position of the answer. The default lengths are the length of the training, half of it,
 a quarter, and so on. Any model can be evaluated.
+
+With evaluate=needle, the command hides a fact in a long text and measures how often the model finds it, by length and depth.
+evaluate=needles hides four facts, evaluate=variables a chain of variables, and evaluate=counting a number of equal sentences.
+The text is Python's standard library, or as above. With data.format=chat, the chat template of the tokenizer is used.
 """
 
 from dataclasses import dataclass, replace
@@ -32,6 +36,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from ringattn.train.commands import evaluate_needle
 from ringattn.train.commands.errors import exit_process
 from ringattn.train.commands.evaluate_recall import evaluate_model
 from ringattn.train.commands.options import (
@@ -44,6 +49,7 @@ from ringattn.train.commands.options import (
     run_command,
     write_table_and_plot,
 )
+from ringattn.train.data.needle import TASKS
 from ringattn.train.data.packing import Sequences, load, load_fraction
 from ringattn.train.data.recall import EVALUATION_SEED, RecallDataset, check_vocabulary
 from ringattn.train.data.tokenizer import Tokenizer
@@ -57,14 +63,15 @@ from ringattn.train.setup import InferenceRun, build_for_inference
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
 # The values of the option `evaluate`.
-EVALUATIONS = ("loss", "recall")
+EVALUATIONS = ("loss", "recall", *TASKS)
 
 
 @dataclass
 class Options:
     run: str = option(RUN_HELP)
     evaluate: str = option(
-        "What is evaluated: loss (the loss on held-out text) or recall (the accuracy on the recall task).", default="loss"
+        "What is evaluated: loss (on held-out text), or the accuracy on recall, needle, needles, variables or counting.",
+        default="loss",
     )
     output: str = option(
         "The folder for the table and the plot. By default, this folder is next to the run, and its name is the name of the "
@@ -83,6 +90,8 @@ def run_command_line(arguments: list[str]) -> None:
     if options.evaluate not in EVALUATIONS:
         raise ConfigError(f"unknown evaluate={options.evaluate}: choose one of {', '.join(EVALUATIONS)}")
     model = find_model(options.run)
+    if options.evaluate in TASKS:
+        return evaluate_needle.evaluate_model(model, options.evaluate, overrides, options.output)
     if options.evaluate == "recall":
         return evaluate_model(model, overrides, options.output)
     configs = evaluation_configs(model.config, overrides)

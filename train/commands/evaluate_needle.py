@@ -1,0 +1,60 @@
+"""Evaluate a model on facts in a long text: `python train/evaluate.py run=NAME evaluate=needle`."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from ringattn.train.commands.options import Model, apply_overrides, write_table_and_plot
+from ringattn.train.data.needle import MAX_COUNT, NeedleDocuments
+from ringattn.train.data.packing import PackedDataset, load
+from ringattn.train.inference.losses import default_lengths
+from ringattn.train.inference.needle import evaluate_needle
+from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.reports.recall_results import accuracy_table, plot_accuracies
+from ringattn.train.settings.config import Config, DataConfig, check, with_settings
+from ringattn.train.setup import build_for_inference
+
+SHORTEST_LENGTH = 256
+
+
+def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: str) -> None:
+    """Evaluate a model on a task, and write the results to the folder `output`. All ranks call this function.
+
+    Raises:
+        ConfigError: on every rank, if a setting is invalid, or the text or a length is too short.
+    """
+    data, configs = evaluation_configs(model.config, overrides)
+    with sync_errors():
+        for config in configs:
+            check(config, dist.get_world_size())
+    run = build_for_inference(configs[-1], model.path)
+    with sync_errors():
+        text = load(replace(configs[-1].data, eval_fraction=0.0), run.tokenizer, shuffle=False)
+        assert isinstance(text, PackedDataset)
+        documents = NeedleDocuments.of(task, text, run.tokenizer, data)
+        lengths = [config.data.seq_len for config in configs]
+        documents.batch(lengths[0], range(12))  # raises an error if the shortest length is too short
+    accuracies = evaluate_needle(run, documents, lengths)
+    with sync_errors():
+        if dist.get_rank() == 0:
+            chance = 1 / MAX_COUNT if task == "counting" else 0.0
+            title = run.plot_title(model.directory.name, f"up to {lengths[-1]:,} tokens")
+            table = f"Accuracy of {model.path} on the task {task} in {configs[-1].data.description}.\n\n"
+            table += accuracy_table(accuracies) + "\n"
+            write_table_and_plot(model, output, task, table, partial(plot_accuracies, accuracies, chance, title=title))
+
+
+def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
+    """Return the settings of the tokenizer and the chat template, and those of the evaluation at each length, ascending.
+
+    The facts are hidden in the text that the overrides describe, or in Python's standard library.
+    """
+    overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
+    form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")
+    data = DataConfig(tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
+    default = [length for length in default_lengths(config.data.seq_len, "text") if length >= SHORTEST_LENGTH]
+    lengths = overrides.pop("data.seq_len", ",".join(map(str, default or [config.data.seq_len]))).split(",")
+    configs = [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]
+    chat = with_settings(configs[0], {"data.format": form})
+    return chat.data, sorted(configs, key=lambda each: each.data.seq_len)
