@@ -17,6 +17,7 @@ from ringattn.train.inference.generation import generate
 from ringattn.train.model.gpt import GPT
 from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, with_settings
 from tests.distributed import run_ranks
+from tests.train.checkpoint.test_huggingface import load_on_a_rank
 from tests.train.hub_models import (
     change_folder,
     exact_logits_of_transformers,
@@ -292,6 +293,14 @@ def stored_gradients(name: str, gradient: torch.Tensor, family: Family) -> dict[
         f"{layer}.{family.names[f'experts.{part}']}.weight": each
         for part, each in zip(parts, gradient.chunk(len(parts), 1), strict=True)
     }
+
+
+@pytest.mark.slow
+def test_every_rank_loads_its_own_rows_of_weights_in_one_tensor(tmp_path):
+    """Three ranks do not divide the rows of queries, keys and values evenly."""
+    folder = write_model(tmp_path / "hf", "phi3 with longrope")
+    torch.save(load_model(folder).float().state_dict(), tmp_path / "expected.pt")
+    run_ranks(load_on_a_rank, 3, tmp_path / "ranks", folder, tmp_path / "expected.pt")
 
 
 # Entries as earlier versions of transformers wrote them, which replace those of a model.

@@ -158,10 +158,10 @@ def test_every_rank_loads_its_own_rows(tmp_path):
     torch.nn.init.zeros_(model.head)
     huggingface.load(folder, model)
     torch.save(model.state_dict(), tmp_path / "expected.pt")
-    run_ranks(_load_on_a_rank, 3, tmp_path / "ranks", folder, tmp_path / "expected.pt")
+    run_ranks(load_on_a_rank, 3, tmp_path / "ranks", folder, tmp_path / "expected.pt")
 
 
-def _load_on_a_rank(folder: Path, expected: Path) -> None:
+def load_on_a_rank(folder: Path, expected: Path) -> None:
     with torch.device("meta"):
         model = GPT(settings_of(folder), 257)
     shard_model(model, build_mesh("cpu", dist.get_world_size()), torch.device("cpu"), seed=0, bf16=False)
