@@ -49,8 +49,8 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. The dictionary key
-        # is "queries", or the argument `group` of `key_lists`.
+        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. The lists of the
+        # query blocks have the key "queries", and the lists of the key blocks have the key `group`.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -73,8 +73,9 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for each key block, the list of its kept columns. A column is a query block and a head. The result is int32
-        (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). Columns are numbered query block * group + head.
+        """Return, for each key block, the list of its kept columns. In the list of a key block, a column is a pair of a query
+        block and a head. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). Columns are numbered
+        query block * group + head.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 

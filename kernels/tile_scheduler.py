@@ -14,11 +14,10 @@ from numpy import ndarray
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
-# Work tiles are reordered if the last program would end more than this fraction later than the mean.
+# The scheduler reorders work tiles if the last program would end more than 4% later than the mean.
 MARGIN = 0.04
 
-# Each consumer warpgroup of the Hopper forward computes this many rows of a work tile. A warpgroup without rows skips the work
-# tile.
+# Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
 

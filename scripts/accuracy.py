@@ -19,8 +19,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# For fp32 inputs, results may have errors up to this limit. No result except lse has a smaller limit. The limit allows for the
-# rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
+# FP32_TOLERANCE is the largest accepted error for fp32 inputs. For other dtypes, no limit except for lse is smaller. The limit
+# allows for the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together
@@ -28,7 +28,7 @@ GROUP = 64  # the number of rows that `group_error` measures together
 # 64 keys out of 16,384, the error is 0.06.
 GROUP_TOLERANCE = 0.02
 
-# The reference computes about this number of scores at once. In float64, these scores take 0.5 GiB.
+# The reference computes about MAX_SCORES scores at once, which take 0.5 GiB in float64.
 MAX_SCORES = 2**26
 
 

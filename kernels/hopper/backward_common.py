@@ -57,7 +57,8 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # Bounds never decrease from key to key. Therefore the last key has the largest lo, and the first key has the smallest hi.
+    # Bounds never decrease from key to key. Therefore the last key of a tile has the largest lo, and the first key has the
+    # smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES

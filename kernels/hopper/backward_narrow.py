@@ -80,13 +80,13 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# Q, dO and dS have this number of pipeline stages. The code relies on two stages when it computes the other stage as `stage ^
-# 1`.
+# Q, dO and dS have two pipeline stages. The code relies on this number when it computes the other stage as `stage ^ 1`.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# The spare chunk is stored before the sums of dq. The first dQ of every program is added to this chunk, which is never read.
+# In memory, one spare chunk precedes the sums of dq. Every program adds its first, invalid dQ to the spare chunk, which is
+# never read.
 SPARE_CHUNK = gl.constexpr(0)
 
 

@@ -56,10 +56,10 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# The number of keys per step of the kernel for dq.
+# In the kernel for dq, a step has this many keys.
 STEP_KEYS = gl.constexpr(64)
 
-# The number of queries per work tile of the kernel for dq, 64 per consumer.
+# In the kernel for dq, a work tile has 128 queries, 64 per consumer.
 QUERIES = gl.constexpr(128)
 
 

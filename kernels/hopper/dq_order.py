@@ -29,15 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# The progress of all work tiles is stored after two integers. The first counts the programs that have started, and the second
-# is unused.
+# In memory, two integers precede the progress of all work tiles. The first counts the programs that have started, and the
+# second is unused.
 HEADER = gl.constexpr(2)
 
-# The progress counts finished steps, plus this constant for each finished query head. The constant is larger than the number of
-# steps per query head.
+# The progress of a work tile counts finished steps, plus PER_HEAD for each finished query head. No query head has as many as
+# PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
-# A writer has this many registers per thread.
 WRITER_REGISTERS = gl.constexpr(24)
 
 
@@ -128,7 +127,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add the dQ of both consumers to the sums in global memory. Then let each consumer store its next dQ."""
+    """Start to add the dQ of both consumers to the sums in global memory, and release the staging buffers for the next dQ."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

@@ -98,10 +98,10 @@ def split_columns(tile):
 
 @gluon.jit
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return views of the left and the right part of a consumer's o in its state stage.
+    """Return views of the left part and the right part of a consumer's o in shared memory.
 
-    If one buffer can hold a whole o, the left view is the whole o. In this case, consumers with even numbers use the K buffer,
-    and the others use the V buffer.
+    If one buffer can hold a whole o, the left view is the whole o. If one buffer suffices, consumers with even numbers use the
+    K buffer of a stage, and the others use the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys

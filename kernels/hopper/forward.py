@@ -116,7 +116,7 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def o_parts(self) -> int:
-        """Return how many buffers for a K tile or a V tile are as large as a consumer's fp32 o."""
+        """A consumer's fp32 o needs this many buffers for a K tile or a V tile."""
         return 2 * ROWS.value // self.keys
 
     @property

@@ -137,7 +137,7 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    # A wait for phase 1 of a new barrier returns immediately, so all stages are empty for the producer.
+    # A wait for phase 1 of a new barrier returns immediately, so the producer does not wait for the first use of a stage.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_work_tiles(LOAD, arguments, slot, position, CONFIG)

@@ -52,7 +52,7 @@ from ringattn.kernels.hopper.forward_common import (
 BLOCK = gl.constexpr(fp8.BLOCK)
 E4M3 = gl.constexpr(gl.float8e4nv)
 
-# The tile of ones has this many columns. The instruction wgmma requires at least 8 columns.
+# The tile of ones has 8 columns, which is the minimum for wgmma.
 SUM_COLUMNS = gl.constexpr(8)
 
 
@@ -190,7 +190,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # A work tile whose rows attend to no key has one step, whose block may not exist.
+    # For a work tile whose rows attend to no key, the block of the only step may not exist.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -213,7 +213,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
     _, _, num_unmasked, num_masked = loop
     k_scale, v_scale_bits = block_scales
     v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
-    # A work tile whose rows attend to no key has one step, in which all scores are masked.
+    # If the rows of a work tile attend to no key, all scores of its only step are masked.
     if (step < num_masked) | (num_masked + num_unmasked == 0):
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale

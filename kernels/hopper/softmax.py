@@ -24,10 +24,10 @@ from ringattn.kernels.hopper.common import ROWS, step_start
 # is 0 instead of NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
-# If l is below this limit, o fits into fp32 for values of V up to 2**79.
+# If l is below OVERFLOW_LIMIT, o fits into fp32 for values of V up to 2**79.
 OVERFLOW_LIMIT = gl.constexpr(2.0**48)
 
-# This limit is in log2 units. Even fp16 represents probabilities up to 2**8 precisely.
+# RESCALE_THRESHOLD is in log2 units. Even fp16 represents probabilities up to 2**8 precisely.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 

@@ -10,7 +10,7 @@ The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the 
 
     byte(x) = round(8 x + 56 - 0.46)
 
-This formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
+The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
 most 8%, with the mean 0 and the root mean square 3.0%. With rounding to nearest, the maximum would be 6.25% and the root mean
 square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p times 2^9. For subnormal numbers, a second line falls
 from 8 at x = -6 to 0 at x = -9. Without the second line, the small probabilities of a row with one large score would become 0:
@@ -35,15 +35,14 @@ from ringattn.kernels.hopper.common import ROWS
 
 TOP = gl.constexpr(7.0)
 
-# The function `raise_ref_max` raises the reference max of a row if the maximum is higher by more than this number of log2
-# units.
+# The function `raise_ref_max` changes the reference max of a row only if the maximum is higher by more than SLACK log2 units.
 SLACK = gl.constexpr(1.5)
 
-# The formula above contains these two constants.
+# BYTES is the factor 8 in the formula for the byte of an e4m3 number, and BIAS is the constant -0.46.
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The levels of the numbers 1 and 448. The largest e4m3 number is 448.
+# ONE_LEVEL and MAX_LEVEL are the levels of the numbers 1 and 448. The largest e4m3 number is 448.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 

@@ -18,8 +18,8 @@ from ringattn.kernels.triton.launcher import launch
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from the result of `_interleave`."""
-    # Load every number twice. Otherwise, the tile has fewer numbers than the program has threads, and Triton makes each thread
-    # load all 32 numbers that it needs. These loads take too many instructions, and at head dim 128 too many registers.
+    # Load every number twice. A smaller tile would have fewer numbers than the program has threads, and each thread would load
+    # all 32 numbers that it needs. So many loads would take too many instructions, and at head dim 128 too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)

@@ -30,10 +30,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
-# In `program_tile`, the tiles of this many heads at the end of the grid are interleaved.
+# In `program_tile`, the tiles of the last 8 heads of the grid are interleaved.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
-# The stride of a token must be below this limit, because offsets inside a tile of up to 256 rows are int32.
+# The stride of a token must be below 2**22 elements, because offsets inside a tile of up to 256 rows are int32.
 MAX_ROW_STRIDE = 2**22
 
 
@@ -44,9 +44,9 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# These tiles were the fastest for fp16 and bf16 on sm_90, for each padded head dim. Up to head dim 128, the kernels spill no
-# registers, except for loop constants of the key gradient. With 4 warps and head dims below 64, accesses out of bounds have
-# been reported.
+# For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90. Up to head dim 128, the
+# kernels spill no registers, except for loop constants of the key gradient. With 4 warps and head dims below 64, accesses out
+# of bounds have been reported.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
@@ -221,7 +221,7 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
-    # The first number of each list entry is the number of kept columns before this entry.
+    # The first number of each list entry counts the kept columns before the entry.
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
@@ -246,7 +246,8 @@ def loop_tile(loop, i, MASKED: tl.constexpr):
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Load the column of the i-th tile from the list of kept blocks. Return 0 if there is no block mask.
 
-    Loops load the column one step ahead. Otherwise, Triton's software pipeline would spend one of its stages on this load.
+    Loops load the column one step ahead. If the column were loaded in the same step, Triton's software pipeline would spend one
+    of its stages on the load.
     """
     if blocks is None:
         return 0

@@ -38,21 +38,21 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# A program of the second launch loads this many elements of o at once, namely some columns of all parts of one row.
+# A program of the second launch loads 4,096 elements of o at once: some columns of all partial states of one row.
 MERGE_ELEMENTS = 4096
-# If the second launch has more programs per SM, the next kernel does not start early. Otherwise, the second launch would end
-# later on some SMs than on others, and the programs of the next kernel would be distributed unevenly.
+# The next kernel starts early only if the second launch has at most four programs per SM. With more programs, the second launch
+# ends later on some SMs, and the next kernel would be distributed unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# The program that stores the last part of a tile loads at most this many elements of o at once.
+# The program that merges all partial states of a tile loads at most 8,192 elements of o at once.
 MAX_MERGED_ELEMENTS = 8192
-# For caches up to this size, the host may take longer than the GPU, so one launch is faster than two.
+# For caches up to 48 MiB, the host may take longer than the GPU, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# With more memory bandwidth than this (bytes per second), as on an H200, an SM receives a tile as fast as one program computes
-# it. The SM then needs two programs, or one more tile in flight.
+# With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. The SM then
+# needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
-# The minimum number of keys per run. With shorter runs, merging takes longer than splitting saves.
+# A program processes at least 128 keys. With fewer keys, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
-# Strides are passed in this unit, so that Triton can generate loads of 16 bytes.
+# The kernels receive strides in units of 8 elements, so that Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
@@ -67,8 +67,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# These tiles were the fastest for fp16 and bf16 on sm_90, for each padded head dim. With three stages, two tiles of k and two
-# of v are in flight.
+# For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90. With three stages, two tiles
+# of k and two of v are in flight.
 TILES_16_BIT = {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 4, 3)}
 TILE_FP32 = Tile(16, 32, 4, 2)
 
@@ -179,8 +179,8 @@ def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Move the address x of a head from page 0 to `page`. The result is the address of row 0, if rows are numbered over the
-    whole sequence.
+    """Move the address x of a head from page 0 to `page`. Adding the offset of a row in the whole sequence to the result gives
+    the address of the row in `page`.
     """
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
@@ -251,8 +251,8 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the number of the page one tile ahead. Otherwise, Triton would wait for this load and all earlier loads
-            # before it loads the tile.
+            # Load the number of the page one tile ahead. If the page number were loaded in the same iteration, Triton would
+            # wait for all earlier loads before it loads the tile.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
         # Masking every tile costs no time, because memory bandwidth limits the kernel. Rows from `end_key` on may contain NaN
         # and are not read.
@@ -344,10 +344,10 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a part that this program has stored, and return whether it was the last part to be stored.
+    """Count a stored part, and return whether all parts of the batch entry are stored now.
 
-    The atomic addition has release and acquire semantics, so the program of the last part can read all parts. This program sets
-    the counter to 0 again.
+    The atomic addition has release and acquire semantics, so the program of the last part can read all parts. The program of
+    the last part sets the counter to 0 again.
     """
     # After this barrier, the release by one thread covers the stores of all threads.
     tl.debug_barrier()

@@ -17,16 +17,16 @@ from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
-# These numbers of warps per program were the fastest on an H200.
+# These numbers of warps per program were the fastest for each head dim on an H200.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
 
-# With 16-bit inputs, this limit of registers per thread lets an SM run three programs instead of two.
+# With 16-bit inputs and 168 registers per thread, an SM runs three programs instead of two.
 MAX_REGISTERS = {128: 168}
 
-# The number of rows of each Hadamard matrix. Larger matrices would need more shared memory and L2 bandwidth.
+# Each Hadamard matrix has PART rows. Larger matrices would need more shared memory and L2 bandwidth.
 PART = 64
 
-# Up to this exponent, the scale and its inverse are normal fp32 numbers.
+# For exponents up to 126, the scale and its inverse are normal fp32 numbers.
 MAX_EXPONENT = tl.constexpr(126)
 
 

@@ -37,7 +37,7 @@ class Case:
 
     @property
     def out_dim(self) -> int:
-        """The head dim of v and out."""
+        """Return the head dim of v and out."""
         return self.value_dim or self.head_dim
 
     @property
@@ -53,8 +53,8 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """The number of keys in the window of the mask. Without `window_size`, the window has 4,096 keys, but at most a quarter
-        of the sequence.
+        """Return the number of keys in the window of the mask. Without `window_size`, the window has 4,096 keys, but at most a
+        quarter of the sequence.
         """
         return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 

@@ -96,7 +96,7 @@ def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
 class Report:
     """The sections of a report.
 
-    Every table has one line per case, one column per implementation, and a column for the date.
+    A table has one line per case, one column per implementation, and a column for the date.
     """
 
     def __init__(self, header: dict[str, Any], rows: Rows) -> None:

@@ -42,7 +42,7 @@ KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-# The profiler gives copies to another GPU one of these names, depending on how the memory of the other GPU is mapped.
+# In the profiler, copies to another GPU have one of the following names.
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 KINDS = {  # maps each kind of event to its lane, its colour and its legend
     "forward": (0, "tab:blue", "attention, forward"),

@@ -70,7 +70,7 @@ def checksums(checkpoint: Path, pattern: str = "*") -> dict[str, str]:
 
 
 def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
-    """Flip a random bit in the files of one kind. Return the position of the bit as text."""
+    """Flip a random bit in the files of one kind. Return a text that names the file and the bit."""
     files = sorted(checkpoint.glob(KINDS[kind]))
     (file,) = rng.choices(files, [path.stat().st_size for path in files])
     content = bytearray(file.read_bytes())

@@ -112,10 +112,10 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Return the TFLOP/s of four calls. If a call raises an error, the name of the error replaces its TFLOP/s.
+    """Return the TFLOP/s of four calls. If a call raises an error, the table contains the name of the error instead of a speed.
 
-    The first two calls are forward passes. The first call returns outputs, and the second call reads and writes a state. The
-    last two calls are backward passes. The third call returns bf16 gradients, and the fourth call accumulates gradients in
+    The first two calls are forward passes. The first forward call returns outputs, and the second one reads and writes a state.
+    The last two calls are backward passes. The third call returns bf16 gradients, and the fourth call accumulates gradients in
     fp32. The calls are timed one after the other in several rounds, because the clock of a GPU is higher after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))

@@ -47,9 +47,9 @@ STEPS = 120
 EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
-# If a run has not finished after this many seconds, the script reports an error.
+# The script reports an error if a run has not finished after 15 minutes.
 TIMEOUT = 900
-# All processes of a run must end within this many seconds after their torchrun has ended.
+# All processes of a run must end within 60 seconds after their torchrun has ended.
 MAX_SECONDS_LEFT = 60
 # The script sets this environment variable in every process of a run, so that it can find these processes.
 MARKER = "RINGATTN_CHECK_KILLS"

@@ -1,5 +1,5 @@
-"""Functions that all labs use. These functions parse the options, measure the time and the memory of a call, and limit the
-memory.
+"""Functions that all labs use. Functions for all labs: parse the options, measure the time and the memory of a call, and limit
+the memory.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from scripts.plots import plt, save_plot
 OUTPUT = command.ROOT / "outputs" / "labs"
 CPU_REPEATS = 5
 MIB = 2**20
-# The first number in this file is the size of this process's virtual memory, in pages. Only Linux has such a file.
+# The first number in /proc/self/statm is the size of the process's virtual memory, in pages. Only Linux has such a file.
 MEMORY_FILE = Path("/proc/self/statm")
 
 
@@ -40,7 +40,8 @@ def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Parse the arguments, and convert --device to a `torch.device`. Exit if the device is missing.
 
-    On a CPU, PyTorch uses one thread. Otherwise, the times would depend on the other programs that run on the machine.
+    On a CPU, PyTorch uses one thread. With several threads, the times would depend on the other programs that run on the
+    machine.
     """
     args = parser.parse_args(argv)
     args.device = torch.device(args.device)

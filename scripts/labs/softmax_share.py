@@ -61,7 +61,7 @@ def shares(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def results_table(times: dict[str, float], flops: dict[str, int], tiled_ms: float) -> str:
-    """Return a table of all steps, of their sum, and of tiled attention."""
+    """Return a table with one row per step, a row for the total, and a row for tiled attention."""
     rows = []
     for step, ms in times.items():
         rows.append(

@@ -31,7 +31,7 @@ from scripts.tables import markdown_table
 from scripts.tools.count_bytes import FP32_BYTES, forward_loads
 
 KIB = 2**10
-# Each device has default sizes of the call, tested numbers of queries per tile, and tested numbers of keys per tile.
+# For each device: the default sizes of the call, and the tested numbers of queries and keys per tile.
 DEFAULTS = {
     "cpu": (Sizes([1024], 2, 64, torch.float32), (64, 256, 1024), (64, 256, 1024)),
     "cuda": (Sizes([16384], 16, 128, torch.bfloat16), (64, 128, 256), (32, 64, 128)),

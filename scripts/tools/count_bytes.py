@@ -135,9 +135,9 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # The kernel `prepare` reads out, dout and lse. This kernel writes pairs of lse and delta, and zeros to which the main
-    # kernel adds dq. The lse of all heads of a token are adjacent in memory. Therefore reading one lse of one head transfers a
-    # whole sector of 32 bytes.
+    # The kernel `prepare` reads out, dout and lse. The kernel `prepare` writes pairs of lse and delta, and zeros to which the
+    # main kernel adds dq. The lse of all heads of a token are adjacent in memory. Therefore reading one lse of one head
+    # transfers a whole sector of 32 bytes.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),

@@ -184,7 +184,7 @@ def meta(*shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of the forward or the backward pass on the busiest rank."""
+    """The class holds the cost of the forward or the backward pass on the busiest rank."""
 
     compute: float  # seconds
     seconds: float
