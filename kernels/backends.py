@@ -6,8 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-With backend="auto", a call uses the first backend in this table that can run the call. The reference is used only on request.
-All backends compute the results that `ringattn.kernels.reference` specifies.
+With backend="auto", a call uses the first backend in this table that can run the call. The backend "reference" must be
+requested by name. All backends compute the results that `ringattn.kernels.reference` specifies.
 """
 
 import os

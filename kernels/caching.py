@@ -1,4 +1,4 @@
-"""Caches for functions that torch.compile may trace, and for GPU tensors that are read on several streams.
+"""Cache the results of functions that torch.compile may trace, and GPU tensors that several streams read.
 
 PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written the
 tensor. PyTorch could also reuse the memory of a dropped tensor while another stream still reads the tensor. The class

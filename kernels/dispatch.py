@@ -203,7 +203,7 @@ def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for converted FP8 inputs: `dtype` if the conversion is exact, and otherwise a larger one."""
+    """Return a dtype that represents FP8 inputs exactly: `dtype` if possible, and otherwise a larger one."""
     # FP8 scales need more exponent bits than fp16 has. The rotation of fp16 queries may also produce numbers that are too large
     # for fp16.
     return torch.bfloat16 if dtype == torch.float16 else dtype

@@ -91,7 +91,7 @@ def _hadamard(size: int) -> Tensor:
 
 @cached_on_device(maxsize=None)
 def key_order(device: torch.device) -> Tensor:
-    """Return, as int64, the key that is stored at each of the 128 positions of a tile of values."""
+    """Return an int64 tensor (128,) with the index of the key at each position of a tile of values."""
     with torch.inference_mode(False):
         group = [8 * (2 * h + b // 2) + 2 * t + b % 2 for h in range(2) for t in range(4) for b in range(4)]
         keys = [32 * g + key for g in range(BLOCK // 32) for key in group]

@@ -130,7 +130,8 @@ def assign_work_tiles(
     work tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work
     tiles per program.
 
-    Return int32 (n, programs, c). The slice [:, p] contains the work tiles of program p, followed by at least one row of zeros.
+    Return int32 (n, programs, c). In the result, [:, p] holds the work tiles of program p, followed by at least one row of
+    zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)

@@ -1,4 +1,5 @@
-"""Check the arguments of attention calls. A rule that several callers need is defined only here, with its error message.
+"""Check the arguments of attention calls. Rules that several callers need are defined once in this module, together with their
+error messages.
 
 The public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check the arguments
 of every kernel call, which catches mistakes in the code of `ringattn`. The kernels themselves check nothing.

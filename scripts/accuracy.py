@@ -19,8 +19,9 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# FP32_TOLERANCE is the largest accepted error for fp32 inputs. For other dtypes, no limit except for lse is smaller. The limit
-# allows for the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
+# FP32_TOLERANCE is the largest accepted error for fp32 inputs. The limits of other dtypes are at least as large, except for
+# lse. The limit allows for the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of
+# 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together

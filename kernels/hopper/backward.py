@@ -1,4 +1,4 @@
-"""The host code of the Hopper backward implements `reference.backward`. This code chooses the constants of the kernels and
+"""The host code of the Hopper backward implements `reference.backward`. The module chooses the constants of the kernels and
 launches the kernels.
 
 The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The module `backward_rows` contains the

@@ -67,7 +67,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store the rows [own, end) of a tile (64, n), whose first row is `own`. With ADD, add the rows to memory instead.
+    """Store the rows [own, end) of a tile (64, n), whose first row is `own`. If ADD is set, add the rows to memory instead.
 
     The pointer `base` is the address of row `own` of a head in a contiguous tensor (rows, NUM_HEADS, DIM). FIRST is the first
     column.

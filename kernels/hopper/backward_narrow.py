@@ -80,7 +80,7 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# Q, dO and dS have two pipeline stages. The code relies on this number when it computes the other stage as `stage ^ 1`.
+# Q, dO and dS have two pipeline stages. The expression `stage ^ 1` for the other stage relies on two stages.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
@@ -100,9 +100,9 @@ def dq_columns(config, consumer: int) -> int:
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
     """Return the layout of dQ (64, columns) in shared memory, which is the order of the elements in a warpgroup's registers.
 
-    Within 8 columns, each thread's four numbers are contiguous. This avoids bank conflicts. Basis vector i is the (row, column)
-    of the element at offset 2**i. The swizzle in this layout cancels the 128-byte swizzle of TMA, which applies an exclusive or
-    of bits 5 to 7 to bits 2 to 4 of an offset.
+    Within 8 columns, each thread's four numbers are contiguous. This avoids bank conflicts. Basis vector i of the layout is the
+    (row, column) of the element at offset 2**i. The swizzle in this layout cancels the 128-byte swizzle of TMA, which applies
+    an exclusive or of bits 5 to 7 to bits 2 to 4 of an offset.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]

@@ -1,6 +1,6 @@
 """Triton kernels prepare the inputs of the Hopper backward and convert its dq.
 
-A query that attends to no key or does not exist gets lse = inf. With lse = inf, every probability of the query is 0, so the
+Queries without keys, and rows beyond the last query, get lse = inf. With lse = inf, all probabilities of a query are 0, so the
 main kernels need no mask for the query.
 """
 

@@ -98,8 +98,8 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """Load the tile of a step into a ring buffer. The lse of Q or the delta of dO (`scalars`) arrives together with the first
-    part."""
+    """Load the tile of a step into a ring buffer. The argument `scalars` is the lse for Q, or delta for dO, and arrives
+    together with the first part."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -156,7 +156,7 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store factor * sums in up to 64 rows of one head. With ADD, add the result to the rows instead.
+    """Store factor * sums in up to 64 rows of one head. If ADD is set, add the result to the rows instead.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).

@@ -42,8 +42,8 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one. The kernel uses the result in place of the program's index in the
-    grid."""
+    """Return how many programs have started before this one. The kernel uses this start number in place of the program's index
+    in the grid."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
     # Triton broadcasts the program's number to all threads through shared memory. Without the barrier, a fast thread would
     # overwrite the number before other threads have read it.

@@ -1,4 +1,4 @@
-"""The host code of the Hopper forward implements `reference.forward`. This code chooses the constants of the kernels and
+"""The host code of the Hopper forward implements `reference.forward`. The module chooses the constants of the kernels and
 launches the kernels.
 
 Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
@@ -27,8 +27,8 @@ from ringattn.kernels.triton.launcher import launch
 # With Triton 3.8, the assembler would serialise all matrix products of a kernel that uses `fence_softmax`.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# K and V of a head group have at most this many bytes, so that they stay in the L2 cache next to the output. Calls with an
-# incoming state or with head dims above 128 use the smaller limit, which was faster on an H100.
+# K and V of a head group have at most this many bytes, so that they stay in the L2 cache next to the output. For calls with an
+# incoming state or with head dims above 128, a limit of 16 MiB was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 

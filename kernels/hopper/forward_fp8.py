@@ -132,7 +132,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Issue the product of P and ones, and P V for one stage. Add all parts of P V except for the last one to O.
+    """Issue two products for one stage: P times the tile of ones, and P V. Add P V to O, except for the last part of its
+    columns.
 
     Return (parts of O, last part of P V, row sums). The last part of P V may still be in flight.
     """
@@ -228,7 +229,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
 
 @gluon.jit
 def _scale_sums(sums, block_scales, l):
-    """Convert the row sums (64, SUM_COLUMNS) of a step to the units and the layout of l (64, 4)."""
+    """Convert the row sums (64, SUM_COLUMNS) of a step to the units and the register layout of l (64, 4)."""
     _, v_scale_bits = block_scales
     # The exponent bits of 2^e are e + 127, and the exponent bits of 2^-e are 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)

@@ -154,7 +154,7 @@ def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
 def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Issue the products of a step and wait for S. Return (S, O, stage of V, next position).
 
-    If the steps overlap, the caller must wait for O and release the stage of V.
+    If consecutive steps overlap, the caller must wait for O and release the stage of V.
     """
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)

@@ -207,8 +207,8 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # A row's first key may be in any masked step. In the first unmasked step, every row attends to all keys, so this step sets
-    # the remaining reference maxima.
+    # A row's first key may be in any masked step. The first unmasked step sets all remaining reference maxima, because every
+    # row attends to the keys of an unmasked step.
     elif (step <= num_masked) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)

@@ -118,9 +118,9 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return instructions that raise the reference max of the two rows of a thread.
 
-    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. Each of the words $4 and $5 contains
-    a negative fp16 number twice, which the caller adds to the levels. The thread's largest levels are in $6 and $7, and the old
-    reference max is in $8 and $9.
+    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The caller adds the two fp16 numbers
+    in $4 and the two in $5 to the levels. The thread's largest levels are in $6 and $7, and the old reference max is in $8 and
+    $9.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"

@@ -156,9 +156,7 @@ def _query_gradient_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     ADD_DQ: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one tile of queries of one head. The arguments are those of the other kernels. The tensor dq is
-    contiguous.
-    """
+    """Compute dq of one tile of queries of one head. The tensor dq is contiguous."""
     QUERIES: tl.constexpr = CONFIG.queries
     PADDED: tl.constexpr = common.pad_dim(CONFIG.dim)
     tile, index = common.program_tile(num_tiles)

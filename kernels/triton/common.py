@@ -1,4 +1,4 @@
-"""Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
+"""The Triton forward and backward share the functions of this module.
 
 A program computes one tile of rows of one head. The program loops over the tiles of columns that these rows attend to. In the
 forward and for dQ, rows are queries and columns are keys. For dK and dV, rows are keys and columns are queries. The tuple
@@ -170,7 +170,7 @@ def program_tile(num_tiles):
     The heads are processed one after another, so that concurrent programs find the operands in the L2 cache. The tiles of the
     last heads are interleaved. Among them, the longest tiles start first, and the short tiles occupy the SMs at the end.
     """
-    # The variable `width` is the number of heads whose tiles alternate.
+    # The tiles of `width` heads alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
     head = tl.minimum(program // num_tiles, num_sequential)
@@ -203,8 +203,8 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of one block of rows. Each element of the list is a block and one of GROUP
-    heads.
+    """Return the pointer to the list of kept blocks of one block of rows. Each element of the list is a pair (block, head),
+    where the head is one of GROUP heads.
     """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)

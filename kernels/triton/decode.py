@@ -112,8 +112,8 @@ class Config:
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Return which key tiles the queries of a batch entry, or of a tensor of batch entries, attend to.
 
-    The first range is the keys [0, num_sinks) in the tiles [0, sink_tiles). The second range is the keys before `end` in the
-    tiles from `first_tile` on. A tile may be in both ranges.
+    The first range is the keys [0, num_sinks) in the tiles [0, sink_tiles). The second range starts at the tile `first_tile`
+    and ends before the key `end`. A tile of keys may be in both ranges.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
@@ -485,7 +485,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """Return the number of runs, each with `programs` programs.
+    """Return the number of ranges (runs) into which the key tiles are divided. Each run has `programs` programs.
 
     Memory is read fastest with one program per SM. If more than a quarter of the SMs would then be idle, the function plans for
     two programs per SM.
@@ -667,9 +667,9 @@ def decode(
     After one call, calls with the same shapes can be captured in a CUDA graph. Replays of the graph read the current `lo`, `hi`
     and `sinks`. Head dims are at most 256. The kernel reads the keys of a key head once for every 64 queries of the heads that
     share it (32 queries if a head dim is above 128). If the last dimension of k or v is not contiguous, the tensor is copied.
-    Rows of the cache from the largest `hi` of a batch entry on are not read. The page size must be a multiple of 16. The
-    fastest page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is
-    (out, lse).
+    The kernel does not read rows of the cache at or after the largest `hi` of a batch entry. The page size must be a multiple
+    of 16. The fastest page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the
+    result is (out, lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

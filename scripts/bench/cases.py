@@ -145,9 +145,7 @@ def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Ten
 
 
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """Return float64 reference results for the first key head, the last key head, and the query heads that share these key
-    heads.
-    """
+    """Return float64 reference results for the first and the last key head, and for their query heads."""
     q, dout = (_first_and_last(x, case.heads // case.num_key_heads) for x in (q, dout))
     k, v = (_first_and_last(x, 1) for x in (k, v))
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)

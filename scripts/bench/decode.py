@@ -65,7 +65,7 @@ FLASHINFER_WORKSPACE = 128 * 2**20  # the number of bytes that FlashInfer's docu
 
 
 class Layer(NamedTuple):
-    """The class holds the cache of one layer, and the same keys and values in the order (B, Hkv, N, D) for SDPA."""
+    """The class holds the cache of one layer, and the same keys and values for SDPA in the shape (B, Hkv, N, D)."""
 
     cache: KVCache
     keys: Tensor

@@ -249,8 +249,8 @@ class LocalTransport(MessageTransport):
         """"""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return the replacement for tensor `i` of a message. The replacement has the shape of x, except that it has as many
-        rows as the message.
+        """Return the replacement for tensor `i` of a message. The replacement has the shape of x, but the number of rows of the
+        message.
 
         Every replacement of a result has its own memory, like a result that arrives from another rank.
         """

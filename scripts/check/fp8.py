@@ -47,7 +47,7 @@ VARIANTS = {
     "one scale": (True, False),
     "neither": (False, False),
 }
-# The largest accepted error of the output. With head dims 64 and 128, the errors are 0.05 to 0.12.
+# LIMIT is the largest accepted error of the output. With head dims 64 and 128, the errors are 0.05 to 0.12.
 LIMIT = 0.2
 
 

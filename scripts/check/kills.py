@@ -186,7 +186,7 @@ def saves(run: Run) -> set[str]:
 
 
 def evaluations(run: Run) -> set[str]:
-    """Return the step whose evaluation is running. The record of this step does not contain a result yet."""
+    """Return the step whose evaluation is running. The record of a running evaluation does not contain a result yet."""
     *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 

@@ -167,7 +167,7 @@ def _weights(logits: Tensor) -> Tensor:
 
 
 def _in_one_process(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Return the logits and the gradients of a weighted sum of them, one document after the other."""
+    """Compute one document after the other. Return the logits, and the gradients of a weighted sum of the logits."""
     model = copy.deepcopy(model)
     logits = torch.cat([model(input_ids=document, use_cache=False).logits for document in tokens.split(DOCUMENTS, 1)], 1)
     return [logits.detach(), *_gradients(model, (logits * _weights(logits)).sum())]

@@ -39,14 +39,14 @@ from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.gpus import world_group
 from scripts.tables import markdown_table
 
-# The largest accepted row errors of a kernel for FP8 inputs. The limits are larger than for other kernels, because the FP8
-# kernel also rounds the probabilities.
+# FP8_LIMITS holds the largest accepted row errors of a kernel for FP8 inputs. The limits are larger than for other kernels,
+# because the FP8 kernel also rounds the probabilities.
 FP8_LIMITS = {"out": 0.1, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to divide attention among the ranks."""
+    """A variant is one way to divide attention among the ranks."""
 
     transport: str
     schedule: str

@@ -51,9 +51,9 @@ class Loads:
 def counted_loads() -> Generator[Loads]:
     """Return a context manager that counts the loads of all calls of the blockwise kernel.
 
-    The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. Therefore the tensors that these
-    calls receive are counted, including the accumulators of gradients. The states of the queries are not counted, because they
-    stay on the chip.
+    The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. Therefore the lab counts the tensors
+    that `ringattn.kernels.reference` receives, including the accumulators of gradients. The states of the queries are not
+    counted, because they stay on the chip.
     """
     loads = Loads()
 

@@ -8,7 +8,7 @@ torch.compile at each length. All weights are random, nothing is downloaded, and
 forward pass, the backward pass and AdamW. All timed steps have the same tokens.
 
 All variants first train on the same text, which is the source code of Python's standard library with one token per byte. The
-table contains the loss on the next piece of this text. On a GPU, the models have the shape of GPT-2 124M
+table contains the loss on text that follows the training text. On a GPU, the models have the shape of GPT-2 124M
 (configs/model/124m.yaml) and bf16 parameters. On a CPU, the models are small and use fp32.
 """
 

@@ -30,7 +30,7 @@ STEPS = ("S = Q K^T", "scale", "mask", "softmax", "O = P V")
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call of attention."""
+    """The class holds the sizes of an attention call."""
 
     lengths: list[int]
     heads: int
@@ -45,7 +45,7 @@ SIZES = {
 
 
 class Cost(NamedTuple):
-    """The time and the peak memory of a call."""
+    """The class holds the time and the peak memory of a call."""
 
     ms: float
     bytes: int

@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
     @property
     def scores(self) -> Tensor:
-        """The scores of the traced query, (N,)."""
+        """Return the scores of the traced query, (N,)."""
         return self.scale * (self.k @ self.q[self.position])
 
     def direct(self) -> Tensor:

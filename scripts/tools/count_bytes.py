@@ -37,8 +37,8 @@ MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
 
 class Traffic(NamedTuple):
-    """The number of bytes that a kernel is predicted to move. The field `l2_reduce` counts the bytes of additions in the L2
-    cache.
+    """The class holds the predicted number of bytes that a kernel moves. The field `l2_reduce` counts the bytes of additions in
+    the L2 cache.
     """
 
     l2_read: int
