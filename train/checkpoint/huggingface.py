@@ -256,8 +256,9 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
 def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, family: Family) -> None:
     # Maps the name of each setting to its value and to the supported values.
     checks: dict[str, tuple[Any, tuple[Any, ...]]] = {"rope_type": (kind, family.rope_types or ("default", *ROPE_FIXED))}
-    quantization = config.get("quantization_config") or None
-    checks["quantization_config"] = quantization and quantization.get("quant_method", "given"), (None, *family.quantization)
+    quantization = config.get("quantization_config")
+    is_read = not quantization or quantization.get("quant_method") in family.quantization
+    checks["quantization_config"] = None if is_read else "given", (None,)
     for name, value in fixed_entries(family).items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     checks |= {name: (config.get(name), (None, False)) for name in OFF}
