@@ -16,7 +16,7 @@ class MaskSlots:
     """Memory for several masks that were created with `is_replaced`. Run the kernels of the graph once beforehand, so that the
     masks contain all tables that the kernels need.
 
-    Capture the graph with the masks in the attribute `masks`. The memory of these masks contains zeros until the first `write`.
+    Capture the graph with the masks in the attribute `masks`. The memory of `masks` contains zeros until the first `write`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:

@@ -110,8 +110,8 @@ def forward_times(work_tiles: ndarray) -> ndarray:
 
 
 def backward_times(work_tiles: ndarray, group: int) -> ndarray:
-    """Estimate the time of each work tile, whose steps are repeated for `group` query heads. A tile with few rows takes as long
-    as a full tile.
+    """Estimate the time of each work tile, whose steps are repeated for `group` query heads. In the backward, a tile with few
+    rows takes as long as a full tile.
     """
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 

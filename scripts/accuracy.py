@@ -17,7 +17,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 # A result is accepted if its `row_error` is at most this multiple of the dtype's eps. The rounding of `out` affects dq and dk
 # through delta = rowsum(dout * out), so the limits of dq and dk are larger.
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
-# The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
+# LSE_TOLERANCE is the largest accepted error of an lse, which is computed in fp32 for all 16-bit inputs.
 LSE_TOLERANCE = 1e-5
 # FP32_TOLERANCE is the largest accepted error for fp32 inputs. The limits of other dtypes are at least as large, except for
 # lse. The limit allows for the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of

@@ -10,7 +10,7 @@ from PIL import Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# The number of colours in a PNG file. Plots have few colours, and a small palette makes the files several times smaller.
+# PNG files have this number of colours. Plots have few colours, and a small palette makes the files several times smaller.
 PALETTE = 64
 
 

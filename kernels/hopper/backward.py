@@ -194,8 +194,8 @@ class _Backward:
 
 
 class NarrowBackward(_Backward):
-    """The backward for head dims up to 128. If PyTorch requires deterministic algorithms when the object is created, dq is
-    deterministic.
+    """The class computes the backward for head dims up to 128. If PyTorch requires deterministic algorithms when the object is
+    created, dq is deterministic.
     """
 
     def __init__(self, *operands) -> None:

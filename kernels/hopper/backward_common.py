@@ -1,4 +1,4 @@
-"""Functions that both Hopper backward kernels use."""
+"""Both Hopper backward kernels use the functions of this module."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""The backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
+"""This module contains the backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
 
 At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A single kernel for all gradients, like
 `backward_narrow`, would add to dq in memory for every 64 keys, which would be slow. Therefore one kernel computes dk and dv,

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper GPUs (sm_90) that reads FP8 inputs, for head dims 64, 128 and 256.
+"""This forward kernel for Hopper GPUs (sm_90) reads FP8 inputs with head dims 64, 128 and 256.
 
 Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers.
 Each step processes one block of 128 keys, with one scale for K and one scale for V.

@@ -172,7 +172,8 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
-    """Return the position in the cache of tile t of a batch entry. The tiles of the sinks come first."""
+    """Return the position in the cache of tile t of a batch entry. The tiles with the attention sinks, the first keys of the
+    cache, come first."""
     _, sink_tiles, first_tile, _, _ = ranges
     return tl.where(t < sink_tiles, t, first_tile + t - sink_tiles) if HAS_SINKS else first_tile + t
 
@@ -522,7 +523,7 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # The tiles of one batch entry fill at most this many runs of the minimum length. With sinks, one tile may occur twice.
+    # The tiles of a batch entry fill at most `runs_per_entry` runs of the minimum length. With sinks, one tile may occur twice.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
     num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
@@ -588,7 +589,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 class Decoder:
-    """A callable for repeated decoding calls with the same cache, the same shape of queries and the same scale.
+    """The object computes repeated decoding calls with the same cache, the same shape of queries and the same scale.
 
     For a short cache, a call takes longer on the host than on the GPU. Therefore the constructor computes everything that is
     the same for all calls. The last dimension of k and v must be contiguous.

@@ -73,8 +73,8 @@ class Layer(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """A function that decodes with the cache of a layer. The field `context` creates a context manager in which the function
-    must be called."""
+    """The function `attend` decodes one step with the cache of a layer. The field `context` creates a context manager in which
+    the function must be called."""
 
     attend: Callable[[Layer], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -84,7 +84,7 @@ class Implementation(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A decoding problem with `batch` sequences of `keys` tokens each. The queries belong to the newest tokens."""
+    """A case is a decoding problem with `batch` sequences of `keys` tokens each. The queries belong to the newest tokens."""
 
     batch: int
     keys: int
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the keys and values of one layer."""
+        """Return the bytes of the keys and values of one layer."""
         return 4 * self.batch * self.keys * self.key_heads * self.head_dim
 
 

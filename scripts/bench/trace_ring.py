@@ -55,7 +55,7 @@ KINDS = {  # maps each kind of event to its lane, its colour and its legend
 
 
 class Event(NamedTuple):
-    """A kernel or a copy of one GPU. Times are in nanoseconds of the host's clock."""
+    """An event is a kernel or a copy of one GPU. Times are in nanoseconds of the host's clock."""
 
     name: str
     stream: int

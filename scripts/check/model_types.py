@@ -81,7 +81,7 @@ SPECIAL |= {kind.removesuffix("_text"): settings for kind, settings in SPECIAL.i
 
 
 class Outcome(NamedTuple):
-    """The result for one type of model."""
+    """The class holds the result for one type of model."""
 
     kind: str
     result: str  # "exact", "rejected", "wrong" or "not built"

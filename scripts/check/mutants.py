@@ -39,8 +39,8 @@ TEST_TIMEOUT, TIMEOUT = 60, 400
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault that replaces the text `old` in a file by the text `new`. The text `old` must occur exactly once in
-    the file.
+    """A mutant is a deliberate fault that replaces the text `old` in a file by the text `new`. The text `old` must occur
+    exactly once in the file.
 
     `tests` contains arguments for pytest that select the tests that should fail. Each argument is a file, or a file and the
     name of a test.

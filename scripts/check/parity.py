@@ -34,7 +34,7 @@ MISSING = "not installed"  # instead of a difference, if there is no peft
 
 
 class Batch(NamedTuple):
-    """A batch, and the (row, first token, end) of each of its documents."""
+    """The class holds a batch and the (row, first token, end) of each document in the batch."""
 
     arguments: dict[str, Tensor]
     documents: list[tuple[int, int, int]]

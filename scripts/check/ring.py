@@ -107,8 +107,8 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision
 
 
 class Reference:
-    """The float64 results of attention for several masks. The argument `tensors` contains q, k, v and dout of the whole
-    sequence.
+    """The class holds float64 results of attention for several masks. The argument `tensors` contains q, k, v and dout of the
+    whole sequence.
 
     With precision="fp8", the results are computed from inputs that are rounded in the same way as on the ranks. The rounding
     depends on the layout of the ring.

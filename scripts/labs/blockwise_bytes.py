@@ -18,7 +18,7 @@ from scripts.tools.count_bytes import FP32_BYTES, forward_loads, total_loop_rows
 
 
 class TileSize(NamedTuple):
-    """The number of queries (Br) and the number of keys (Bc) of a tile."""
+    """A tile has Br queries and Bc keys."""
 
     queries: int
     keys: int

@@ -98,7 +98,7 @@ class Event:
 
 
 class Trace(NamedTuple):
-    """The events of one query in the order in which they happen, and the result."""
+    """A trace holds the events of one query, in the order in which they happen, and the result."""
 
     events: list[Event]
     out: tuple[float, ...]

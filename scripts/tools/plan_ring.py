@@ -54,7 +54,7 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of nodes with several GPUs. Each GPU has its own connection to the network.
+    """A cluster consists of nodes with several GPUs each. Each GPU has its own connection to the network.
 
     Times are in seconds, bandwidths in bytes per second, and speeds in FLOP/s. The default FLOP/s are the speed of an H200 on a
     long sequence without a ring. The default times to launch a step were fitted to rings of four H200s (benchmarks/ring.md).
@@ -128,7 +128,7 @@ class Layer:
 
     @property
     def ring(self) -> int:
-        """The number of ranks in a ring."""
+        """Return the number of ranks in a ring."""
         return self.ranks // self.ulysses
 
     @property
@@ -137,12 +137,12 @@ class Layer:
 
     @cached_property
     def pairs(self) -> float:
-        """The number of (query, key) pairs that the mask allows, per head and batch entry."""
+        """Return the number of (query, key) pairs that the mask allows, per head and batch entry."""
         return self.scaled_mask(scale := self.seq_len / self.positions).pairs(self.positions)[0] * scale**2
 
     @property
     def positions(self) -> int:
-        """The number of positions of the planned sequence. Each position may represent several tokens."""
+        """Return the number of positions of the planned sequence. Each position may represent several tokens."""
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
@@ -151,7 +151,7 @@ class Layer:
 
     @property
     def sent_heads(self) -> tuple[int, int]:
-        """The numbers of query heads and key heads that an all-to-all sends.
+        """Return the numbers of query heads and key heads that an all-to-all sends.
 
         A key head counts once for every rank that receives it.
         """
