@@ -73,9 +73,9 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for each key block, the list of its kept columns. In the list of a key block, a column is a pair of a query
-        block and a head. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). Columns are numbered
-        query block * group + head.
+        """Return, for each key block, the list of its kept columns. The list of a key block contains pairs of a query block and
+        a head, which are called columns. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2).
+        Columns are numbered query block * group + head.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 

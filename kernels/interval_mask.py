@@ -121,8 +121,8 @@ class Intervals:
 
         For each tile of rows, a program loops over tiles of columns. Step i of the loop starts at column begin + i * step. In
         the first num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all
-        columns, so no masking is needed. In the remaining steps, the scores must be masked. A tile ends where a long document
-        ends, because a tile of two documents would loop over the columns of both.
+        columns, so no masking is needed. In the remaining steps, the scores must be masked. Tiles end at the ends of long
+        documents, because a tile of two documents would loop over the columns of both documents.
 
         Args:
             rows, step: the maximal number of rows per tile, and the number of columns per step.

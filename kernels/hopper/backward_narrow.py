@@ -427,8 +427,8 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # In an accumulator, four threads hold 8 neighbouring columns. In fp32, 8 columns are a whole 32-byte memory sector, but in
-    # 16 bits only half a sector. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
+    # In an accumulator, four threads hold 8 neighbouring columns. Eight fp32 columns fill a 32-byte memory sector, but eight
+    # 16-bit columns fill only half of it. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:

@@ -132,7 +132,7 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Issue two products for one stage: P times the tile of ones, and P V. Add P V to O, except for the last part of its
+    """Issue two products for one stage: P times the tile of ones, and P V. Add P V to O, except for the last part of the
     columns.
 
     Return (parts of O, last part of P V, row sums). The last part of P V may still be in flight.

@@ -156,7 +156,7 @@ def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Raise the reference max to the scores of this tile if they are much larger. Return (ref_max, alpha), both (64, 4).
+    """Raise the reference max of a row if a score of this tile is much larger. Return (ref_max, alpha), both (64, 4).
 
     The caller must multiply the l and o of earlier tiles by alpha.
     """
@@ -177,7 +177,7 @@ def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl
     """Compute the first step of a work tile. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
-    If no row attends to a key, the keys of this step may lie beyond the tensor, but all scores are masked.
+    If no row attends to a key, all scores are masked, so it is harmless that the step may read beyond the last key.
     """
     lo, hi, _, ref_max = row_bounds
     _, _, num_unmasked, num_masked = loop

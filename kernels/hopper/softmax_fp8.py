@@ -11,9 +11,10 @@ The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the 
     byte(x) = round(8 x + 56 - 0.46)
 
 The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
-most 8%, with the mean 0 and the root mean square 3.0%. With rounding to nearest, the maximum would be 6.25% and the root mean
-square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p times 2^9. For subnormal numbers, a second line falls
-from 8 at x = -6 to 0 at x = -9. Without the second line, the small probabilities of a row with one large score would become 0:
+most 8%, with the mean 0 and the root mean square 3.0%. Rounding each probability to the nearest e4m3 number would cause
+relative errors of at most 6.25%, with the root mean square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p
+times 2^9. For subnormal numbers, a second line falls from 8 at x = -6 to 0 at x = -9. Without the second line, the small
+probabilities of a row with one large score would become 0:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))

@@ -168,7 +168,8 @@ def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
     The heads are processed one after another, so that concurrent programs find the operands in the L2 cache. The tiles of the
-    last heads are interleaved. Among them, the longest tiles start first, and the short tiles occupy the SMs at the end.
+    last heads are interleaved. Among the interleaved tiles, the longest start first, and the short tiles occupy the SMs at the
+    end.
     """
     # The tiles of `width` heads alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles

@@ -48,7 +48,7 @@ def launch(
         options = {"launch_cooperative_grid": True} if cooperative else {}
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **options)
         return
-    # The three None arguments below disable the launch hooks.
+    # Triton's launch hooks are disabled by the three None arguments.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())
 

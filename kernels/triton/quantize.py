@@ -56,8 +56,8 @@ def _round(x):
 
 @triton.jit
 def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
-    """Return part INDEX of a tile times its matrix, in fp32. The argument `x` is (pointers to the first column, mask of the
-    rows).
+    """Multiply part INDEX of a tile by the part's rotation matrix. The result is fp32. The argument `x` is the pair (pointers
+    to the first column, mask of the rows).
     """
     pointers, mask = x
     columns = tl.arange(0, PART)
@@ -76,7 +76,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Return the parts of a rotated tile, multiplied by sqrt(DIM)."""
+    """Rotate a tile, and return the result times sqrt(DIM), split into parts of PART columns."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)

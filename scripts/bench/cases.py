@@ -117,7 +117,7 @@ class Case:
         return 2.0 * self.heads * self.pairs * elements
 
     def bytes(self, direction: str) -> int:
-        """Return the bytes of q, k, v and out. For the direction "backward", add the bytes of dout, dq, dk and dv."""
+        """Return the bytes of q, k, v and out. The direction "backward" also counts the bytes of dout, dq, dk and dv."""
         elements = (self.heads + self.num_key_heads) * (self.head_dim + self.out_dim)
         return 2 * self.length * elements * (1 if direction == "forward" else 2)
 

@@ -260,7 +260,7 @@ def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
     """Plot the extra memory. The x axis is the sequence length.
 
-    For comparison, the plot shows the memory of the N x N scores, and the memory of the tensors that are passed and returned.
+    For comparison, the plot also shows the memory of the N x N scores, and of the inputs and results.
     """
     figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]

@@ -27,7 +27,8 @@ from scripts.tables import markdown_table
 
 TOKENS = 32_768
 Row = dict[str, Any]
-# The settings of each job. {ranks} is the number of ranks, and {long} is 32,768 tokens per rank.
+# JOBS contains the settings of each job. The script replaces {ranks} by the number of ranks, and {long} by 32,768 tokens per
+# rank.
 SHARED = {
     "ring": (f"data.seq_len={TOKENS}",),
     "ulysses": (f"data.seq_len={TOKENS}", "parallel.ulysses={ranks}"),

@@ -40,7 +40,7 @@ INPUTS = ("normal", "heavy-tailed", "outlier")
 DEGREES_OF_FREEDOM = 3
 OUTLIER = 30  # in outlier inputs, one feature is multiplied by this factor
 GRADIENTS = ("dq", "dk", "dv")
-# Each column has two options: whether queries and keys are rotated, and whether every block has its own scale.
+# The columns differ in two options: whether queries and keys are rotated, and whether every block has its own scale.
 VARIANTS = {
     "rounded inputs": (True, True),
     "no rotation": (False, True),
@@ -93,8 +93,8 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the errors of the output and of the gradients for inputs of one kind. The names of the columns are the keys of the
-    dict.
+    """Return the errors of the output and of the gradients for inputs of one kind. The keys of the returned dict are the names
+    of the table's columns.
     """
     samples: dict[str, list[float]] = {}
     for seed in range(args.seeds):

@@ -267,7 +267,7 @@ def table(problem: Problem, trace: Trace) -> str:
 def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) -> None:
     """Draw one column of bar charts per trace. Each chart shows the probabilities exp(s - m) of one event, whose sum is l.
 
-    The colour of a bar is the rank of its key on the ring. The keys that an event adds have solid bars.
+    The colour of a bar is the rank of its key on the ring. Solid bars are the keys that an event adds.
     """
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
