@@ -17,7 +17,8 @@ model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=
 
 
 def packed_row(seed: int) -> dict[str, torch.Tensor]:
-    """Two documents that count upwards. The positions restart, and the first token of a document is not a label."""
+    """Two documents that count upwards. At the start of each document, the positions restart at 0, and the first token is not a
+    label."""
     begin = torch.randint(64, (2,), generator=torch.Generator().manual_seed(seed))
     positions = torch.cat([torch.arange(100), torch.arange(156)])
     tokens = (begin.repeat_interleave(torch.tensor([100, 156])) + positions) % 64

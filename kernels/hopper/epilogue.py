@@ -217,8 +217,8 @@ def update_scalars(
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # The condition UPDATE_REF_MAX identifies the retry pass. Test the sign bit instead of l < 0, because l of a row without
-        # keys may be -0.0.
+        # UPDATE_REF_MAX is true only in the retry pass. Test the sign bit instead of l < 0, because l of a row without keys may
+        # be -0.0.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)

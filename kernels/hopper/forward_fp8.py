@@ -12,8 +12,8 @@ Each step processes one block of 128 keys, with one scale for K and one scale fo
                       <---- empty[s] ------                    <------ release the stage
 
 A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate stages for K and V would need twice as many
-barrier arrivals, which are slow. The first stage of a work tile has no V, and the last stage has no K. The two matrix products
-of a step have one of two orders, as in `forward_wide`:
+barrier arrivals, which are slow. In each work tile, the first stage contains only K, and the last stage contains only V. The
+two matrix products of a step have one of two orders, as in `forward_wide`:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)

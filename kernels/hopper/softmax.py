@@ -45,8 +45,8 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return one word (64, 4) per row and thread. Bit i is 1 if the thread's i-th column of the row is below the row's bound
-    (64,).
+    """Return the mask of each row and thread as the bits of one word, in a tensor (64, 4). Bit i is 1 if the thread's i-th
+    column of the row is below the row's bound (64,).
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)

@@ -98,7 +98,7 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     second, fourth = gl.split(odd)
     NUMBERS: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     slope = factors * (BYTES * UNIT)
-    # BYTES and UNIT are multiplied first, because UNSET_REF_MAX times BYTES would be infinite.
+    # Multiply BYTES by UNIT first, because UNSET_REF_MAX times BYTES would be infinite.
     offset = (TOP + v_exponent - ref_max) * (BYTES * UNIT) + (ONE_LEVEL + BIAS) * UNIT
     zeros = gl.zeros_like(first)
     slope = gl.convert_layout(slope, NUMBERS).expand_dims(1) + zeros

@@ -86,7 +86,7 @@ def merge_states(
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # Without `dtype`, only tokens that are covered by a part change.
+    # If `dtype` is None, the function changes only tokens that are covered by a part.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:
