@@ -90,7 +90,7 @@ def traced() -> list[str]:
         f"raises the maximum from {first.m} to {second.m:.0f}",
         f"alpha = exp({first.m} - {second.m:.0f}) = {second.alpha[0]:.4f}",
         f"the query belongs to rank {owner}. In hop 0, rank {owner} adds its own keys. In hop 1, the query is on rank {other}",
-        f"In hop {returned.hop}, this state has returned to rank {owner}",
+        f"In hop {returned.hop}, the state returns from rank {other} to rank {owner}",
         f"the same alpha, {min(returned.alpha):.4f}",
     ]
 
