@@ -201,10 +201,15 @@ def _on_ring(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
 
 def check_types(kinds: list[str]) -> Iterator[Outcome]:
+    level, threads = logging.root.manager.disable, torch.get_num_threads()
     logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    yield from map(check_type, kinds)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield from map(check_type, kinds)
+    finally:
+        logging.disable(level)
+        torch.set_num_threads(threads)
 
 
 def main() -> None:
