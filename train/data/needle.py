@@ -121,7 +121,7 @@ class NeedleDocuments:
             raise ConfigError(
                 f"data.seq_len={length} must be at least {length - space} for evaluate={self.task} here: raise it"
             )
-        begin = int(random.random_raw() % (self.text.tokens_per_epoch - space))
+        begin = random.random_raw() % (self.text.tokens_per_epoch - space)
         text = self.text.stream(begin, begin + space)[0] if space else np.zeros(0, np.int64)
         text = np.where((text == self.tokenizer.eos) | (text == self.tokenizer.bos), encode("\n")[-1], text).tolist()
         depth = number % NUM_DEPTHS / (NUM_DEPTHS - 1)
