@@ -333,11 +333,23 @@ def test_entries_of_earlier_versions_have_the_same_meaning_as_in_transformers(ki
 
 
 # One model for each kind of block. Its window is shorter than the sequences of the runs.
-TRAINED = ("olmo3", "gemma3_text", "smollm3", "granite", "cohere2", "glm4", "seed_oss", "exaone4", "qwen3_moe", "gpt_oss")
+TRAINED = (
+    "olmo3",
+    "gemma3_text",
+    "smollm3",
+    "granite",
+    "cohere2",
+    "glm4",
+    "seed_oss",
+    "exaone4",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+)
 
 
 def run_settings(folder: Path, corpus: str, ranks: int) -> Config:
-    values = {"model": settings_of(folder), "trainer.init_from": str(folder), "trainer.steps": 3, "optim.lr": 3e-3}
+    values = {"model": settings_of(folder), "trainer.init_from": str(folder), "trainer.steps": 20, "optim.lr": 3e-3}
     values |= {"data.split": "train", "data.eval_split": None, "data.eval_fraction": 0.0}
     values |= {"trainer.eval_every": TrainerConfig.eval_every, "trainer.eval_tokens": TrainerConfig.eval_tokens}
     return with_settings(job(corpus, 1, ring=ranks), values)
