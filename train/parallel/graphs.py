@@ -47,7 +47,10 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # With experts, the loss has a second part, and the parameters rarely fit into one group.
     is_dense = model.experts is None and not model.sinks
-    return device.type == "cuda" and is_dense and compiled and has_kernel and one_group and has_equal_parts
+    # Several masks were tested in graphs only on one GPU.
+    has_one_mask = shape.sequence == 1 or len({*model.windows}) == 1
+    is_simple = is_dense and has_one_mask
+    return device.type == "cuda" and is_simple and compiled and has_kernel and one_group and has_equal_parts
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
@@ -62,7 +65,7 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
     if wanted and not possible:
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
-            "parallel.kernel=auto, hopper or triton, "
+            "parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a sequence, "
             f"blocks that are not recomputed in the backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of "
             "parameters, and a data.seq_len that gives every rank an equal share, such as "
             f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"

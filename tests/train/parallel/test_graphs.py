@@ -60,6 +60,15 @@ def test_shards_of_different_lengths_cannot_be_captured():
             uses(tokens, 2, wanted=True)
 
 
+def test_layers_with_different_masks_are_captured_only_without_a_ring():
+    """Windows that are equal in all layers are one mask."""
+    config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
+    for layer_types, expected in ((LAYERS, [True, False]), (["sliding", "sliding-nope"], [True, True])):
+        mixed = with_settings(config, {"model.layer_types": layer_types, "model.window": 300})
+        shapes = MeshShape(1, 1, 1), MeshShape(1, 4, 1)
+        assert [graphs.uses_graphs(mixed, shape, CUDA, compiled=True, bf16=True) for shape in shapes] == expected
+
+
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])
 def test_attention_of_pytorch_is_not_captured(kernel):
     """It reads the mask on the host."""
@@ -225,11 +234,12 @@ def test_rings_and_all_to_alls_in_graphs_give_the_same_losses(corpus, tmp_path):
 
 
 def check_two_ranks(corpus: str) -> None:
+    """Compare runs with equal layers, because graphs of rings do not support several masks."""
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     for settings in ({}, {"transport": "p2p"}, {"ulysses": 2}, {"ring": 1}):
         losses = []
         for wanted in (False, True):
-            config = graph_job(corpus, wanted)
+            config = with_settings(graph_job(corpus, wanted), {"model.layer_types": None, "model.window": None})
             for name, value in settings.items():
                 if name == "transport":
                     os.environ["RINGATTN_TRANSPORT"] = value
