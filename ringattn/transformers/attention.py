@@ -23,6 +23,13 @@ class RingMask:
     def __getitem__(self, _: object) -> "RingMask":
         return self  # Gemma 4 selects the rows of its queries, whose number `attend` checks
 
+    def __getattr__(self, name: str) -> object:
+        raise UnsupportedMaskError(f"the model reads {name} of its attention mask, which attention on a ring does not support")
+
+
+class UnsupportedMaskError(AttributeError, ValueError):
+    """The model uses the mask of a layer as a tensor. It is an AttributeError, because `hasattr` expects one."""
+
 
 def attend(
     module: nn.Module,

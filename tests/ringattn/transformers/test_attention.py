@@ -111,3 +111,11 @@ def test_unsupported_calls_are_errors(message: str) -> None:
 
 def test_neutral_keywords_are_accepted() -> None:
     call(use_cache=True, output_attentions=False, position_ids=torch.zeros(1, 6), is_causal=True, softcap=None)
+
+
+def test_a_model_that_changes_its_mask_is_rejected() -> None:
+    """transformers may ask for attributes with `hasattr`."""
+    mask = RingMask(None)
+    assert not hasattr(mask, "dtype")
+    with pytest.raises(ValueError, match="reads dtype of its attention mask"):
+        _ = mask.dtype
