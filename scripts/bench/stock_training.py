@@ -30,6 +30,7 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from ringattn import Mask
 from ringattn.train import optim
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.model import flops
@@ -106,12 +107,12 @@ def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool
         seconds.append(time.perf_counter() - start)
         if dist.get_rank() == 0:
             print(f"step {step + 1}/{steps}  {seconds[-1]:.3f} s", flush=True)
-    return summarise(model, seq_len, statistics.median(seconds[1:]), device)
+    return summarise(model, seq_len, statistics.median(seconds[1:]), device, dist.get_world_size())
 
 
-def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device) -> dict[str, float | None]:
+def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device, ranks: int) -> dict[str, float | None]:
     """Return the rates of a step that takes `seconds`. The training loop of ringattn records the same rates."""
-    ranks, pairs = dist.get_world_size(), model.config.layers * seq_len * (seq_len + 1) // 2
+    pairs = sum(sum(Mask.causal(window).pairs(seq_len)) for window in model.config.windows)
     step_flops = flops.step_flops(model, seq_len, pairs)
     return {
         "ranks": ranks,

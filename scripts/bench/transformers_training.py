@@ -18,15 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn import Mask
 from ringattn.train.commands.export import config_json
-from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.model.loss import cross_entropy
-from ringattn.train.reports.summary import peak_memory_gib
 from ringattn.train.settings.config import ModelConfig
 from scripts import command, gpus
-from scripts.bench.stock_training import load_model_config
+from scripts.bench.stock_training import load_model_config, summarise
 
 
 def build(config: ModelConfig, seq_len: int) -> Any:
@@ -63,22 +60,9 @@ def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {seconds[-1]:.3f} s", flush=True)
-    return summarise(config, seq_len, statistics.median(seconds[1:]), device)
-
-
-def summarise(config: ModelConfig, seq_len: int, seconds: float, device: torch.device) -> dict[str, float | None]:
-    """Return the rates of a step that takes `seconds`. FLOPs are counted in the same way as in `train/run.py`."""
     with torch.device("meta"):
-        model = GPT(config, config.vocab_size or 256)
-    pairs = sum(sum(Mask.causal(window).pairs(seq_len)) for window in config.windows)
-    step_flops = flops.step_flops(model, seq_len, pairs)
-    return {
-        "ranks": 1,
-        "seconds_per_step": seconds,
-        "tokens_per_s": seq_len / seconds,
-        **flops.utilisation(step_flops / seconds, flops.peak_flops(device)),
-        "peak_memory_gib": peak_memory_gib(device),
-    }
+        ours = GPT(config, vocabulary)
+    return summarise(ours, seq_len, statistics.median(seconds[1:]), device, ranks=1)
 
 
 def main(argv: list[str]) -> None:

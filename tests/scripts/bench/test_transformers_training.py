@@ -1,4 +1,4 @@
-"""The peer in the benchmark of training: the model of transformers is the same function as ours."""
+"""The peers in the benchmark of training: their rates count the same FLOPs as those of ringattn."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ import torch
 
 from ringattn import Mask
 from ringattn.train.model import flops
-from scripts.bench import transformers_training
+from ringattn.train.model.gpt import GPT
+from scripts.bench import stock_training, transformers_training
 from scripts.bench.stock_training import load_model_config
 
 
@@ -16,10 +17,12 @@ def test_flops_are_those_of_the_training_loop(name: str, monkeypatch: pytest.Mon
     """A layer with a window counts only the pairs that its mask allows."""
     config = replace(load_model_config(name), layers=3, layer_types=["sliding", "sliding", "full"], window=100)
     monkeypatch.setattr(flops, "peak_flops", lambda device: None)
-    monkeypatch.setattr(transformers_training, "peak_memory_gib", lambda device: 0.0)
+    monkeypatch.setattr(stock_training, "peak_memory_gib", lambda device: 0.0)
     counted: list[int] = []
     step_flops = flops.step_flops
     monkeypatch.setattr(flops, "step_flops", lambda *arguments: counted.append(arguments[2]) or step_flops(*arguments))
-    summary = transformers_training.summarise(config, 1000, 0.5, torch.device("cpu"))
+    with torch.device("meta"):
+        model = GPT(config, 256)
+    summary = transformers_training.summarise(model, 1000, 0.5, torch.device("cpu"), ranks=1)
     assert counted == [2 * Mask.causal(100).pairs(1000)[0] + 1000 * 1001 // 2]
     assert summary["tokens_per_s"] == 2000
