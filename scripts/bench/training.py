@@ -2,7 +2,7 @@
 
     python -m scripts.bench.training --ranks 2 --lengths 32768 65536 131072
     python -m scripts.bench.training --ranks 2 --lengths 32768 --variants ringattn stock --model 124m
-    python -m scripts.bench.training --ranks 1 --lengths 65536 --variants ringattn transformers --model gemma-3-4b
+    python -m scripts.bench.training --ranks 1 --lengths 65536 --variants ringattn transformers --model gpt-oss-4b
 
 All jobs use bf16. In every step, all ranks together train on one sequence. Attention is causal and ignores documents, because
 stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant

@@ -4,8 +4,9 @@
 
 The model has the settings of a file in configs/model and random weights. Three choices favour this baseline over
 `train/run.py`: the weights and the state of AdamW are bf16, the loss is computed in chunks as in ringattn, and every layer is
-compiled. Every layer is recomputed in the backward pass, because the activations of long sequences do not fit into memory. The
-script trains on random tokens, and writes summary.json in the format of `train/run.py`.
+compiled. The experts of gpt-oss use the grouped products of transformers. Every layer is recomputed in the backward pass,
+because the activations of long sequences do not fit into memory. The script trains on random tokens, and writes summary.json
+in the format of `train/run.py`.
 """
 
 import json
@@ -26,24 +27,26 @@ from scripts import command, gpus
 from scripts.bench.stock_training import load_model_config, summarise
 
 
-def build(config: ModelConfig, seq_len: int) -> Any:
-    """Create the model of transformers with these settings on the GPU."""
+def build(config: ModelConfig, seq_len: int, device: torch.device) -> Any:
+    """Create the model of transformers with these settings. On a CPU, where tests run it, attention is eager."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     entries = config_json(config, config.vocab_size or 256, seq_len, {"bos_token_id": 0, "eos_token_id": 0}, torch.bfloat16)
     settings: Any = AutoConfig
     settings = settings.for_model(**entries)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="flex_attention", dtype=torch.bfloat16)
-    for layer in model.model.layers:
-        layer.compile()
+    attention = "flex_attention" if device.type == "cuda" else "eager"
+    with device:
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation=attention, dtype=torch.bfloat16)
+    if device.type == "cuda":
+        for layer in model.model.layers:
+            layer.compile()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
 
 
 def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -> dict[str, Any]:
     """Train for the given number of steps and return the summary."""
-    model = build(config, seq_len)
+    model, on_gpu = build(config, seq_len, device), device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator, vocabulary = torch.Generator(device).manual_seed(1), model.config.vocab_size
     seconds: list[float] = []
@@ -52,12 +55,13 @@ def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -
         tokens = torch.randint(vocabulary, (1, seq_len + 1), generator=generator, device=device)
         hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
         head = model.lm_head.weight
-        loss = cross_entropy(hidden, head, tokens[:, 1:].contiguous(), vocabulary, seq_len, compiled=True)
+        loss = cross_entropy(hidden, head, tokens[:, 1:].contiguous(), vocabulary, seq_len, compiled=on_gpu)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
+        if on_gpu:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {seconds[-1]:.3f} s", flush=True)
     with torch.device("meta"):

@@ -66,6 +66,7 @@ PROMISES = {
         "52m": (52, {"qk_norm": True, "vocab_size": None}),
         "8b": (8030, {"layers": 32, "dim": 4096, "kv_heads": 8, "rope_factor": None}),
         "gemma-3-4b": (3880, {"norm": "rms_plus_one", "norm_position": "both", "window": 1024, "rope_scaling": "linear"}),
+        "gpt-oss-4b": (3582, {"sinks": True, "window": 128, "experts": 32, "experts_per_token": 4, "activation": "clamped"}),
         "llama-3.1-8b": (8030, LLAMA | {"rope_factor": 8, "layers": 32}),
         "llama-3.2-1b": (1236, LLAMA | {"rope_factor": 32, "tie_embeddings": True}),
         "qwen2.5-7b": (7616, QWEN | {"qkv_bias": True, "qk_norm": False, "tie_embeddings": False}),
