@@ -25,8 +25,11 @@ from ringattn.train.data.packing import Sequences, load, load_held_out
 from ringattn.train.data.tokenizer import Tokenizer, tokenizer_of
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel import memory, prediction
+from ringattn.train.parallel import prediction
 from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
@@ -47,7 +50,7 @@ class Resources:
     kernel: backends.Choice  # the attention kernels, and the reason for choosing them
     bf16: bool  # whether the model computes in bf16
     compiled: bool  # whether torch.compile fuses the loss and the operations around attention
-    recomputed_blocks: int  # how many blocks the backward pass recomputes, except for attention
+    plan: MemoryPlan  # where this rank keeps the data of a step
 
 
 @dataclass(frozen=True)
@@ -120,15 +123,15 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
-    chosen = memory.choose_recomputation(config, mesh.shape, tokenizer.vocab_size, bf16, compiled, device)
-    recomputed_blocks, needed = broadcast_object(chosen)
+    chosen = choose_plan(config, mesh.shape, tokenizer.vocab_size, bf16, compiled, device)
+    plan, needed = broadcast_object(chosen)
     with sync_errors():
-        memory.check(needed, device)
-        situation = config, mesh.shape, device, compiled and not recomputed_blocks, bf16
+        estimate.check(needed, device)
+        situation = config, mesh.shape, device, compiled and not plan.recomputed_blocks, bf16
         chosen = choose_graphs(*situation, tokenizer.vocab_size, needed)
     graphed, needed = broadcast_object(chosen)
     with sync_errors():
-        memory.check(needed, device)
+        estimate.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
     # In each call of `load`, the other ranks wait for rank 0. Rank 0 must therefore report an error of the first call before
@@ -152,7 +155,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         init_from_changes=init_from_changes,
         mesh=mesh,
         compiled=compiled,
-        recomputed_blocks=recomputed_blocks,
+        plan=plan,
         graphed=graphed,
         memory_needed=needed,
         data=data,
@@ -187,7 +190,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
     if found.compiled:
         compile_blocks(model)
-    checkpoint_activations(model, found.recomputed_blocks)
+    checkpoint_activations(model, found.plan.recomputed_blocks)
     shard_model(model, mesh, device, config.trainer.seed, found.bf16)
     graphs = None
     if found.graphed:
@@ -245,7 +248,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
         kernel=kernel,
         bf16=bf16,
         compiled=compiled,
-        recomputed_blocks=0,
+        plan=MemoryPlan(),
         model=model,
     )
 

@@ -18,7 +18,7 @@ from ringattn.train.data.batch import Batch, Shard
 from ringattn.train.model import flops
 from ringattn.train.model.experts import balance_loss
 from ringattn.train.model.loss import IGNORE, cross_entropy
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import Masks, attention
 from ringattn.train.settings.config import ModelConfig
 from ringattn.train.setup import InferenceRun, Run
@@ -175,7 +175,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
-    if step < run.config.trainer.steps and not memory.reshard_after_forward(run.config.model, run.bf16):
+    if step < run.config.trainer.steps and not estimate.reshard_after_forward(run.config.model, run.bf16):
         # Otherwise, the GPU would wait for the host until the next step launches this gather.
         cast("FSDPModule", run.model).unshard()
     return lr
@@ -247,7 +247,7 @@ def compute_loss(
     finish = partial(
         cross_entropy, labels=shard.labels, vocab_size=run.tokenizer.vocab_size, num_valid=num_valid, compiled=run.compiled
     )
-    attend = attention(run.config, run.mesh, masks, layout, training=True, recompute=run.recomputed_blocks > 0)
+    attend = attention(run.config, run.mesh, masks, layout, training=True, recompute=run.plan.recomputed_blocks > 0)
     return run.model(shard.tokens, shard.positions, attend, finish, balance)
 
 

@@ -11,6 +11,7 @@ from ringattn.train.settings.config import (
     Config,
     DataConfig,
     LoggerConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -19,9 +20,10 @@ from ringattn.train.settings.config import (
 
 STEPS = 20
 SEQUENCES = 4  # per step
+AUTO, RECOMPUTE = MemoryConfig(), MemoryConfig(activations="recompute")
 
 
-def job(corpus: str, dp: int, **parallel_settings: object) -> Config:
+def job(corpus: str, dp: int, memory: MemoryConfig = AUTO, **parallel_settings: object) -> Config:
     """The settings of a run with four sequences per step, whatever the number of data-parallel ranks.
 
     Five sequences are held out. No ring of several ranks divides the 61 tokens of a sequence evenly.
@@ -29,6 +31,7 @@ def job(corpus: str, dp: int, **parallel_settings: object) -> Config:
     Args:
         corpus: the files to train on, as `write_corpus` returns them.
         dp: the number of data-parallel ranks.
+        memory: the memory settings.
         parallel_settings: the settings of `ParallelConfig`.
     """
     trainer = TrainerConfig(
@@ -47,6 +50,7 @@ def job(corpus: str, dp: int, **parallel_settings: object) -> Config:
         # Without groups, the order of the sequences does not depend on the number of data-parallel ranks.
         data=DataConfig(source="text", path=corpus, seq_len=61, split="train[:90%]", eval_split="train[90%:]", group_size=1),
         parallel=ParallelConfig(**parallel_settings),
+        memory=memory,
         optim=OptimConfig(lr=3e-3, clip=1e9),
         trainer=trainer,
         logger=LoggerConfig(wandb="off"),

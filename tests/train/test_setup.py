@@ -11,12 +11,14 @@ import torch.distributed as dist
 from ringattn.train import setup as run_setup
 from ringattn.train import step
 from ringattn.train.model.gpt import Block
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import (
     Config,
     ConfigError,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
     ParallelConfig,
     TrainerConfig,
@@ -141,16 +143,16 @@ def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
     with one_rank():
         run = run_setup.build(config)
     assert (run.sequences_per_step, run.tokens_per_step, run.peak_flops) == (6, 6 * 61, 0.5e12)
-    assert (run.bf16, run.recomputed_blocks, run.init_from, run.init_from_changes) == (False, 0, None, "")
+    assert (run.bf16, run.plan, run.init_from, run.init_from_changes) == (False, MemoryPlan(), None, "")
     assert (run.data.seed, run.held_out.seed) == (7, 0), "all runs are evaluated on the same text"
 
 
 @pytest.mark.slow
 def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
-    monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
+    monkeypatch.setattr(estimate, "is_tight", lambda needed, device: True)
     with one_rank():
-        assert run_setup.build(job(corpus, 1)).recomputed_blocks == 2
-        assert run_setup.build(job(corpus, 1, activation_checkpointing=False)).recomputed_blocks == 0
+        assert run_setup.build(job(corpus, 1)).plan == MemoryPlan(recomputed_blocks=2)
+        assert run_setup.build(job(corpus, 1, MemoryConfig(activations="keep"))).plan == MemoryPlan()
 
 
 def test_error_names_the_vocabulary_of_the_tokenizer(corpus):

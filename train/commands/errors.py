@@ -24,7 +24,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.checkpoint.storage import FULL_DISK
 from ringattn.train.data.loader import LoaderError
-from ringattn.train.parallel.memory import InsufficientMemory
+from ringattn.train.parallel.memory.estimate import InsufficientMemory
 from ringattn.train.settings.config import SETTINGS, ConfigError
 from ringattn.train.step import Diverged
 
@@ -38,6 +38,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("block_size", "context_length", "max_seq_length", "max_length", "sequence_length"), "data.seq_len"),
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optim.clip"),
     **dict.fromkeys(("save_steps", "save_every"), "trainer.checkpoint_every"),
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "memory.activations"),
     **{"eval_steps": "trainer.eval_every", "logging_steps": "trainer.log_every"},
 }
 # Mistakes of the user, which are reported in one line. A sweep continues with its next job.

@@ -25,7 +25,7 @@ from ringattn.planning.plan_slots import PlanSlots
 from ringattn.planning.rank_plan import Plan, use_plans
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import Masks, Mesh, MeshShape, attention, causal_masks, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
@@ -42,7 +42,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     # PyTorch's attention reads the mask on the host.
     has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
     # The hooks of several FSDP groups cannot be captured.
-    one_group = memory.has_one_group(model, bf16)
+    one_group = estimate.has_one_group(model, bf16)
     # If shards differed in length, the sizes of the messages would depend on the documents.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # With experts, the loss has a second part, and the parameters rarely fit into one group.
@@ -66,14 +66,14 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
             "parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a sequence, "
-            f"blocks that are not recomputed in the backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of "
+            f"blocks that are not recomputed in the backward pass and have at most {estimate.GROUP_BYTES >> 20} MiB of "
             "parameters, and a data.seq_len that gives every rank an equal share, such as "
             f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)
-    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
-    return 2 * tokens * memory.block_parameters(config.model) <= MAX_BLOCK_FLOPS
+    tokens = config.trainer.batch_size * estimate.tokens_per_rank(config, shape)
+    return 2 * tokens * estimate.block_parameters(config.model) <= MAX_BLOCK_FLOPS
 
 
 def choose_graphs(
@@ -93,7 +93,7 @@ def choose_graphs(
     if not uses_graphs(config, shape, device, compiled, bf16):
         return False, needed
     with_graphs = needed | {"CUDA graphs": graph_bytes(config, shape, vocab_size, bf16)}
-    if config.trainer.cuda_graphs is None and not memory.fits(with_graphs, device):
+    if config.trainer.cuda_graphs is None and not estimate.fits(with_graphs, device):
         return False, needed
     return True, with_graphs
 
@@ -106,11 +106,11 @@ def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -
     """
     model, size = config.model, 2 if bf16 else 4
     head = padded_vocabulary(model, vocab_size) * model.dim
-    parameters = model.layers * memory.block_parameters(model) + head * (1 if model.tie_embeddings else 2)
+    parameters = model.layers * estimate.block_parameters(model) + head * (1 if model.tie_embeddings else 2)
     evaluation = size * (6 * model.dim + 3 * model.resolved_ffn_dim)
     if shape.sequence > 1:
         evaluation += 8 * model.heads * model.resolved_head_dim  # two fp32 outputs of attention
-    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
+    tokens = config.trainer.batch_size * estimate.tokens_per_rank(config, shape)
     return 2 * size * parameters + max((size + 4) * parameters, tokens * evaluation)
 
 

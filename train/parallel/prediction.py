@@ -16,8 +16,10 @@ from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import EQUAL_TIMES, MAX_PLANNED_RANKS, attention_seconds
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import padded_vocabulary
-from ringattn.train.parallel import memory
 from ringattn.train.parallel.graphs import can_capture, uses_graphs
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape, causal_masks, count_layers
 from ringattn.train.settings.config import Config, ConfigError
 
@@ -91,9 +93,9 @@ class Machine(NamedTuple):
     bf16: bool
     compiled: bool
 
-    def recomputes(self, config: Config, shape: MeshShape) -> tuple[int, dict[str, float]]:
-        """Return how many blocks would be recomputed, and the memory that a rank would need, see `memory.estimate`."""
-        return memory.choose_recomputation(config, shape, self.vocab_size, self.bf16, self.compiled, self.device)
+    def choose_plan(self, config: Config, shape: MeshShape) -> tuple[MemoryPlan, dict[str, float]]:
+        """Return the memory plan of a run on this mesh, and the memory that a rank would need, see `choose_plan`."""
+        return choose_plan(config, shape, self.vocab_size, self.bf16, self.compiled, self.device)
 
 
 def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> float:
@@ -107,13 +109,13 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sha
             a single document; 1 for windows that are left out.
     """
     model, trainer, gpu = config.model, config.trainer, machine.gpu
-    recomputed, _ = machine.recomputes(config, shape)
-    share_recomputed = recomputed / model.layers
+    plan, _ = machine.choose_plan(config, shape)
+    share_recomputed = plan.recomputed_blocks / model.layers
     size = 2 if machine.bf16 else 4
-    tokens = trainer.batch_size * memory.tokens_per_rank(config, shape)
+    tokens = trainer.batch_size * estimate.tokens_per_rank(config, shape)
     logits_dim = padded_vocabulary(model, machine.vocab_size)
-    head, blocks = logits_dim * model.dim, model.layers * memory.block_parameters(model)
-    used = model.layers * memory.used_block_parameters(model)
+    head, blocks = logits_dim * model.dim, model.layers * estimate.block_parameters(model)
+    used = model.layers * estimate.used_block_parameters(model)
     vocab = head * (1 if model.tie_embeddings else 2)
 
     matmul = tokens * ((6 + 2 * share_recomputed) * used + 6 * head) / gpu.matmul
@@ -122,9 +124,9 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sha
         share = shares.get(window, 1.0)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
         seconds = share * count * sum(_attention_seconds(config, shape, machine, window))
         attention += seconds / DOCUMENT_EFFICIENCY if share < 1 else seconds
-    per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * memory.hidden_dim(model)
+    per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * estimate.hidden_dim(model)
     elements = model.layers * per_layer * (1 + share_recomputed / 3) + 6 * logits_dim
-    gathers = 2 if memory.reshard_after_forward(model, machine.bf16) else 1
+    gathers = 2 if estimate.reshard_after_forward(model, machine.bf16) else 1
     # FSDP copies gathered parameters, and casts gradients to fp32.
     copied = (vocab + blocks) * (2 * gathers * size + size + 4)
     compute = matmul + attention + (size * tokens * elements + copied) / gpu.memory
@@ -136,10 +138,10 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sha
     # The first gather and the last reduction do not overlap with computation.
     exposed = per_byte * (size + 4) * vocab
 
-    groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16))
+    groups = -(-model.layers // estimate.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
     # Graphs may be impossible with another mesh, even if `trainer.cuda_graphs` is True.
-    situation = config, shape, machine.device, machine.compiled and not recomputed, machine.bf16
+    situation = config, shape, machine.device, machine.compiled and not plan.recomputed_blocks, machine.bf16
     graphed = can_capture(*situation) and uses_graphs(*situation)
     # The replay of a graph takes almost no time on the host.
     block = 0.0 if graphed else HOST_BLOCK + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
@@ -199,9 +201,9 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
             f"trainer.tokens_per_step={tokens} must be a multiple of {data.seq_len * trainer.batch_size} ({sequences}), or no "
             f"mesh of {machine.ranks} ranks can have it: change one of them"
         )
-    needed = {shape: machine.recomputes(config, shape)[1] for shape in shapes}
-    memory.check(min(needed.values(), key=lambda parts: sum(parts.values())), machine.device)
-    fitting = [shape for shape in shapes if memory.fits(needed[shape], machine.device)]
+    needed = {shape: machine.choose_plan(config, shape)[1] for shape in shapes}
+    estimate.check(min(needed.values(), key=lambda parts: sum(parts.values())), machine.device)
+    fitting = [shape for shape in shapes if estimate.fits(needed[shape], machine.device)]
     speeds = {shape: tokens_per_second(config, shape, machine) for shape in fitting}
     # Among equally good meshes, the one with the smallest Ulysses groups is chosen, as in `best_ulysses_degree`.
     return min((shape for shape in fitting if EQUAL_TIMES * speeds[shape] >= max(speeds.values())), key=lambda x: x.ulysses)
@@ -215,7 +217,7 @@ def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sh
     speeds = {
         other: tokens_per_second(config, other, machine, shares)
         for other in possible_shapes(config, machine.ranks)
-        if other == shape or memory.fits(machine.recomputes(config, other)[1], machine.device)
+        if other == shape or estimate.fits(machine.choose_plan(config, other)[1], machine.device)
     }
     seconds, speed = step_seconds(config, shape, machine, shares), speeds[shape]
     parts = [f"about {seconds:.3g} s per step, {float(f'{speed:.2g}'):,.0f} tokens/s"]

@@ -13,22 +13,22 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import save_attention
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import Mesh
 
 
 def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool) -> None:
     """Give a model on the meta device random initial weights, and shard its parameters over all ranks.
 
-    Every rank draws the weights of one group of blocks after another (`memory.blocks_per_group`) and keeps its own shard. The
+    Every rank draws the weights of one group of blocks after another (`estimate.blocks_per_group`) and keeps its own shard. The
     weights therefore do not depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of
     gradients are fp32.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
     # With None, its default, FSDP shards all modules but the root again after the forward pass.
-    reshard = None if memory.reshard_after_forward(model.config, bf16) else False
+    reshard = None if estimate.reshard_after_forward(model.config, bf16) else False
     generator = torch.Generator(device).manual_seed(seed)
-    size, blocks = memory.blocks_per_group(model.config, bf16), list(model.blocks)
+    size, blocks = estimate.blocks_per_group(model.config, bf16), list(model.blocks)
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     for group in (*groups, [model]):
         for module in group:

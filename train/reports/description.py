@@ -3,6 +3,7 @@
 import logging
 import platform
 import subprocess
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,8 @@ from ringattn.train.checkpoint import huggingface
 from ringattn.train.data.documents import TokenisedDocuments
 from ringattn.train.data.records import RecordDataset
 from ringattn.train.model import flops
-from ringattn.train.parallel import memory, prediction
+from ringattn.train.parallel import prediction
+from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import causal_masks, choose_layout
 from ringattn.train.setup import Run, machine_of
 
@@ -55,13 +57,13 @@ def run_facts(run: Run) -> dict[str, Any]:
         "layout": config.parallel.layout,
         "schedule": config.parallel.schedule,
         "route": config.parallel.route,
-        "tokens_per_rank": memory.tokens_per_rank(config, mesh.shape),
+        "tokens_per_rank": estimate.tokens_per_rank(config, mesh.shape),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "fp8_attention": config.trainer.fp8_attention,
         "deterministic": config.trainer.deterministic,
         "compiled": run.compiled,
         "cuda_graphs": run.graphs is not None,
-        "recomputed_blocks": run.recomputed_blocks,
+        "memory_plan": asdict(run.plan),
         "parameters": run.num_parameters,
         "vocab_size": run.tokenizer.vocab_size,
         "sequences_per_epoch": run.data.sequences_per_epoch,
@@ -72,7 +74,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         # This number is for a sequence that consists of one document.
         "flops_per_token": flops.step_flops(run.model, seq_len, pairs) / seq_len,
         "peak_tflops_per_rank": run.peak_flops / 1e12 if run.peak_flops else None,
-        "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
+        "estimated_memory_gib": sum(run.memory_needed.values()) / estimate.GIB,
         "init_from": str(run.init_from) if run.init_from else None,
         "git_commit": git_commit(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "triton", "ringattn")},
@@ -105,8 +107,8 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
         "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank",
     }
-    if count := facts["recomputed_blocks"]:
-        entries["memory"] += f", the backward pass recomputes {count} of {config.model.layers} blocks except for attention"
+    if choices := run.plan.describe(config.model.layers):
+        entries["memory"] += f", {choices}"
     if facts["cuda_graphs"]:
         entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
     machine = machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ringattn.train.data.recall import CHANCE
 from ringattn.train.model import flops
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.reports import metrics, startup
 from ringattn.train.reports.loss_results import from_metrics as losses_from_metrics
@@ -31,8 +31,8 @@ def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
     process, with Python and its libraries.
     """
     if device.type == "cuda":
-        return (torch.cuda.max_memory_allocated() + uncounted) / memory.GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
+        return (torch.cuda.max_memory_allocated() + uncounted) / estimate.GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / estimate.GIB
 
 
 def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device, run.uncounted_bytes),
-        "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
+        "estimated_memory_gib": sum(run.memory_needed.values()) / estimate.GIB,
         "start_up_s": startup.seconds(),
     }
 

@@ -314,11 +314,18 @@ class ParallelConfig(Frozen):
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest that support the device and the
     # shapes).
     kernel: str = "auto"
-    # Whether the backward recomputes the blocks, except for attention, to save memory. If None, the backward recomputes only as
-    # many blocks as are necessary to leave 15% of a GPU's memory free.
-    activation_checkpointing: bool | None = None
     # The timeout of a collective in seconds, and of a hop of the ring unless RINGATTN_TIMEOUT is set.
     timeout_s: int = 600
+
+
+@dataclass
+class MemoryConfig(Frozen):
+    """Where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
+
+    # The intermediate results of the blocks: "keep" (they stay in the memory of the GPU), "recompute" (the backward recomputes
+    # the blocks, except for attention) or "auto" (the backward recomputes only as many blocks as are necessary to leave 15% of
+    # a GPU's memory free).
+    activations: str = "auto"
 
 
 @dataclass
@@ -457,6 +464,7 @@ class Config(Frozen):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -509,6 +517,7 @@ CHOICES = {
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,
     "parallel.kernel": backends.BACKENDS,
+    "memory.activations": ("auto", "keep", "recompute"),
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),

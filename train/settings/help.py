@@ -11,7 +11,7 @@ from ringattn.train.settings.config import Config
 COMMON = (
     *("name", "data.path", "data.eval_split", "data.tokenizer", "data.seq_len", "parallel.ring", "optim.lr"),
     *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.device", "trainer.init_from"),
-    *("trainer.checkpoint_every", "trainer.eval_every", "trainer.time_limit_s", "trainer.sample_prompt", "logger.wandb"),
+    *("trainer.checkpoint_every", "trainer.eval_every", "trainer.time_limit_s", "logger.wandb"),
 )
 
 

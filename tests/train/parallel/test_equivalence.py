@@ -20,23 +20,23 @@ from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, TrainerConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.chats import chat_job, write_chat_corpus
-from tests.train.jobs import STEPS, job, one_rank
+from tests.train.jobs import RECOMPUTE, STEPS, job, one_rank
 from tests.train.launch import write_corpus
 
 # Ways in which four ranks share a step: the number of data-parallel ranks, and the settings of `parallel`.
 MESHES = {
     "dp 2 x ring 2": (2, dict(ring=2)),
-    "ring 2 x ulysses 2": (1, dict(ring=4, ulysses=2, layout="auto", activation_checkpointing=True)),
+    "ring 2 x ulysses 2": (1, dict(ring=4, ulysses=2, layout="auto", memory=RECOMPUTE)),
 }
 SLOW_MESHES = {
     "dp 4": (4, dict(ring=1)),
     "ring 4": (1, dict(ring=4)),
     "ring 4, contiguous, state": (
         1,
-        dict(ring=4, ulysses=1, layout="contiguous", schedule="state", activation_checkpointing=True),
+        dict(ring=4, ulysses=1, layout="contiguous", schedule="state", memory=RECOMPUTE),
     ),
-    "ring 4, striped, kv": (1, dict(ring=4, ulysses=1, layout="striped", schedule="kv", activation_checkpointing=True)),
-    "ring 4, zigzag, kv": (1, dict(ring=4, layout="zigzag", schedule="kv", activation_checkpointing=True)),
+    "ring 4, striped, kv": (1, dict(ring=4, ulysses=1, layout="striped", schedule="kv", memory=RECOMPUTE)),
+    "ring 4, zigzag, kv": (1, dict(ring=4, layout="zigzag", schedule="kv", memory=RECOMPUTE)),
 }
 CHAT_MESH = (2, dict(ring=2))
 RINGS = [1, 2, 4]
@@ -148,7 +148,7 @@ def test_gradients_and_evaluations_of_more_meshes_equal_those_of_one_rank(mesh, 
 def test_recomputation_does_not_change_gradients(corpus, directory, first_step_of_one_rank):
     with one_rank():
         prepare(directory)
-        result = first_step(job(corpus, 1, ring=1, layout="striped", schedule="kv", activation_checkpointing=True))
+        result = first_step(job(corpus, 1, ring=1, layout="striped", schedule="kv", memory=RECOMPUTE))
     assert_equal_steps(result, first_step_of_one_rank)
 
 
@@ -158,7 +158,7 @@ EXPERTS |= {"model.expert_bias": True, "model.activation": "clamped", "model.sin
 # Ways in which two ranks share micro-steps of two sequences: sequences per rank, and the settings of `parallel`.
 EXPERT_MESHES = {
     "dp 2": (1, dict(ring=1)),
-    "ring 2": (2, dict(ring=2, activation_checkpointing=True)),
+    "ring 2": (2, dict(ring=2, memory=RECOMPUTE)),
 }
 
 

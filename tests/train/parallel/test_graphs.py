@@ -15,7 +15,9 @@ from ringattn.train import setup, step
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.inference.losses import evaluate
 from ringattn.train.model import loss as loss_module
-from ringattn.train.parallel import graphs, memory
+from ringattn.train.parallel import graphs
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
 from tests.distributed import gpu_backend, run_ranks
@@ -79,10 +81,10 @@ def test_attention_of_pytorch_is_not_captured(kernel):
 
 def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested(monkeypatch):
     config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
-    situation = MeshShape(1, 4, 1), CUDA, True, True, 257, {"activations": 1.5 * memory.GIB}
+    situation = MeshShape(1, 4, 1), CUDA, True, True, 257, {"activations": 1.5 * estimate.GIB}
     found = []
     for gib, wanted in ((3, None), (2, None), (2, True)):
-        monkeypatch.setattr(memory, "_total_memory", lambda device, gib=gib: gib * memory.GIB)
+        monkeypatch.setattr(estimate, "_total_memory", lambda device, gib=gib: gib * estimate.GIB)
         config = with_settings(config, {"trainer.cuda_graphs": wanted})
         graphed, needed = graphs.choose_graphs(config, *situation)
         found.append((graphed, list(needed)))
@@ -109,9 +111,9 @@ def test_the_memory_of_graphs_is_estimated(model, seq_len, shape, peak):
     """The measured peaks of runs with graphs on H200s, in GiB. The estimate is within 10% of the peak."""
     config = Config(data=DataConfig(seq_len=seq_len), trainer=TrainerConfig(batch_size=1))
     config = with_settings(config, {"model": ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))})
-    estimate = sum(memory.estimate(config, MeshShape(*shape), 257, bf16=True, compiled=True).values())
-    estimate += graphs.graph_bytes(config, MeshShape(*shape), 257, bf16=True)
-    assert estimate / 2**30 == pytest.approx(peak, rel=0.1)
+    needed = sum(estimate.peak_bytes(config, MeshShape(*shape), 257, True, True, MemoryPlan()).values())
+    needed += graphs.graph_bytes(config, MeshShape(*shape), 257, bf16=True)
+    assert needed / 2**30 == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.parametrize("impossible", [{"device": torch.device("cpu")}, {"compiled": False}])

@@ -7,14 +7,15 @@ import torch
 from omegaconf import OmegaConf
 
 from ringattn.train.commands.run import CONFIGS
-from ringattn.train.parallel import memory, prediction
+from ringattn.train.parallel import prediction
+from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import (
     Config,
     ConfigError,
     DataConfig,
+    MemoryConfig,
     ModelConfig,
-    ParallelConfig,
     TrainerConfig,
     with_settings,
 )
@@ -31,19 +32,19 @@ def machine(monkeypatch):
         name, gib = GPUS[gpu]
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * memory.GIB))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * estimate.GIB))
         device = torch.device("cuda", 0)
         return prediction.Machine(device, prediction.Gpu.of(device), ranks, ranks_per_host, 257, bf16=True, compiled=True)
 
     return build
 
 
-def job(model: str, seq_len: int, tokens_per_step: int | None = None, recompute: bool | None = None) -> Config:
+def job(model: str, seq_len: int, tokens_per_step: int | None = None, activations: str = "auto") -> Config:
     """The settings of a run with one sequence per data-parallel rank."""
     return Config(
         model=ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml")),
         data=DataConfig(seq_len=seq_len),
-        parallel=ParallelConfig(activation_checkpointing=recompute),
+        memory=MemoryConfig(activations),
         trainer=TrainerConfig(batch_size=1, tokens_per_step=tokens_per_step),
     )
 
@@ -63,8 +64,8 @@ def job(model: str, seq_len: int, tokens_per_step: int | None = None, recompute:
         ("H200", "1.4b", 65_536, (1, 2, 1), {}, 1, 1.750),
         ("H200", "1.4b", 131_072, (1, 2, 1), {}, 1, 5.852),
         ("H200", "1.4b", 131_072, (1, 4, 1), {}, 1, 2.97),
-        ("H100", "8b", 32_768, (1, 4, 1), {"recompute": True}, 1, 1.384),
-        ("H100", "8b", 131_072, (1, 4, 1), {"recompute": True}, 1, 9.97),
+        ("H100", "8b", 32_768, (1, 4, 1), {"activations": "recompute"}, 1, 1.384),
+        ("H100", "8b", 131_072, (1, 4, 1), {"activations": "recompute"}, 1, 9.97),
     ],
 )
 def test_predictions_are_close_to_measured_times(gpu, model, seq_len, shape, options, share, seconds, machine):
@@ -138,7 +139,7 @@ def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machi
     shape = prediction.fastest_shape(config, gpus)
     assert (shape.dp, shape.ranks) == (dp, ranks)
     for other in prediction.possible_shapes(config, ranks):
-        if memory.fits(gpus.recomputes(config, other)[1], gpus.device):
+        if estimate.fits(gpus.choose_plan(config, other)[1], gpus.device):
             speed, highest = (prediction.tokens_per_second(config, each, gpus) for each in (shape, other))
             assert highest <= prediction.EQUAL_TIMES * speed
 
@@ -149,12 +150,12 @@ def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
     config = with_settings(config, {"trainer.cuda_graphs": True})
     gpus = machine("H100", 4)
     shapes = MeshShape(1, 4, 1), MeshShape(4, 1, 1)
-    assert [gpus.recomputes(config, shape)[0] > 0 for shape in shapes] == [False, True]
+    assert [gpus.choose_plan(config, shape)[0].recomputed_blocks > 0 for shape in shapes] == [False, True]
     assert all(prediction.step_seconds(config, shape, gpus) > 0 for shape in shapes)
 
 
 def test_no_mesh_fits(machine):
-    with pytest.raises(memory.InsufficientMemory, match="each rank would need about"):
+    with pytest.raises(estimate.InsufficientMemory, match="each rank would need about"):
         prediction.fastest_shape(job("8b", 131_072, 131_072), machine("H100", 1))
 
 

@@ -10,10 +10,11 @@ import ringattn.attention
 from ringattn.train import setup as run_setup
 from ringattn.train import step
 from ringattn.train.model.gpt import GPT, Block
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.shard import compile_blocks, shard_model
-from ringattn.train.settings.config import ModelConfig
+from ringattn.train.settings.config import MemoryConfig, ModelConfig
 from tests.distributed import run_ranks
 from tests.train.jobs import SEQUENCES, job, one_rank
 
@@ -22,7 +23,7 @@ MODEL = ModelConfig(layers=3, dim=32, heads=4, kv_heads=2, qkv_bias=True)
 
 def build(blocks_per_group: int = 2, bf16: bool = False) -> GPT:
     """A sharded model, whose three blocks form groups of the given size."""
-    memory.GROUP_BYTES = blocks_per_group * memory._block_bytes(MODEL, bf16=False)
+    estimate.GROUP_BYTES = blocks_per_group * estimate._block_bytes(MODEL, bf16=False)
     with torch.device("meta"):
         model = GPT(MODEL, 257)
     shard_model(model, build_mesh("cpu", dist.get_world_size()), torch.device("cpu"), seed=3, bf16=bf16)
@@ -32,7 +33,7 @@ def build(blocks_per_group: int = 2, bf16: bool = False) -> GPT:
 @pytest.fixture
 def expected(monkeypatch) -> dict[str, torch.Tensor]:
     """The weights of the model on one rank."""
-    monkeypatch.setattr(memory, "GROUP_BYTES", memory.GROUP_BYTES)  # restored after the test, because `build` changes it
+    monkeypatch.setattr(estimate, "GROUP_BYTES", estimate.GROUP_BYTES)  # restored after the test, because `build` changes it
     with one_rank():
         return {name: x.full_tensor().clone() for name, x in build().state_dict().items()}
 
@@ -97,8 +98,8 @@ def test_everything_but_attention_is_compiled(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation_checkpointing", [True, None], ids=["as set", "because memory is short"])
-def test_activation_checkpointing_never_computes_attention_twice(activation_checkpointing, corpus, monkeypatch):
+@pytest.mark.parametrize("activations", ["recompute", "auto"], ids=["as set", "because memory is short"])
+def test_activation_checkpointing_never_computes_attention_twice(activations, corpus, monkeypatch):
     calls = {"attention": 0, "rest": 0}
     forward, after = ringattn.attention.Ring.forward, Block.after
 
@@ -110,11 +111,11 @@ def test_activation_checkpointing_never_computes_attention_twice(activation_chec
         calls["rest"] += 1
         return after(*args)
 
-    monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
+    monkeypatch.setattr(estimate, "is_tight", lambda needed, device: True)
     monkeypatch.setattr(ringattn.attention.Ring, "forward", count_attention)
     monkeypatch.setattr(Block, "after", count_rest)
     with one_rank():
-        run = run_setup.build(job(corpus, 1, activation_checkpointing=activation_checkpointing))
+        run = run_setup.build(job(corpus, 1, MemoryConfig(activations)))
         step.take_step(run, 1, consumed=0)
     micro_steps, layers = SEQUENCES, 2
     assert calls == {"attention": micro_steps * layers, "rest": 2 * micro_steps * layers}
@@ -131,7 +132,8 @@ def test_only_the_first_blocks_are_recomputed(corpus, monkeypatch):
 
     monkeypatch.setattr(Block, "after", count_after)
     for count in range(3):
-        monkeypatch.setattr(memory, "choose_recomputation", lambda *_, count=count: (count, {"activations": 0}))
+        plan = MemoryPlan(recomputed_blocks=count)
+        monkeypatch.setattr(run_setup, "choose_plan", lambda *_, plan=plan: (plan, {"activations": 0}))
         calls.clear()
         with one_rank():
             run = run_setup.build(job(corpus, 1))

@@ -10,41 +10,44 @@ from omegaconf import OmegaConf
 
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel import memory
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
 
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 
 
-def estimate(
+def bytes_needed(
     model: ModelConfig,
     tokens: int,
     ranks: int,
     ulysses: int = 1,
     vocab_size: int = 128_256,
     accumulate: int = 1,
-    **options: bool,
+    compiled: bool = False,
+    **plan: int,
 ) -> dict[str, float]:
     """Return the estimated bytes by purpose of a bf16 run whose ranks hold this many tokens each of one sequence."""
     config = Config(model=model, data=DataConfig(seq_len=tokens * ranks), trainer=TrainerConfig(accumulate=accumulate))
     shape = MeshShape(1, ranks // ulysses, ulysses)
-    return memory.estimate(config, shape, vocab_size, bf16=True, **({"compiled": False} | options))
+    return estimate.peak_bytes(config, shape, vocab_size, True, compiled, MemoryPlan(**plan))
 
 
 def total(tokens: int, ranks: int, recomputed_blocks: int = 0) -> float:
     """Return the estimated GiB per rank."""
-    return sum(estimate(LLAMA, tokens, ranks, recomputed_blocks=recomputed_blocks).values()) / memory.GIB
+    return sum(bytes_needed(LLAMA, tokens, ranks, recomputed_blocks=recomputed_blocks).values()) / estimate.GIB
 
 
 def test_parameters_of_experts_are_counted():
     model = ModelConfig(layers=3, dim=64, heads=4, kv_heads=2, ffn_dim=96, experts=6, experts_per_token=2, tie_embeddings=False)
     with torch.device("meta"):
         matrices = [x for name, x in GPT(model, 64).named_parameters() if x.ndim > 1 and name.startswith("blocks.")]
-    assert 3 * memory.block_parameters(model) == sum(x.numel() for x in matrices)
+    assert 3 * estimate.block_parameters(model) == sum(x.numel() for x in matrices)
     dense = replace(model, experts=None, ffn_dim=2 * 96)  # the parameters that a token uses, except for those of the router
-    assert memory.used_block_parameters(model) == memory.block_parameters(dense) + 6 * 64
-    activations = [estimate(each, 4096, 1)["activations"] for each in (model, dense)]
+    assert estimate.used_block_parameters(model) == estimate.block_parameters(dense) + 6 * 64
+    activations = [bytes_needed(each, 4096, 1)["activations"] for each in (model, dense)]
     # The inputs and outputs of two experts, each of width 64, are bf16.
     assert activations[0] - activations[1] == 4096 * 3 * 2 * 2 * 2 * 64
 
@@ -54,12 +57,12 @@ def test_cosines_and_sines_of_all_kinds_of_layers_are_counted(types: list[str], 
     """Each rotated dimension of a head has 4 bytes per token, once for all layers of a kind."""
     model = replace(LLAMA, window=512, local_rope_theta=1e4, rope_theta=1e6, layer_types=types)
     none = replace(model, layer_types=["sliding-nope", "full-nope"])
-    counts = [estimate(each, 65_536, 1)["activations"] for each in (model, none)]
+    counts = [bytes_needed(each, 65_536, 1)["activations"] for each in (model, none)]
     assert counts[0] - counts[1] == 4 * dims * 65_536
 
 
 def test_sharded_state_is_16_bytes_per_parameter():
-    needed = estimate(LLAMA, tokens=1, ranks=8)
+    needed = bytes_needed(LLAMA, tokens=1, ranks=8)
     # At the peak of such a short step, the gradients of the blocks exist, but not those of the vocabulary.
     assert needed["parameters and optimizer state"] == pytest.approx(12 / 8 * 8.03e9, rel=0.01)
     assert needed["gradients"] == pytest.approx(4 / 8 * 6.98e9, rel=0.01)
@@ -72,72 +75,75 @@ def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
 
 def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
-    assert not memory.reshard_after_forward(small, bf16=True)
-    assert memory.reshard_after_forward(LLAMA, bf16=True)
+    assert not estimate.reshard_after_forward(small, bf16=True)
+    assert estimate.reshard_after_forward(LLAMA, bf16=True)
     # The parameters of 12 blocks stay in bf16. Of the larger model, two blocks and the vocabulary are gathered.
-    assert estimate(small, 4096, 8, vocab_size=256)["gathered parameters"] == pytest.approx(2 * 85e6, rel=0.01)
-    assert estimate(LLAMA, 8192, 8)["gathered parameters"] == pytest.approx(2 * (218e6 + 1051e6), rel=0.01)
+    assert bytes_needed(small, 4096, 8, vocab_size=256)["gathered parameters"] == pytest.approx(2 * 85e6, rel=0.01)
+    assert bytes_needed(LLAMA, 8192, 8)["gathered parameters"] == pytest.approx(2 * (218e6 + 1051e6), rel=0.01)
 
 
 def test_small_blocks_are_gathered_together():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
-    assert (memory.blocks_per_group(small, bf16=True), memory.blocks_per_group(small, bf16=False)) == (12, 9)
-    assert memory.blocks_per_group(LLAMA, bf16=True) == 1
+    assert (estimate.blocks_per_group(small, bf16=True), estimate.blocks_per_group(small, bf16=False)) == (12, 9)
+    assert estimate.blocks_per_group(LLAMA, bf16=True) == 1
     tiny = ModelConfig(layers=3, dim=64, heads=4, kv_heads=4)
-    assert memory.blocks_per_group(tiny, bf16=True) == 3
+    assert estimate.blocks_per_group(tiny, bf16=True) == 3
 
 
 @pytest.fixture
 def gpu(monkeypatch) -> torch.device:
     """A fake GPU with 80 GiB."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * estimate.GIB))
     return torch.device("cuda", 0)
 
 
 def test_an_error_lists_the_memory_by_purpose_if_it_does_not_fit(gpu):
-    memory.check({"activations": 75 * memory.GIB}, gpu)
+    estimate.check({"activations": 75 * estimate.GIB}, gpu)
     with pytest.raises(
         ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 76.0 usable: use more"
     ):
-        memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, gpu)
+        estimate.check({"parameters": estimate.GIB, "activations": 100 * estimate.GIB}, gpu)
 
 
 @pytest.mark.parametrize(("needed", "tight"), [(60, False), (70, True)], ids=["comfortable", "tight"])
 def test_memory_is_tight_if_little_of_it_remains_free(needed, tight, gpu):
-    assert memory.is_tight({"activations": needed * memory.GIB}, gpu) == tight
+    assert estimate.is_tight({"activations": needed * estimate.GIB}, gpu) == tight
 
 
-@pytest.mark.parametrize(("tokens", "setting"), [(1024, None), (16_384, None), (131_072, None), (1024, True), (131_072, False)])
+@pytest.mark.parametrize(
+    ("tokens", "setting"), [(1024, "auto"), (16_384, "auto"), (131_072, "auto"), (1024, "recompute"), (131_072, "keep")]
+)
 def test_no_more_blocks_are_recomputed_than_necessary(tokens, setting, gpu):
     config = Config(model=LLAMA, data=DataConfig(seq_len=8 * tokens))
-    config = with_settings(config, {"parallel.activation_checkpointing": setting})
-    count, needed = memory.choose_recomputation(config, MeshShape(1, 8, 1), 128_256, True, False, gpu)
-    assert needed == estimate(LLAMA, tokens, 8, recomputed_blocks=count)
-    if setting is not None:
-        assert count == LLAMA.layers * setting
+    config = with_settings(config, {"memory.activations": setting})
+    plan, needed = choose_plan(config, MeshShape(1, 8, 1), 128_256, True, False, gpu)
+    count = plan.recomputed_blocks
+    assert needed == bytes_needed(LLAMA, tokens, 8, recomputed_blocks=count)
+    if setting != "auto":
+        assert count == (LLAMA.layers if setting == "recompute" else 0)
         return
     expected = {1024: 0, 131_072: LLAMA.layers}
     assert count == expected.get(tokens, count)
-    assert memory.is_tight(needed, gpu) == (tokens == 131_072)
+    assert estimate.is_tight(needed, gpu) == (tokens == 131_072)
     if tokens == 16_384:
         assert 0 < count < LLAMA.layers
-        assert memory.is_tight(estimate(LLAMA, tokens, 8, recomputed_blocks=count - 1), gpu)
+        assert estimate.is_tight(bytes_needed(LLAMA, tokens, 8, recomputed_blocks=count - 1), gpu)
 
 
 def test_memory_of_the_host_is_shared_by_its_ranks(monkeypatch):
     cpu, total = torch.device("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory.check({"activations": 0.9 * total}, cpu)
+    estimate.check({"activations": 0.9 * total}, cpu)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="its share of this host"):
-        memory.check({"activations": 0.9 * total}, cpu)
+        estimate.check({"activations": 0.9 * total}, cpu)
 
 
 def test_memory_of_a_host_is_never_tight():
-    assert not memory.is_tight({"activations": 1e30}, torch.device("cpu"))
+    assert not estimate.is_tight({"activations": 1e30}, torch.device("cpu"))
 
 
 def test_ulysses_saves_one_more_attention_output():
-    without, ulysses = (estimate(LLAMA, 8192, 8, ulysses, recomputed_blocks=32)["activations"] for ulysses in (1, 8))
+    without, ulysses = (bytes_needed(LLAMA, 8192, 8, ulysses, recomputed_blocks=32)["activations"] for ulysses in (1, 8))
     assert ulysses - without == 8192 * LLAMA.layers * 2 * 4096
 
 
@@ -164,5 +170,5 @@ PEAKS = [
 def test_estimates_are_close_to_measured_peaks(name, tokens, ranks, options, peak):
     """No estimate may differ by more than 10%. All of these differ by less than 2%."""
     model = ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{name}.yaml"))
-    needed = estimate(model, tokens, ranks, vocab_size=257, **({"compiled": True} | options))
-    assert sum(needed.values()) / memory.GIB == pytest.approx(peak, rel=0.02)
+    needed = bytes_needed(model, tokens, ranks, vocab_size=257, **({"compiled": True} | options))
+    assert sum(needed.values()) / estimate.GIB == pytest.approx(peak, rel=0.02)

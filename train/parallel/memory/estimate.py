@@ -6,6 +6,7 @@ import torch
 
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import chunk_size
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.ranks import ranks_per_host
 from ringattn.train.settings.config import Config, ConfigError, ModelConfig
@@ -75,8 +76,8 @@ def tokens_per_rank(config: Config, shape: MeshShape) -> int:
     return -(-config.data.seq_len // shape.sequence)
 
 
-def estimate(
-    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, recomputed_blocks: int = 0
+def peak_bytes(
+    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, plan: MemoryPlan
 ) -> dict[str, float]:
     """Estimate the peak of torch's allocator on a rank, in bytes by purpose.
 
@@ -89,7 +90,7 @@ def estimate(
         vocab_size: the number of tokens of the tokenizer.
         bf16: whether the model computes in bf16.
         compiled: whether torch.compile is used. Compiled code saves only the inputs of matrix products.
-        recomputed_blocks: the number of blocks that save only their input and their attention output.
+        plan: where the rank keeps the data.
     """
     model, size, ranks = config.model, 2 if bf16 else 4, shape.ranks
     logits_dim = padded_vocabulary(model, vocab_size)
@@ -109,10 +110,10 @@ def estimate(
     saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
     # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
     rotary_dims = sum(rope.dim for rope in {model.layer(index).rope for index in range(model.layers)})
-    blocks_saved = model.layers * saved - recomputed_blocks * (saved - checkpointed)
+    blocks_saved = model.layers * saved - plan.recomputed_blocks * (saved - checkpointed)
     activations = tokens * (blocks_saved + 4 * rotary_dims + 24)
     # At its peak, a step computes the gradients of the last block.
-    recomputed = tokens * (saved - checkpointed) if recomputed_blocks == model.layers else 0
+    recomputed = tokens * (saved - checkpointed) if plan.recomputed_blocks == model.layers else 0
     feed_forward = size * tokens * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
 
     chunk = min(tokens, chunk_size(logits_dim))
@@ -189,22 +190,6 @@ class InsufficientMemory(ConfigError):
     """A job needs more memory than its ranks have."""
 
 
-def choose_recomputation(
-    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, device: torch.device
-) -> tuple[int, dict[str, float]]:
-    """Return the number of blocks that are recomputed in the backward pass, and the result of `estimate`.
-
-    By default, no more blocks are recomputed than necessary to leave some memory of a GPU free.
-    """
-    recompute, layers = config.parallel.activation_checkpointing, config.model.layers
-    least, most = (0, layers) if recompute is None else (layers * recompute,) * 2
-    for count in range(least, most):
-        needed = estimate(config, shape, vocab_size, bf16, compiled, count)
-        if not is_tight(needed, device):
-            return count, needed
-    return most, estimate(config, shape, vocab_size, bf16, compiled, most)
-
-
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
     """Return whether a run that needs this memory would leave too little free memory on a GPU."""
     return device.type == "cuda" and sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
@@ -223,7 +208,7 @@ def check(needed: dict[str, float], device: torch.device) -> None:
         owner = "its GPU" if device.type == "cuda" else "its share of this host"
         raise InsufficientMemory(
             f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f} usable: "
-            "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false and "
+            "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out memory.activations=keep and "
             "trainer.cuda_graphs=true"
         )
 
