@@ -23,7 +23,7 @@ from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.data.loader import Loader, Preparation, start_loader
 from ringattn.train.data.packing import Sequences, load, load_held_out
 from ringattn.train.data.tokenizer import Tokenizer, tokenizer_of
-from ringattn.train.model import flops
+from ringattn.train.model import float8, flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
@@ -116,6 +116,8 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     """
     with sync_errors():
         device, bf16, kernel = choose_device(config, training=True)
+        if config.trainer.float8:
+            float8.check(config.model, device, bf16)
         tokenizer = tokenizer_of(config.data)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
@@ -188,6 +190,8 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
+    if config.trainer.float8:
+        float8.convert(model)
     if found.compiled:
         compile_blocks(model)
     checkpoint_activations(model, found.plan.recomputed_blocks)

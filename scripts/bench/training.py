@@ -5,12 +5,12 @@
     python -m scripts.bench.training --ranks 1 --lengths 65536 --variants ringattn transformers --model gpt-oss-4b
 
 All jobs use bf16. In every step, all ranks together train on one sequence. Attention is causal and ignores documents, because
-stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant
-`stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. The
-variant `transformers` is `scripts/bench/transformers_training.py`. The variant `transformers` uses one GPU, and runs only if
---variants names it. The jobs run one after the other. The rates of a job are computed from the median time of its steps. If a
-job fails, for example because it runs out of memory, the table contains its error message. The script writes README.md,
-training.json and training.png to --output.
+stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings, and
+`ringattn-float8` adds `trainer.float8=true`. The variant `stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is
+the same script with activation checkpointing. The variant `transformers` is `scripts/bench/transformers_training.py`, which
+uses one GPU. `ringattn-float8` and `transformers` run only if --variants names them. The jobs run one after the other. The
+rates of a job are computed from the median time of its steps. If a job fails, for example because it runs out of memory, the
+table contains its error message. The script writes README.md, training.json and training.png to --output.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from scripts import command, gpus
 from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
-VARIANTS = ("ringattn", "stock", "stock-recompute", "transformers")
-DEFAULT_VARIANTS = VARIANTS[:3]
+DEFAULT_VARIANTS = ("ringattn", "stock", "stock-recompute")
+VARIANTS = (*DEFAULT_VARIANTS, "transformers", "ringattn-float8")
 Row = dict[str, Any]
 NOTE = """\
 All GPUs together train on one sequence per step. FLOPs count causal attention once, and recomputation is not counted. Each row
@@ -39,8 +39,9 @@ torch's allocator, which does not count the receive buffer of the NVLink transpo
 
 def job_command(variant: str, model: str, length: int, ranks: int, steps: int, output: Path) -> list[str]:
     """Return the command line of a job that writes summary.json to `output`."""
-    if variant == "ringattn":
+    if variant in ("ringattn", "ringattn-float8"):
         settings = (
+            f"trainer.float8={variant == 'ringattn-float8'}",
             f"model={model}",
             f"data.seq_len={length}",
             "data.mask_documents=false",
@@ -108,7 +109,7 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 def is_stock(row: Row, length: int) -> bool:
     """Return whether the row comes from a successful job of a peer with this sequence length."""
-    return row["variant"] != "ringattn" and row["length"] == length and "failed" not in row
+    return not row["variant"].startswith("ringattn") and row["length"] == length and "failed" not in row
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:

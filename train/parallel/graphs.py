@@ -49,7 +49,8 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     is_dense = model.experts is None and not model.sinks
     # Several masks were tested in graphs only on one GPU.
     has_one_mask = shape.sequence == 1 or len({*model.windows}) == 1
-    is_simple = is_dense and has_one_mask
+    # FP8 linear layers were not tested in graphs.
+    is_simple = is_dense and has_one_mask and not config.trainer.float8
     return device.type == "cuda" and is_simple and compiled and has_kernel and one_group and has_equal_parts
 
 
@@ -65,8 +66,8 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
     if wanted and not possible:
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
-            "parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a sequence, "
-            f"blocks that are not recomputed in the backward pass and have at most {estimate.GROUP_BYTES >> 20} MiB of "
+            "trainer.float8=false, parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a "
+            f"sequence, blocks that are not recomputed in the backward pass and have at most {estimate.GROUP_BYTES >> 20} MiB of "
             "parameters, and a data.seq_len that gives every rank an equal share, such as "
             f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
         )

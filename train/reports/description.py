@@ -42,6 +42,8 @@ FP8_DESCRIPTIONS = {
     "always": ", FP8 attention in every forward pass",
 }
 
+FLOAT8_DESCRIPTION = ", FP8 linear layers in training steps (the MFU is relative to the peak of bf16)"
+
 
 def run_facts(run: Run) -> dict[str, Any]:
     """Return the properties of a run as values that JSON can represent."""
@@ -60,6 +62,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "tokens_per_rank": estimate.tokens_per_rank(config, mesh.shape),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "fp8_attention": config.trainer.fp8_attention,
+        "float8": config.trainer.float8,
         "deterministic": config.trainer.deterministic,
         "compiled": run.compiled,
         "cuda_graphs": run.graphs is not None,
@@ -103,7 +106,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "ring": f"layout {facts['layout']}, {facts['tokens_per_rank']:,} tokens per rank, schedule {facts['schedule']}, "
         f"route {facts['route']}",
         "kernel": f"{facts['kernel']}: {facts['kernel_reason']}" + (", deterministic" if facts["deterministic"] else ""),
-        "precision": facts["precision"] + FP8_DESCRIPTIONS[facts["fp8_attention"]],
+        "precision": facts["precision"] + FP8_DESCRIPTIONS[facts["fp8_attention"]] + FLOAT8_DESCRIPTION * facts["float8"],
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
         "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank",
     }

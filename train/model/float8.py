@@ -1,0 +1,90 @@
+"""Compute the linear layers of the blocks in FP8 during training steps, with one scale per tensor (torchao).
+
+The weights stay in fp32 and keep their names. Without gradients, for example in evaluation, the layers compute in bf16, like
+the exported model. The experts and their router do not use FP8.
+"""
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringattn.train.model.gpt import GPT
+from ringattn.train.settings.config import ConfigError, ModelConfig
+
+# torch._scaled_mm requires that both dimensions of a weight are multiples of this number.
+MULTIPLE = 16
+
+# The first compute capability with FP8 matrix products (Ada).
+CAPABILITY = 8, 9
+
+
+def check(model: ModelConfig, device: torch.device, bf16: bool) -> None:
+    """Raise ConfigError unless the device and the shapes of the model support FP8. No GPU memory is allocated."""
+    advice = "or leave trainer.float8 out"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise ConfigError(
+            f"trainer.float8=true requires a GPU of compute capability 8.9 or newer, but this rank has {name}: use another "
+            f"GPU, {advice}"
+        )
+    if not bf16:
+        raise ConfigError(f"trainer.float8=true requires bf16: set trainer.precision=bf16, {advice}")
+    sizes = {
+        "model.dim": model.dim,
+        "model.heads x head_dim": model.heads * model.resolved_head_dim,
+        "model.kv_heads x head_dim": model.kv_heads * model.resolved_head_dim,
+        **({"model.ffn_dim": model.resolved_ffn_dim} if model.experts is None else {}),
+    }
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            raise ConfigError(
+                f"trainer.float8=true requires multiples of {MULTIPLE}, but {name} is {size}: change it, {advice}"
+            )
+    _import_torchao()
+
+
+def convert(model: GPT, emulate: bool = False) -> None:
+    """Replace the linear layers of all blocks. The parameters stay the same objects.
+
+    Call this function before torch.compile and FSDP. `emulate` multiplies the FP8 numbers in fp32, which is slow, for tests.
+    """
+    torchao = _import_torchao()
+    # In the gradient of a weight, the tokens are the inner dimension. Their number may be any.
+    config = torchao.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    for block in model.blocks:
+        torchao.convert_to_float8_training(block, config=config, module_filter_fn=_is_outside_experts)
+        for layer in block.children():
+            if isinstance(layer, nn.Linear):
+                patched: Any = layer
+                patched.forward = partial(_forward, layer, layer.forward)
+
+
+def _is_outside_experts(_: nn.Module, name: str) -> bool:
+    return not name.startswith("experts.")
+
+
+def _forward(layer: nn.Linear, float8_forward: Any, x: Tensor) -> Tensor:
+    return float8_forward(x) if torch.is_grad_enabled() else F.linear(x, layer.weight, layer.bias)
+
+
+def _import_torchao() -> Any:
+    """Import torchao, which is optional, without its warnings about kernels for other formats.
+
+    Raises:
+        ConfigError: torchao is not installed, or does not suit this version of torch.
+    """
+    logging.disable(logging.WARNING)
+    try:
+        import torchao.float8
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.float8=true requires torchao ({error}): install it with pip install 'ringattn[torchao]', or leave "
+            "trainer.float8 out"
+        ) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    return torchao.float8
