@@ -67,8 +67,8 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
             "trainer.float8=false, parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a "
-            f"sequence, blocks that are not recomputed in the backward pass and have at most {estimate.GROUP_BYTES >> 20} MiB of "
-            "parameters, and a data.seq_len that gives every rank an equal share, such as "
+            "sequence, blocks that are not recomputed in the backward pass and have at most "
+            f"{estimate.GROUP_BYTES >> 20} MiB of parameters, and a data.seq_len that gives every rank an equal share, such as "
             f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
         )
     if not possible or wanted is not None:
