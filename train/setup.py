@@ -21,7 +21,8 @@ from ringattn.ring import free_plans
 from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.data.loader import Loader, Preparation, start_loader
-from ringattn.train.data.packing import Sequences, load, load_held_out
+from ringattn.train.data.mixture import MixtureDataset
+from ringattn.train.data.packing import Sequences, TrainingData, load_held_out, load_training
 from ringattn.train.data.tokenizer import Tokenizer, tokenizer_of
 from ringattn.train.model import float8, flops
 from ringattn.train.model.gpt import GPT
@@ -57,7 +58,7 @@ class Resources:
 class TrainingResources(Resources):
     """The further parts that only a training run needs."""
 
-    data: Sequences
+    data: TrainingData
     memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     graphed: bool  # whether a training step is replayed from CUDA graphs
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
@@ -135,7 +136,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     with sync_errors():
         estimate.check(needed, device)
     with sync_errors():
-        data = load(config.data, tokenizer)
+        data = load_training(config.data, tokenizer)
     # In each call of `load`, the other ranks wait for rank 0. Rank 0 must therefore report an error of the first call before
     # the second call.
     with sync_errors():
@@ -183,6 +184,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         loader = start_loader(pick_device(config.trainer.device))
     found = find_resources(config, init_from)
     device, mesh, tokenizer = found.device, found.mesh, found.tokenizer
+    config = end_with_text(config, found.data, mesh)
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
     # Tokenising a corpus may take longer than the timeout of the settings, which applies from here on.
@@ -216,6 +218,26 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         loader=loader,
         graphs=graphs,
     )
+
+
+def end_with_text(config: Config, data: TrainingData, mesh: Mesh) -> Config:
+    """Return the settings of a run whose steps end before its text runs out, if `data.exhausted` is "end".
+
+    Raises:
+        ConfigError: the text does not suffice for one step.
+    """
+    per_step = mesh.dp.size() * config.trainer.accumulate * config.trainer.batch_size
+    steps = data.sequences_per_epoch // per_step
+    if config.data.exhausted == "repeat" or config.trainer.steps <= steps:
+        return config
+    source = f"source {data.first_exhausted} of data.mix" if isinstance(data, MixtureDataset) else "text"
+    if steps < 1:
+        raise ConfigError(
+            f"the {source} runs out after {data.sequences_per_epoch:,} sequences, but a step needs {per_step:,}: provide more "
+            "text, use fewer tokens per step, or set data.exhausted=repeat"
+        )
+    log.info(f"{'steps':<12}{steps:,} instead of {config.trainer.steps:,}, because then the {source} runs out")
+    return with_settings(config, {"trainer.steps": steps})
 
 
 def build_for_inference(config: Config, weights: Path) -> InferenceRun:

@@ -15,6 +15,7 @@ from ringattn.train import optim, preemption
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
+from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.inference.generation import write_sample
 from ringattn.train.inference.losses import evaluate
@@ -184,6 +185,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             evaluates = is_evaluated(run, step)
             # After the last step, a request can only stop the evaluation.
             stop = stop and (step < trainer.steps or evaluates)
+            record |= report_sources(run, step, consumed)
             consumed += run.sequences_per_step
             record["total_tokens"] = consumed * run.config.data.seq_len
             record["peak_memory_gib"] = peak_memory_gib(run.device, run.uncounted_bytes)
@@ -209,6 +211,22 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 if not is_saved:
                     timed_save(run, directory, step, consumed, recorder)
                 end_stopped_run(run, directory, step, wandb_run)
+
+
+def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
+    """Return the tokens and the epochs of each source of a mixture after `step`, and log which texts begin a new epoch.
+
+    `consumed` is the number of sequences that earlier steps consumed.
+    """
+    before, after = (run.data.progress(count) for count in (consumed, consumed + run.sequences_per_step))
+    for name, (_, epochs) in after.items():
+        if (epoch := math.ceil(epochs)) > max(math.ceil(before[name].epochs), 1):
+            text = f"the source {name}" if name else "the text"
+            log.info(f"{'repeats':<12}{text} ran out, and step {step} began to read it again (epoch {epoch})")
+    if not isinstance(run.data, MixtureDataset):
+        return {}
+    tokens = {f"tokens/{name}": progress.tokens for name, progress in after.items()}
+    return tokens | {f"epochs/{name}": progress.epochs for name, progress in after.items()}
 
 
 def is_evaluated(run: Run, step: int) -> bool:

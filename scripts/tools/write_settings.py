@@ -27,11 +27,11 @@ some defaults. `python train/run.py --cfg job --resolve` prints the values of a 
 
 def entries(group: type, prefix: str) -> list[str]:
     """Return one Markdown paragraph per setting of a group, without nested groups."""
-    texts = explanations(group)
+    texts, defaults = explanations(group), vars(group())
     return [
-        f"**`{prefix}{field.name}={as_yaml(field.default)}`**: {texts[field.name]}"
-        for field in dataclasses.fields(group)
-        if field.default is not dataclasses.MISSING
+        f"**`{prefix}{name}={as_yaml(value)}`**: {texts[name]}"
+        for name, value in defaults.items()
+        if not dataclasses.is_dataclass(value)
     ]
 
 

@@ -3,7 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -18,7 +18,39 @@ TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32"))
 NUM_SAMPLED = 64
 
 
-class TokenisedDocuments:
+class Progress(NamedTuple):
+    """How much of a source has been consumed."""
+
+    tokens: int
+    epochs: float
+
+
+class NumberedSequences:
+    """A base class for endless series of sequences, in which sequence number i depends only on i and on the settings.
+
+    Attributes:
+        seq_len: the number S of tokens per sequence.
+        sequences_per_epoch: the number of sequences of an epoch.
+    """
+
+    seq_len: int
+    sequences_per_epoch: int
+
+    def batch(self, indices: Iterable[int]) -> Batch:
+        """Return the sequences with the numbers `indices`, in this order."""
+        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
+        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
+
+    def progress(self, consumed: int) -> dict[str, Progress]:
+        """Return the progress in the corpus after the first `consumed` sequences, under the name ""."""
+        return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
+        raise NotImplementedError
+
+
+class TokenisedDocuments(NumberedSequences):
     """Reads tokenised documents. Subclasses pack the documents into numbered sequences.
 
     Attributes:
@@ -51,15 +83,6 @@ class TokenisedDocuments:
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}
-
-    def batch(self, indices: Iterable[int]) -> Batch:
-        """Return the sequences with the numbers `indices`, in this order."""
-        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
-        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
-
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
-        raise NotImplementedError
 
     def _document(self, index: int) -> pyarrow.Array:
         """Return the tokens of a document without copying them."""

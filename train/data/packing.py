@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import datasets.config
@@ -39,12 +39,15 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.data import recall, sources
 from ringattn.train.data.documents import TOKENS, TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.mixture import MixtureDataset, in_proportion
 from ringattn.train.data.records import RecordDataset, RecordEncoder, split_records
 from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.settings.config import ConfigError, DataConfig
 
 BATCH_TOKENS = 2**20  # tokens that are kept in memory before they are written to the cache
 FILE_TOKENS = 2**26  # tokens in a file of the cache: a killed process loses at most this many
+Loaded = TypeVar("Loaded")
 END = "end.json"  # marks a complete cache; contains [number of rows by split, number of entries]
 log = logging.getLogger(__name__)
 
@@ -139,6 +142,15 @@ class PackedDataset(TokenisedDocuments):
 
 
 Sequences = PackedDataset | RecordDataset | recall.RecallDataset
+TrainingData = Sequences | MixtureDataset
+
+
+def load_training(config: DataConfig, tokenizer: Tokenizer) -> TrainingData:
+    """Load the training sequences. All ranks must call this function. Errors as in `load`."""
+    if config.mix:
+        sources = load_members(config, lambda member: load(member, tokenizer))
+        return MixtureDataset(sources, config.weights, config.group_size or 1)
+    return load(config, tokenizer)
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
@@ -158,9 +170,34 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
     return PackedDataset(documents, config.seq_len, config.seed, shuffle, config.group_size or 1)
 
 
+def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]) -> dict[str, Loaded]:
+    """Load every source of a mixture with a function. All ranks must call this function.
+
+    Raises:
+        ConfigError: on every rank, if a source cannot be loaded. The message contains its name.
+    """
+    loaded = dict[str, Loaded]()
+    for name, member in config.members.items():
+        # In each call, the other ranks wait for rank 0, which must therefore report its errors before the next call.
+        with sync_errors():
+            try:
+                loaded[name] = load_member(member)
+            except ConfigError as error:
+                raise ConfigError(f"data.mix: {name}: {error}") from error
+    return loaded
+
+
 def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) -> PackedDataset | RecordDataset:
     """Load the held-out fraction of a corpus. The fraction of a text depends on the `data.seq_len` of the training."""
-    _, documents = _split(load_documents(config, tokenizer), config, trained_len)
+
+    def load_part(config: DataConfig) -> datasets.Dataset:
+        return _split(load_documents(config, tokenizer), config, trained_len)[1]
+
+    if config.mix:
+        parts = load_members(config, load_part)
+        documents = in_proportion(list(parts.values()), config.weights)
+    else:
+        documents = load_part(config)
     if config.format != "text":
         return _pack_records(documents, config, seed=0)
     return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)
@@ -246,7 +283,7 @@ def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> dat
     return datasets.Dataset(InMemoryTable(table), datasets.DatasetInfo(features=TOKENS))
 
 
-def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences) -> Sequences | None:
+def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingData) -> Sequences | None:
     """Load the held-out text in the order of the stream, or return None if there is none. All ranks must call this function.
 
     Args:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ringattn.train.data.batch import Batch
+from ringattn.train.data.documents import NumberedSequences
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
@@ -45,14 +46,13 @@ GRID_SEED = 2**63 + 1
 NUM_POSITIONS = 11
 
 
-class RecallDataset:
+class RecallDataset(NumberedSequences):
     """An endless series of sequences for training. Each sequence consists of documents of one length.
 
     The length is `seq_len` divided by a random power of two, because short documents teach the task quickly. The facts are at a
     random position of each document.
 
     Attributes:
-        seq_len: the number S of tokens per sequence.
         sequences_per_epoch: the number of different sequences.
     """
 
@@ -69,11 +69,6 @@ class RecallDataset:
         """Values that identify the sequences and their order."""
         task = {"task": "recall", "keys": NUM_KEYS, "values": NUM_VALUES, "block": BLOCK, "shortest": MIN_LENGTH}
         return task | {"seq_len": self.seq_len, "seed": self._seed, "sequences": "generated"}
-
-    def batch(self, indices: Iterable[int]) -> Batch:
-        """Return the sequences with the numbers `indices`, in this order."""
-        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
-        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return a sequence: its tokens and labels, both int64 (S,), and the length of each document.

@@ -19,6 +19,7 @@ from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.train.checkpoint import huggingface
 from ringattn.train.data.documents import TokenisedDocuments
+from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.records import RecordDataset
 from ringattn.train.model import flops
 from ringattn.train.parallel import prediction
@@ -91,6 +92,13 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
     if config.data.source == "recall":
         data = f"generated sequences of {config.data.seq_len:,} tokens"
+    if isinstance(run.data, MixtureDataset):
+        shares = [
+            f"{weight:.1%} {name} ({run.data.sources[name].sequences_per_epoch:,} sequences)"
+            for name, weight in run.data.weights.items()
+        ]
+        data = f"{', '.join(shares)}{held_out}; {run.data.first_exhausted} runs out after "
+        data += f"{run.data.sequences_per_epoch:,} sequences"
     if isinstance(run.data, RecordDataset):
         data += f", {run.data.padding:.1%} padding"
     rows = config.model.vocab_size or 0

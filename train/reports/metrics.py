@@ -147,6 +147,8 @@ class Recorder:
 
     def _format(self, record: dict[str, float]) -> str:
         known = [form.format(record[name]) for name, form in CONSOLE_FORMATS.items() if name in record]
+        for name in (name.partition("/")[2] for name in record if name.startswith("epochs/")):
+            known.append(f"{name} {record[f'tokens/{name}']:,} tokens ({record[f'epochs/{name}']:.2f} epochs)")
         step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
         if self._seconds:  # This launch has taken a step.
             # The first step is slow, which does not affect the median.

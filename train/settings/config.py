@@ -212,13 +212,35 @@ class ModelConfig(Frozen):
 
 
 @dataclass
+class MixSource(Frozen):
+    """One source of a mixture. Except for `name` and `weight`, the settings mean the same as in DataConfig."""
+
+    name: str | None = None
+    weight: float = 1.0
+    source: str = "stdlib"
+    path: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    column: str = "text"
+    messages_column: str = "messages"
+
+
+@dataclass
 class DataConfig(Frozen):
     """The text, the tokenizer and the packing of documents into sequences."""
 
     # The kind of text: "stdlib" or "packages" (the source code of Python's standard library, one document per file or per
     # package), "text" (one document per file), "jsonl" (per line), "parquet" (per row), "hub" (a dataset of the Hugging Face
-    # hub) or "recall" (a generated task, whose answers lie far back).
+    # hub), "recall" (a generated task, whose answers lie far back) or "mix" (the sources in `mix`).
     source: str = "stdlib"
+    # The sources of a mixture, such as [{name:web,source:jsonl,path:web.jsonl,weight:0.7},{source:packages,weight:0.3}]. The
+    # weight of a source is its share of the tokens, relative to the other sources. The other values are `name` (by default
+    # `source`), `source`, `path`, `subset`, `split`, `column` and `messages_column`. The fraction `eval_fraction` of every
+    # source is held out.
+    mix: list[MixSource] = field(default_factory=list)
+    # What happens when the text, or a source of a mixture, runs out: "repeat" (it is read again in another order, and a message
+    # says so) or "end" (the run has only as many steps as there is text).
+    exhausted: str = "repeat"
     # A file, a folder with its subfolders, or a glob pattern; for "hub", the name of a dataset. In a folder, "jsonl" and
     # "parquet" read only files with such names. "stdlib", "packages" and "recall" need no path.
     path: str | None = None
@@ -259,8 +281,8 @@ class DataConfig(Frozen):
     # The seed of the order of the documents, which differs from epoch to epoch.
     seed: int = 0
     # The number of consecutive sequences for which attention has a similar cost, so that data-parallel ranks do not wait for
-    # each other. 1: no groups. None: the sequences of a micro-step, or 1 if there is one data-parallel rank or no
-    # `mask_documents`. A resumed run keeps its number.
+    # each other. 1: no groups. None: the sequences of a micro-step, or 1 if there is one data-parallel rank, no
+    # `mask_documents` or a mixture. A resumed run keeps its number.
     group_size: int | None = None
 
     @property
@@ -270,8 +292,23 @@ class DataConfig(Frozen):
         return columns[self.format]
 
     @property
+    def members(self) -> dict[str, "DataConfig"]:
+        """The settings of each source of a mixture, by name."""
+        values = [{key: value for key, value in vars(source).items() if key not in ("name", "weight")} for source in self.mix]
+        return {
+            source.name or source.source: replace(self, mix=[], **each) for source, each in zip(self.mix, values, strict=True)
+        }
+
+    @property
+    def weights(self) -> list[float]:
+        """The weights of the sources of a mixture."""
+        return [source.weight for source in self.mix]
+
+    @property
     def description(self) -> str:
         """The source and the path, as on the command line."""
+        if self.mix:
+            return f"data.source=mix of {', '.join(self.members)}"
         return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
 
     @property
@@ -513,7 +550,8 @@ CHOICES = {
     "model.norm": ("rms", "rms_plus_one", "layer"),
     "model.norm_position": ("before", "after", "both"),
     "model.activation": ("silu", "gelu", "clamped"),
-    "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
+    "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall", "mix"),
+    "data.exhausted": ("repeat", "end"),
     "data.format": ("text", "chat", "prompt_completion"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
@@ -593,7 +631,7 @@ def check(config: Config, world_size: int) -> None:
     """
     check_values(config)
     problems = _check_unused(config), _check_model(config.model), _check_parallel(config, world_size), _check_training(config)
-    for problem in chain(*problems):
+    for problem in chain(*problems, _check_mixture(config)):
         raise ConfigError(problem)
 
 
@@ -639,6 +677,13 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield the name and the value of each setting that other settings make useless, and the reason."""
     model, data, optim = config.model, config.data, config.optim
     for names, is_unused, reason in (
+        (
+            "data.path data.subset data.split data.eval_split data.eval_path data.column data.messages_column",
+            data.source == "mix",
+            "if data.source=mix: set it for the sources in data.mix",
+        ),
+        ("data.mix", data.source != "mix", f"if data.source={data.source}: choose data=mix"),
+        ("data.exhausted", data.source == "recall", "if data.source=recall, which never runs out: choose another source"),
         (
             "data.path data.eval_path data.max_document_mb",
             data.source in ("stdlib", "packages", "recall"),
@@ -777,6 +822,27 @@ def _check_training(config: Config) -> Iterator[str]:
         first, last = trainer.profiled_range or (0, 0)
         if not 1 <= first <= last <= trainer.steps:
             yield f"trainer.profile={trainer.profile}: must be true or a range of steps from 1 to {trainer.steps}, such as 3-5"
+
+
+def _check_mixture(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.source == "mix" and not data.mix:
+        yield "data.source=mix requires data.mix: set it, for example to [{source:jsonl,path:web.jsonl,weight:0.7},...]"
+    names = [source.name or source.source for source in data.mix]
+    for name, source in zip(names, data.mix, strict=True):
+        if names.count(name) > 1:
+            yield f"data.mix has {names.count(name)} sources with the name {name}: give every source another name"
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield f"data.mix has a source with the name {name!r:.60}: use letters, digits, dots, hyphens and underscores"
+        if not 0 < source.weight < math.inf:
+            yield f"data.mix: {name}: weight={source.weight}: must be greater than 0"
+        if source.source in ("mix", "recall"):
+            yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
+        # The other sources may use settings that this one does not use.
+        shared = {"data.max_document_mb": DataConfig.max_document_mb, "data.exhausted": DataConfig.exhausted}
+        member = with_settings(replace(config, data=data.members[name]), shared)
+        for problem in chain(_find_invalid_values(member), _check_unused(member), _check_training(member)):
+            yield f"data.mix: {name}: {problem}"
 
 
 def _divisors(n: int) -> str:

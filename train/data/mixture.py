@@ -1,0 +1,120 @@
+"""Mix the sequences of several sources, so that each source has a given share of the tokens.
+
+Each sequence comes from one source. Sequence j of a source with the share w belongs at the position (j + 1/2) / w of the
+mixture, and the mixture sorts the sequences of all sources by these positions (the method of Sainte-Laguë). Therefore, the
+number of sequences of a source differs from its share by a few sequences at most, after any number of sequences. The source of
+a sequence is computed from its number alone, so the number of consumed sequences is still the only state of the data.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ringattn.train.data.documents import NumberedSequences, Progress
+
+
+class MixtureDataset(NumberedSequences):
+    """An endless series of sequences of several sources. Sequence number i depends only on the arguments and on i.
+
+    Attributes:
+        sources: the sequences of each source, by name.
+        weights: the share of the tokens of each source. The shares sum to 1.
+        sequences_per_epoch: the number of sequences before the first source runs out.
+        group_size: the number of consecutive sequences that come from the same source.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], weights: Iterable[float], group_size: int = 1):
+        """Mix the sources.
+
+        Args:
+            sources: the sequences of each source, by name. Each one is a PackedDataset or a RecordDataset.
+            weights: the weight of each source, greater than 0. The weights may have any sum.
+            group_size: as the attribute.
+        """
+        self.sources, self.group_size = dict(sources), group_size
+        self.seq_len = next(iter(self.sources.values())).seq_len
+        given = np.array(list(weights), dtype=np.float64)
+        self.weights = dict(zip(sources, (given / given.sum()).tolist(), strict=True))
+        # Padding is not part of the tokens of a source, so a source with padding needs more sequences.
+        sequences = given / [1 - self._padding(name) for name in sources]
+        self._shares = sequences / sequences.sum()
+        ends = {
+            name: self._first_sequence(index, each.sequences_per_epoch) for index, (name, each) in enumerate(sources.items())
+        }
+        self.first_exhausted = min(ends, key=lambda name: ends[name])
+        self.sequences_per_epoch = ends[self.first_exhausted]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Values that identify the mixture. If the values change, a saved position in the data is invalid."""
+        sources = {name: [self.weights[name], each.fingerprint] for name, each in self.sources.items()}
+        return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources}
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
+        counts, source = self._locate(index)
+        return list(self.sources.values())[source].sequence(int(counts[source]))
+
+    def progress(self, consumed: int) -> dict[str, Progress]:
+        """Return the progress of each source, by name, after the first `consumed` sequences of the mixture."""
+        counts, _ = self._locate(consumed)
+        return {
+            name: Progress(round(count * each.seq_len * (1 - self._padding(name))), count / each.sequences_per_epoch)
+            for (name, each), count in zip(self.sources.items(), counts.tolist(), strict=True)
+        }
+
+    def _padding(self, name: str) -> float:
+        return getattr(self.sources[name], "padding", 0.0)
+
+    def _locate(self, index: int) -> tuple[np.ndarray, int]:
+        """Return the number of sequences of each source before sequence `index`, int64 (sources,), and the source of it."""
+        group, offset = divmod(index, self.group_size)
+        counts, source = count_before(self._shares, group)
+        counts *= self.group_size
+        counts[source] += offset
+        return counts, source
+
+    def _first_sequence(self, source: int, number: int) -> int:
+        """Return the number in the mixture of the sequence with this number in a source."""
+        latest = int((number + self.group_size) / self._shares[source]) + self.group_size * (len(self._shares) + 2)
+        return bisect_right(range(latest), number, key=lambda index: int(self._locate(index)[0][source])) - 1
+
+
+def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
+    """Return how the first `position` items of a mixture are distributed over its sources, and the source of the next item.
+
+    Args:
+        shares: (sources,) float64, the shares, which sum to 1.
+        position: the number of items.
+
+    Returns:
+        The number of items of each source, int64 (sources,), and the index of the source of item number `position`.
+    """
+    # The time of item j of a source is (j + 1/2) / share. Item number i of the mixture has a time between i - K / 2 and
+    # i + K / 2, where K is the number of sources. Only the items with a time near `position` must be sorted.
+    margin = len(shares)
+    first = np.maximum(np.floor((position - margin) * shares).astype(np.int64) - 1, 0)
+    stop = np.ceil((position + margin) * shares).astype(np.int64) + 2
+    numbers = [np.arange(*bounds) for bounds in zip(first, stop, strict=True)]
+    sources = np.repeat(np.arange(len(shares)), stop - first)
+    times = (np.concatenate(numbers) + 0.5) / shares[sources]
+    order = sources[np.argsort(times, kind="stable")]
+    rest = position - int(first.sum())
+    return first + np.bincount(order[:rest], minlength=len(shares)), int(order[rest])
+
+
+def in_proportion(parts: list[datasets.Dataset], weights: Iterable[float]) -> datasets.Dataset:
+    """Join the held-out documents of several sources. Leave out documents, so that each source has its share of the tokens.
+
+    Args:
+        parts: for each source, one row per document, with the columns of TOKENS.
+        weights: the weight of each source.
+    """
+    ends = [np.cumsum(part.with_format("numpy")["length"][:]) for part in parts]
+    scale = min(int(end[-1]) / weight for end, weight in zip(ends, weights, strict=True))
+    counts = [int(np.searchsorted(end, scale * weight)) + 1 for end, weight in zip(ends, weights, strict=True)]
+    kept: list[Any] = [part.select(range(min(count, len(part)))) for part, count in zip(parts, counts, strict=True)]
+    return datasets.concatenate_datasets(kept)
