@@ -7,7 +7,7 @@ every operation, which takes longer on the host than a short kernel takes on the
 policy only while a compiler traces.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
@@ -17,25 +17,57 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 Attend = Callable[[], tuple[Any, ...]]
 OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
-def save_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+class SavedAttention:
+    """The results of all calls of attention in a checkpointed function.
+
+    After the forward pass, `take` removes the tensors, so that they can be stored elsewhere, such as on the host. `put` must
+    return them before the recomputation.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], list[int]]] = []
+
+    def take(self) -> list[Tensor]:
+        """Remove and return all tensors."""
+        for results, versions in self.calls:
+            _check_unchanged(results, versions)
+        tensors, self._structure = tree_flatten([results for results, _ in self.calls])
+        self.calls = []
+        return tensors
+
+    def put(self, tensors: list[Tensor]) -> None:
+        """Return the tensors of `take` in the same order."""
+        self.calls = [(results, _versions(results)) for results in tree_unflatten(tensors, self._structure)]
+
+
+def save_attention(
+    saved: SavedAttention | None = None,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return two contexts: the first saves the results of attention, and the second returns them during the recomputation.
 
     Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, with `use_reentrant=False`. During the
     recomputation, the n-th call of `ring_attention`, `ulysses_attention` or `flash_attention` returns the results of the n-th
     call of the forward pass. The backward pass uses the recomputed q, k and v. In `ulysses_attention` without
     `recompute_all_to_all`, the backward pass uses the saved results of the all-to-all.
+
+    `saved` receives the results. While a compiler traces, it is not used.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
-    results: list[tuple[Any, ...]] = []
-    return _Save(results), _Reuse(results)
+    saved = SavedAttention() if saved is None else saved
+    return _Save(saved), _Reuse(saved)
+
+
+def is_recomputing() -> bool:
+    """Return whether a function that was checkpointed with `save_attention` is being recomputed."""
+    return isinstance(_innermost.get(), _Reuse)
 
 
 def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
@@ -57,8 +89,8 @@ class _Context:
     Every backward pass over the same graph enters the context of the recomputation once.
     """
 
-    def __init__(self, results: list[tuple[Any, ...]]) -> None:
-        self.results = results
+    def __init__(self, saved: SavedAttention) -> None:
+        self.saved = saved
         self.outer: _Context | None = None
 
     def __enter__(self) -> None:
@@ -76,34 +108,38 @@ class _Save(_Context):
     def run(self, attend: Attend) -> tuple[Any, ...]:
         results = attend() if self.outer is None else self.outer.run(attend)
         # The autograd graph refers to this context. Saved tensors that refer to the graph would therefore form a cycle.
-        saved = _detached(results)
-        self.results.append((saved, _versions(saved)))
+        detached = _detached(results)
+        self.saved.calls.append((detached, _versions(detached)))
         return results
 
 
 class _Reuse(_Context):
     """The context of the recomputation, which returns the saved results in the order of the calls."""
 
-    remaining: Iterator[tuple[Any, ...]]
-
     def __enter__(self) -> None:
         super().__enter__()
-        self.remaining = iter(self.results)
+        self.index = 0
 
     def run(self, attend: Attend) -> tuple[Any, ...]:
-        results, versions = next(self.remaining, (None, None))
-        if results is None:
+        calls = self.saved.calls
+        if self.index == len(calls):
             raise RuntimeError(
-                f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
+                f"the forward pass called attention {len(calls)} times but its recomputation calls it more often: a "
                 "checkpointed function must do the same every time it is called"
             )
-        # The forward pass may have modified its results in place. The results share memory with the saved tensors.
-        if _versions(results) != versions:
-            raise RuntimeError(
-                "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
-                "replace `out *= x` by `out = out * x` inside the checkpointed function"
-            )
+        results, versions = calls[self.index]
+        self.index += 1
+        _check_unchanged(results, versions)
         return _detached(results)
+
+
+def _check_unchanged(results: tuple[Any, ...], versions: list[int]) -> None:
+    # The forward pass may have modified its results in place. The results share memory with the saved tensors.
+    if _versions(results) != versions:
+        raise RuntimeError(
+            "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
+            "replace `out *= x` by `out = out * x` inside the checkpointed function"
+        )
 
 
 def _versions(results: tuple[Any, ...]) -> list[int]:

@@ -130,6 +130,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     plan, needed = broadcast_object(chosen)
     with sync_errors():
         estimate.check(needed, device)
+        estimate.check_host(estimate.host_bytes(config, mesh.shape, bf16, plan))
         situation = config, mesh.shape, device, compiled and not plan.recomputed_blocks, bf16
         chosen = choose_graphs(*situation, tokenizer.vocab_size, needed)
     graphed, needed = broadcast_object(chosen)
@@ -196,7 +197,8 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         float8.convert(model)
     if found.compiled:
         compile_blocks(model)
-    checkpoint_activations(model, found.plan.recomputed_blocks)
+    host_bytes = estimate.host_bytes(config, mesh.shape, found.bf16, found.plan)
+    checkpoint_activations(model, found.plan, device, host_bytes)
     shard_model(model, mesh, device, config.trainer.seed, found.bf16)
     graphs = None
     if found.graphed:

@@ -20,7 +20,7 @@ from ringattn.train.settings.config import (
 
 STEPS = 20
 SEQUENCES = 4  # per step
-AUTO, RECOMPUTE = MemoryConfig(), MemoryConfig(activations="recompute")
+AUTO, RECOMPUTE, OFFLOAD = MemoryConfig(), MemoryConfig(activations="recompute"), MemoryConfig(activations="offload")
 
 
 def job(corpus: str, dp: int, memory: MemoryConfig = AUTO, **parallel_settings: object) -> Config:

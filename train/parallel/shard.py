@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from ringattn import save_attention
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.activations import HostActivations, offload_blocks
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh
 
 
@@ -51,13 +53,18 @@ def compile_blocks(model: GPT) -> None:
         block.before, block.after = torch.compile(block.before), torch.compile(block.after)
 
 
-def checkpoint_activations(model: GPT, count: int) -> None:
-    """Save only the input and the attention output of the first `count` blocks, and recompute all else in the backward pass.
+def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
+    """Save only the inputs and the attention outputs of the blocks that `plan` recomputes, on the GPU or in host memory.
 
     Attention never runs twice. All-to-alls may run twice, because they take little time and saving their results would need
-    much memory.
+    much memory. `host_bytes` is the size of the host memory that is allocated for the offloaded blocks.
     """
-    for block in cast("list[Any]", model.blocks)[:count]:
+    blocks = cast("list[Any]", model.blocks)
+    for block in blocks[plan.offloaded_blocks : plan.recomputed_blocks]:
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=save_attention
         )
+    if plan.offloaded_blocks:
+        host = HostActivations(device)
+        host.reserve(host_bytes)
+        offload_blocks(blocks, plan.offloaded_blocks, host)

@@ -360,8 +360,9 @@ class MemoryConfig(Frozen):
     """Where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
 
     # The intermediate results of the blocks: "keep" (they stay in the memory of the GPU), "recompute" (the backward recomputes
-    # the blocks, except for attention) or "auto" (the backward recomputes only as many blocks as are necessary to leave 15% of
-    # a GPU's memory free).
+    # the blocks, except for attention), "offload" (the same, but the inputs and attention results of all blocks except the last
+    # are in host memory) or "auto" (the backward recomputes only as many blocks as are necessary to leave 15% of a GPU's memory
+    # free).
     activations: str = "auto"
 
 
@@ -559,7 +560,7 @@ CHOICES = {
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,
     "parallel.kernel": backends.BACKENDS,
-    "memory.activations": ("auto", "keep", "recompute"),
+    "memory.activations": ("auto", "keep", "recompute", "offload"),
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),
@@ -806,6 +807,8 @@ def _check_training(config: Config) -> Iterator[str]:
     if config.data.source == "recall" and not config.data.mask_documents:
         # Otherwise a key would have several values, because all documents of a sequence contain the same keys.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
+    if config.memory.activations == "offload" and config.model.layers == 1:
+        yield "memory.activations=offload requires at least two layers, because the last one stays on the GPU: leave it out"
     data = config.data
     if data.format != "text" and data.source not in ("jsonl", "parquet", "hub"):
         yield f"data.format={data.format} is impossible with data.source={data.source}: choose data=jsonl, parquet or hub"

@@ -123,7 +123,7 @@ def test_activation_checkpointing_never_computes_attention_twice(activations, co
 
 @pytest.mark.slow
 def test_only_the_first_blocks_are_recomputed(corpus, monkeypatch):
-    """The loss and the gradients do not depend on the number of blocks that are recomputed."""
+    """The loss and the gradients do not depend on the number of blocks that are recomputed or in host memory."""
     results, after, calls = [], Block.after, []
 
     def count_after(block, *args):
@@ -131,8 +131,8 @@ def test_only_the_first_blocks_are_recomputed(corpus, monkeypatch):
         return after(block, *args)
 
     monkeypatch.setattr(Block, "after", count_after)
-    for count in range(3):
-        plan = MemoryPlan(recomputed_blocks=count)
+    for count, offloaded in ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1)):
+        plan = MemoryPlan(recomputed_blocks=count, offloaded_blocks=offloaded)
         monkeypatch.setattr(run_setup, "choose_plan", lambda *_, plan=plan: (plan, {"activations": 0}))
         calls.clear()
         with one_rank():
@@ -141,4 +141,4 @@ def test_only_the_first_blocks_are_recomputed(corpus, monkeypatch):
         recomputed = [calls.count(block) - SEQUENCES for block in run.model.blocks]
         assert recomputed == [SEQUENCES] * count + [0] * (2 - count)
         results.append((record["loss"], record["grad_norm"]))
-    assert results[0] == results[1] == results[2]
+    assert len(set(results)) == 1

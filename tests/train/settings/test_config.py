@@ -259,6 +259,7 @@ INVALID = {
         ["trainer.fp8_attention=inference", "held-out text", "trainer.sample_tokens", "always"],
     ),
     "unknown learning-rate schedule": (dict(optim__schedule="linear"), 1, ["optim.schedule=linear", "cosine, wsd"]),
+    "offload of one layer": (dict(memory__activations="offload", model__layers=1), 1, ["memory.activations=offload", "two"]),
     "warmup longer than the run": (dict(optim__warmup_steps=101), 1, ["optim.warmup_steps=101", "trainer.steps=100"]),
     "learning rate that is not a number": (dict(optim__lr=float("nan")), 1, ["optim.lr=nan", "from 1e-"]),
     "one beta": (dict(optim__betas=[0.9]), 1, ["optim.betas=[0.9]", "two numbers"]),

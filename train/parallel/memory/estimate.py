@@ -111,6 +111,9 @@ def peak_bytes(
     # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
     rotary_dims = sum(rope.dim for rope in {model.layer(index).rope for index in range(model.layers)})
     blocks_saved = model.layers * saved - plan.recomputed_blocks * (saved - checkpointed)
+    if plan.offloaded_blocks:
+        # One of these blocks returns to the GPU while the backward pass of the next block runs.
+        blocks_saved -= (plan.offloaded_blocks - 1) * checkpointed
     activations = tokens * (blocks_saved + 4 * rotary_dims + 24)
     # At its peak, a step computes the gradients of the last block.
     recomputed = tokens * (saved - checkpointed) if plan.recomputed_blocks == model.layers else 0
@@ -156,6 +159,13 @@ def peak_bytes(
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
         moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
     return max(moments, key=lambda needed: sum(needed.values()))
+
+
+def host_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -> float:
+    """Return the bytes of host memory that a rank needs for the data of a plan."""
+    outputs = 2 if shape.ulysses > 1 else 1
+    _, checkpointed = _saved_bytes_per_token(config.model, 2 if bf16 else 4, outputs, compiled=False)
+    return plan.offloaded_blocks * checkpointed * config.trainer.batch_size * tokens_per_rank(config, shape)
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
@@ -210,6 +220,16 @@ def check(needed: dict[str, float], device: torch.device) -> None:
             f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f} usable: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out memory.activations=keep and "
             "trainer.cuda_graphs=true"
+        )
+
+
+def check_host(needed: float) -> None:
+    """Raise InsufficientMemory unless the host has this many bytes for the data of each of its ranks."""
+    usable = USABLE_FRACTION * _total_memory(torch.device("cpu"))
+    if needed > usable:
+        raise InsufficientMemory(
+            f"each rank would need {needed / GIB:.1f} GiB of host memory for offloaded data, but its share of this host has "
+            f"{usable / GIB:.1f} usable: use more ranks, a shorter data.seq_len, or leave out memory.activations=offload"
         )
 
 

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 class MemoryPlan:
     """Where a rank keeps the data of a step. All ranks have the same plan."""
 
-    recomputed_blocks: int = 0  # how many blocks, beginning with the first, the backward recomputes, except for attention
+    # How many blocks, beginning with the first, the backward recomputes, except for attention.
+    recomputed_blocks: int = 0
+    # How many of these blocks, beginning with the first, have their inputs and attention results in host memory. The last block
+    # has not, because the backward pass begins with it.
+    offloaded_blocks: int = 0
 
     def describe(self, layers: int) -> str:
         """Return the choices that differ from the default, for a model with this number of blocks."""
-        count = self.recomputed_blocks
-        return f"the backward pass recomputes {count} of {layers} blocks except for attention" if count else ""
+        choices = []
+        if self.recomputed_blocks:
+            choices.append(f"the backward pass recomputes {self.recomputed_blocks} of {layers} blocks except for attention")
+        if self.offloaded_blocks:
+            choices.append(f"the inputs and attention results of {self.offloaded_blocks} blocks are in host memory")
+        return ", ".join(choices)

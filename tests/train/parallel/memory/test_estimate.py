@@ -130,6 +130,23 @@ def test_no_more_blocks_are_recomputed_than_necessary(tokens, setting, gpu):
         assert estimate.is_tight(bytes_needed(LLAMA, tokens, 8, recomputed_blocks=count - 1), gpu)
 
 
+def test_offloaded_blocks_move_their_bytes_to_the_host(gpu, monkeypatch):
+    """All blocks but the last are offloaded. The GPU holds the last one, and one that returns."""
+    config = Config(model=LLAMA, data=DataConfig(seq_len=8 * 32_768))
+    config = with_settings(config, {"memory.activations": "offload"})
+    plan, needed = choose_plan(config, MeshShape(1, 8, 1), 128_256, True, False, gpu)
+    assert plan == MemoryPlan(recomputed_blocks=32, offloaded_blocks=31)
+    block = 32_768 * (2 * 2 * 4096 + 4 * 32)  # the input and the attention output in bf16, and the fp32 log-sum-exp
+    recomputed = bytes_needed(LLAMA, 32_768, 8, recomputed_blocks=32)
+    assert recomputed["activations"] - needed["activations"] == 30 * block
+    host_bytes = estimate.host_bytes(config, MeshShape(1, 8, 1), True, plan)
+    assert host_bytes == 31 * block
+    estimate.check_host(0.9 * 2**30)
+    monkeypatch.setattr(estimate, "_total_memory", lambda device: host_bytes)
+    with pytest.raises(ConfigError, match=r"would need 15.6 GiB of host memory .* has 14.8 usable: use more ranks"):
+        estimate.check_host(host_bytes)
+
+
 def test_memory_of_the_host_is_shared_by_its_ranks(monkeypatch):
     cpu, total = torch.device("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     estimate.check({"activations": 0.9 * total}, cpu)
