@@ -1,6 +1,8 @@
 """Build the AdamW optimizer, and compute the learning rate of each step."""
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,41 +11,63 @@ from torch.optim.adamw import adamw
 
 from ringattn.train.settings.config import OptimConfig
 
+AVERAGES = ("exp_avg", "exp_avg_sq")  # the state of AdamW that has the shape of the parameter
+
 
 class AdamW(torch.optim.AdamW):
     """AdamW that updates the shards of DTensors as plain tensors.
 
     Operations on DTensors give the same results, but with them a step takes several times as long on the host.
+
+    A parameter group with an entry "host" contains parameters in host memory. The entry is the index of their FSDP group.
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # noqa: ARG002  # AdamW declares it
-        """Update all parameters. Every parameter must have a gradient."""
-        if not self.state:
-            super().step()  # The first step creates the state.
-            return
+    def create_state(self) -> None:
+        """Create the state of all parameters, which is zero."""
         for group in self.param_groups:
-            states = [self.state[parameter] for parameter in group["params"]]
-            averages = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
-            tensors = (group["params"], [parameter.grad for parameter in group["params"]], *averages)
-            parameters, gradients, exp_avgs, exp_avg_sqs = ([local_shard(x) for x in each] for each in tensors)
-            beta1, beta2 = group["betas"]
-            adamw(
-                parameters,
-                gradients,
-                exp_avgs,
-                exp_avg_sqs,
-                [],
-                [state["step"] for state in states],
-                fused=group["fused"],
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            for parameter in group["params"]:
+                device = local_shard(parameter).device if group["fused"] else "cpu"
+                step = torch.zeros((), dtype=torch.float32, device=device)
+                self.state[parameter] = {"step": step} | {key: torch.zeros_like(parameter) for key in AVERAGES}
+
+    def step(self, closure: None = None) -> None:  # noqa: ARG002  # AdamW declares it
+        """Update all parameters that are not in host memory. Each of them must have a gradient."""
+        if not self.state:
+            self.create_state()
+        for group in self.param_groups:
+            if group.get("host") is None:
+                self._update(group, [parameter.grad for parameter in group["params"]])
+
+    def update_host_group(self, index: int, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Update the parameters of the FSDP group `index` in host memory with these gradients of their local shards."""
+        for group in self.param_groups:
+            if group.get("host") == index:
+                self._update(group, [gradients[parameter] for parameter in group["params"]])
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
+        states = [self.state[parameter] for parameter in group["params"]]
+        averages = ([state[key] for state in states] for key in AVERAGES)
+        tensors = ([local_shard(x) for x in each] for each in (group["params"], gradients, *averages))
+        parameters, gradients, exp_avgs, exp_avg_sqs = tensors
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def local_shard(x: Tensor) -> Tensor:
@@ -57,28 +81,46 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def squared_norms(model: nn.Module) -> Tensor:
-    """Return the squared norm of this rank's shard of each gradient, fp32 (number of parameters,)."""
-    norms = torch._foreach_norm(local_gradients(model))
-    return torch.stack(norms) ** 2
+def squared_norms(model: nn.Module, host_norms: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+    """Return the squared norm of this rank's shard of each gradient, fp32 (number of parameters,).
+
+    `host_norms` contains the norms of the parameters whose gradients are in host memory.
+    """
+    norms, host_norms = iter(torch._foreach_norm(gradients) if (gradients := local_gradients(model)) else ()), host_norms or {}
+    # The order does not depend on where a gradient is, because a sum in another order has other rounding errors.
+    ordered = [next(norms) if p.grad is not None else host_norms[p] for p in model.parameters()]
+    return torch.stack(ordered) ** 2
+
+
+def clip_scale(norm: Tensor, limit: float | None) -> Tensor:
+    """Return the factor, at most 1, that reduces gradients with the norm `norm` to the norm `limit`; None: no limit."""
+    return torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1)
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
-    """Scale all gradients with the norm `norm` so that their norm is at most `limit`. The host does not wait for the GPU."""
-    scale = (limit / (norm + 1e-6)).clamp(max=1)
-    torch._foreach_mul_(local_gradients(model), scale)
+def scale_gradients(model: nn.Module, scale: Tensor) -> None:
+    """Multiply all gradients that are not in host memory by `scale`. The host does not wait for the GPU."""
+    if gradients := local_gradients(model):
+        torch._foreach_mul_(gradients, scale)
 
 
-def build(model: nn.Module, config: OptimConfig) -> AdamW:
-    """Build AdamW. Weight decay applies only to matrices, not to biases or norms."""
+def build(model: nn.Module, config: OptimConfig, host_groups: Sequence[Sequence[Tensor]] = ()) -> AdamW:
+    """Build AdamW. Weight decay applies only to matrices, not to biases or norms.
+
+    `host_groups` are the parameters of each FSDP group in host memory.
+    """
     # The biases of all experts together have two dimensions.
-    decayed = {name: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
-    matrices, vectors = ([p for name, p in model.named_parameters() if decayed[name] == kind] for kind in (True, False))
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    fused = matrices[0].device.type == "cuda"
+    decayed = {p: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
+    host = {p: index for index, parameters in enumerate(host_groups) for p in parameters}
+    groups = list[dict[str, Any]]()
+    for index in (None, *range(len(host_groups))):
+        for kind, decay in ((True, config.weight_decay), (False, 0.0)):
+            parameters = [p for p in decayed if decayed[p] == kind and host.get(p) == index]
+            groups.append({"params": parameters, "weight_decay": decay, "host": index})
     # The learning rate is 0 here, because every step sets the rate that `learning_rate` returns.
-    return AdamW(groups, lr=0.0, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
+    optimizer = AdamW(groups, lr=0.0, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+    optimizer.create_state()
+    return optimizer
 
 
 def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:

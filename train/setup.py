@@ -30,6 +30,7 @@ from ringattn.train.parallel import prediction
 from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.host_updates import HostUpdates
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
@@ -92,6 +93,7 @@ class Run(InferenceRun, TrainingResources):
     parent: str | None  # the checkpoint of another run from which this run branched
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
+    host_updates: HostUpdates  # the updates of the parameters in host memory
     # The latest result of `step.prepare_step`. The key is the number of sequences that earlier steps consume.
     prepared: dict[int, Any] = field(default_factory=dict)
 
@@ -130,8 +132,9 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     plan, needed = broadcast_object(chosen)
     with sync_errors():
         estimate.check(needed, device)
-        estimate.check_host(estimate.host_bytes(config, mesh.shape, bf16, plan))
-        situation = config, mesh.shape, device, compiled and not plan.recomputed_blocks, bf16
+        optimizer_bytes = estimate.host_optimizer_bytes(config, mesh.shape, tokenizer.vocab_size, bf16, plan)
+        estimate.check_host(optimizer_bytes + estimate.host_bytes(config, mesh.shape, bf16, plan))
+        situation = config, mesh.shape, device, compiled and plan == MemoryPlan(), bf16
         chosen = choose_graphs(*situation, tokenizer.vocab_size, needed)
     graphed, needed = broadcast_object(chosen)
     with sync_errors():
@@ -199,12 +202,12 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         compile_blocks(model)
     host_bytes = estimate.host_bytes(config, mesh.shape, found.bf16, found.plan)
     checkpoint_activations(model, found.plan, device, host_bytes)
-    shard_model(model, mesh, device, config.trainer.seed, found.bf16)
+    host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
     graphs = None
     if found.graphed:
         graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, found.bf16, device)
         loader.learn([slots.requests for slots in graphs.slots])
-    optimizer = optim.build(model, config.optim)
+    optimizer = optim.build(model, config.optim, [group.parameters for group in host_groups])
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     if config.optim.lr is None:
         lr = optim.default_lr(_num_parameters(model), config.model.qk_norm, continued=init_from is not None)
@@ -219,6 +222,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         parent=parent,
         loader=loader,
         graphs=graphs,
+        host_updates=HostUpdates(model, host_groups, optimizer, device),
     )
 
 

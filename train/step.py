@@ -119,12 +119,13 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
             sums[0] += loss.detach()
     except preemption.StoppedEarly:
         run.optimizer.zero_grad()
+        run.host_updates.clear_gradients()
         raise
     # `sums[1] = value` would copy from the CPU and wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
     if balance is not None:
         sums[2] = balance.loss
-    sums = torch.cat((sums, optim.squared_norms(run.model)))
+    sums = torch.cat((sums, optim.squared_norms(run.model, run.host_updates.norms)))
     dist.all_reduce(sums)
     grad_norm = torch.linalg.vector_norm(sums[3:].sqrt())
     results = [sums[:3], grad_norm[None]] + ([] if balance is None else [balance.imbalance()[None]])
@@ -165,17 +166,22 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
     """Clip the gradients, whose norm is `grad_norm`, update the parameters, clear the gradients, and return the learning rate.
 
-    The host does not wait for the GPU. If FSDP keeps parameters gathered, gather the parameters of its root group again.
+    The host does not wait for the GPU. Parameters in host memory are updated later, by a thread. If FSDP keeps parameters
+    gathered, gather the parameters of its root group again.
     """
     config = run.config.optim
+    scale = optim.clip_scale(grad_norm, config.clip)
     if config.clip is not None:
-        optim.clip_gradients(run.model, grad_norm, config.clip)
+        optim.scale_gradients(run.model, scale)
     lr = optim.learning_rate(step, run.config.trainer.steps, config)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
+    if run.host_updates.groups:
+        run.host_updates.start(start_reading(scale[None]))
     run.optimizer.step()
     run.optimizer.zero_grad()
-    if step < run.config.trainer.steps and not estimate.reshard_after_forward(run.config.model, run.bf16):
+    stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
+    if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
         # Otherwise, the GPU would wait for the host until the next step launches this gather.
         cast("FSDPModule", run.model).unshard()
     return lr

@@ -98,7 +98,7 @@ def test_shards_are_updated_as_by_pytorch():
                 for parameter, gradient in zip(model, gradients, strict=True):
                     parameter.grad = gradient.clone()
             norm = torch.linalg.vector_norm(optim.squared_norms(ours).sqrt())
-            optim.clip_gradients(ours, norm, 0.5)
+            optim.scale_gradients(ours, optim.clip_scale(norm, 0.5))
             assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).full_tensor())
             assert norm > 0.5
             for optimizer in optimizers:

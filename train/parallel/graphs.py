@@ -57,7 +57,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
     """Return the value of `trainer.cuda_graphs`. If the setting is None, return whether the host would limit the speed.
 
-    `compiled` is whether the blocks are compiled and not recomputed in the backward pass.
+    `compiled` is whether the blocks are compiled, not recomputed in the backward pass and not in host memory.
 
     Raises:
         ConfigError: `trainer.cuda_graphs` is True, but CUDA graphs are not possible.
@@ -67,7 +67,7 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
             "trainer.float8=false, parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a "
-            "sequence, blocks that are not recomputed in the backward pass and have at most "
+            "sequence, blocks that are neither recomputed nor in host memory and have at most "
             f"{estimate.GROUP_BYTES >> 20} MiB of parameters, and a data.seq_len that gives every rank an equal share, such as "
             f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
         )

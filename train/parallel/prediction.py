@@ -141,7 +141,7 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sha
     groups = -(-model.layers // estimate.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
     # Graphs may be impossible with another mesh, even if `trainer.cuda_graphs` is True.
-    situation = config, shape, machine.device, machine.compiled and not plan.recomputed_blocks, machine.bf16
+    situation = config, shape, machine.device, machine.compiled and plan == MemoryPlan(), machine.bf16
     graphed = can_capture(*situation) and uses_graphs(*situation)
     # The replay of a graph takes almost no time on the host.
     block = 0.0 if graphed else HOST_BLOCK + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)

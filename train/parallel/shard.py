@@ -15,16 +15,20 @@ from ringattn import save_attention
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.activations import HostActivations, offload_blocks
+from ringattn.train.parallel.memory.host_parameters import HostGroup, StagingBuffers
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh
 
 
-def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool) -> None:
+def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool, host_blocks: int = 0) -> list[HostGroup]:
     """Give a model on the meta device random initial weights, and shard its parameters over all ranks.
 
     Every rank draws the weights of one group of blocks after another (`estimate.blocks_per_group`) and keeps its own shard. The
     weights therefore do not depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of
     gradients are fp32.
+
+    The parameters of the last `host_blocks` blocks are moved to host memory, in whole groups. The others stay on the device,
+    because the next forward pass needs them first. The result contains the groups in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
     # With None, its default, FSDP shards all modules but the root again after the forward pass.
@@ -32,7 +36,11 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = estimate.blocks_per_group(model.config, bf16), list(model.blocks)
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
-    for group in (*groups, [model]):
+    on_host = [start >= len(blocks) - host_blocks for start in range(0, len(blocks), size)]
+    # A single group contains all parameters. Otherwise, those outside the blocks stay on the device.
+    on_host.append(len(groups) == 1 and host_blocks > 0)
+    host_groups, staging = list[HostGroup](), StagingBuffers(device)
+    for group, is_on_host in zip((*groups, [model]), on_host, strict=True):
         for module in group:
             # The blocks are already sharded when the other parameters are allocated, and must not change.
             module.to_empty(device=device, recurse=module is not model)
@@ -45,6 +53,9 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
         # The loss of every rank is already divided by the tokens of all ranks, so gradients are summed, not averaged.
         root.set_gradient_divide_factor(1.0)
         root.set_force_sum_reduction_for_comms(True)
+        if is_on_host:
+            host_groups.append(HostGroup(group[0], device, staging))
+    return host_groups
 
 
 def compile_blocks(model: GPT) -> None:

@@ -364,6 +364,9 @@ class MemoryConfig(Frozen):
     # are in host memory) or "auto" (the backward recomputes only as many blocks as are necessary to leave 15% of a GPU's memory
     # free).
     activations: str = "auto"
+    # The fp32 weights of the blocks, their gradients and the state of AdamW: "keep" (they stay in the memory of the GPU),
+    # "offload" (they are in host memory, where the CPU updates them during the next forward pass) or "auto" ("keep").
+    optimizer: str = "auto"
 
 
 @dataclass
@@ -561,6 +564,7 @@ CHOICES = {
     "parallel.route": cost_model.ROUTES,
     "parallel.kernel": backends.BACKENDS,
     "memory.activations": ("auto", "keep", "recompute", "offload"),
+    "memory.optimizer": ("auto", "keep", "offload"),
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),

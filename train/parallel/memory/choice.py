@@ -20,7 +20,11 @@ def choose_plan(
     layers = config.model.layers
     ranges = {"auto": (0, layers), "keep": (0, 0), "recompute": (layers, layers), "offload": (layers, layers)}
     least, most = ranges[config.memory.activations]
-    plan = MemoryPlan(recomputed_blocks=least, offloaded_blocks=layers - 1 if config.memory.activations == "offload" else 0)
+    plan = MemoryPlan(
+        recomputed_blocks=least,
+        offloaded_blocks=layers - 1 if config.memory.activations == "offload" else 0,
+        host_blocks=layers if config.memory.optimizer == "offload" else 0,
+    )
     needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
     while plan.recomputed_blocks < most and estimate.is_tight(needed, device):
         plan = replace(plan, recomputed_blocks=plan.recomputed_blocks + 1)

@@ -101,9 +101,11 @@ def peak_bytes(
     # The parameters outside the blocks are gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
     prefetched = size * group if resharded else 0
-    state = 12 * (vocab + blocks) / ranks
+    kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
+    # Weights in host memory pass through two fp32 buffers.
+    state = (12 * kept + (8 * group if plan.host_blocks else 0)) / ranks
     # With a single micro-step, no gradients exist before the backward pass.
-    gradients = 4 * (vocab + blocks) / ranks if config.trainer.accumulate > 1 else 0
+    gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
     tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
@@ -154,7 +156,7 @@ def peak_bytes(
     if group == blocks:  # One group contains all parameters.
         moments.append(moment((size + 4) * (vocab + blocks), 0, activations=0))
     else:
-        block_gradients = max(gradients, 4 * blocks / ranks)
+        block_gradients = max(gradients, 4 * max(kept - vocab, 0) / ranks)
         # FSDP reduces the gradients of the last two groups of blocks at the same time, and then all other gradients.
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
         moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
@@ -166,6 +168,19 @@ def host_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -
     outputs = 2 if shape.ulysses > 1 else 1
     _, checkpointed = _saved_bytes_per_token(config.model, 2 if bf16 else 4, outputs, compiled=False)
     return plan.offloaded_blocks * checkpointed * config.trainer.batch_size * tokens_per_rank(config, shape)
+
+
+def host_optimizer_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
+    """Return the bytes of host memory that a rank needs for fp32 weights, gradients and two moments."""
+    return 16 * _host_parameters(config.model, vocab_size, bf16, plan) / shape.ranks
+
+
+def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
+    """Return the number of parameters whose fp32 weights are in host memory, on all ranks together."""
+    vocab = padded_vocabulary(model, vocab_size) * model.dim * (1 if model.tie_embeddings else 2)
+    # A single FSDP group contains all parameters.
+    others = vocab if plan.host_blocks and has_one_group(model, bf16) else 0
+    return plan.host_blocks * block_parameters(model) + others
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
@@ -229,7 +244,7 @@ def check_host(needed: float) -> None:
     if needed > usable:
         raise InsufficientMemory(
             f"each rank would need {needed / GIB:.1f} GiB of host memory for offloaded data, but its share of this host has "
-            f"{usable / GIB:.1f} usable: use more ranks, a shorter data.seq_len, or leave out memory.activations=offload"
+            f"{usable / GIB:.1f} usable: use more ranks, a shorter data.seq_len, or leave out offload in the settings of memory"
         )
 
 

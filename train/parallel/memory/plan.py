@@ -12,6 +12,8 @@ class MemoryPlan:
     # How many of these blocks, beginning with the first, have their inputs and attention results in host memory. The last block
     # has not, because the backward pass begins with it.
     offloaded_blocks: int = 0
+    # How many blocks, up to the last, have their fp32 weights, gradients and moments in host memory.
+    host_blocks: int = 0
 
     def describe(self, layers: int) -> str:
         """Return the choices that differ from the default, for a model with this number of blocks."""
@@ -20,4 +22,6 @@ class MemoryPlan:
             choices.append(f"the backward pass recomputes {self.recomputed_blocks} of {layers} blocks except for attention")
         if self.offloaded_blocks:
             choices.append(f"the inputs and attention results of {self.offloaded_blocks} blocks are in host memory")
+        if self.host_blocks:
+            choices.append(f"the optimizer of {self.host_blocks} blocks is in host memory")
         return ", ".join(choices)

@@ -1,0 +1,160 @@
+"""A run whose optimizer is in host memory equals a run without, also after it was resumed or killed."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.train import setup as run_setup
+from ringattn.train import step, trainer
+from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.host_updates import HostUpdates
+from ringattn.train.parallel.memory.plan import MemoryPlan
+from ringattn.train.settings.config import with_settings
+from tests.distributed import run_ranks
+from tests.train.jobs import SEQUENCES, job, one_rank
+from tests.train.launch import SMALL, launch, start, wait_until, write_corpus
+from tests.train.parallel.test_equivalence import prepare
+
+CLIP = 1.6
+STEPS = 10
+
+
+def run_steps(corpus: str, directory: Path, dp: int, host_blocks: int, first: int, last: int) -> tuple[list, dict[str, Tensor]]:
+    """Take steps `first` to `last` of a run whose two blocks are two FSDP groups, and save a checkpoint after the last one.
+
+    A later call with the same directory resumes the run. Return the losses and norms, and the weights.
+    """
+    config = with_settings(job(corpus, dp, ring=1), {"optim.clip": CLIP})
+    plan = MemoryPlan(host_blocks=host_blocks), {"all": 0.0}
+    with patch.object(run_setup, "choose_plan", lambda *_: plan), patch.object(estimate, "GROUP_BYTES", 1):
+        run = run_setup.build(config)
+    assert len(run.host_updates.groups) == host_blocks
+    done = consumed = 0
+    if first > 1:
+        done, consumed = trainer.resume(run, directory, directory / "checkpoints" / f"step_{first - 1:08d}")
+    assert (done, consumed) == (first - 1, (first - 1) * SEQUENCES)
+    records = []
+    for number in range(first, last + 1):
+        record, _ = step.take_step(run, number, consumed)
+        consumed += run.sequences_per_step
+        records.append((record["loss"], record["grad_norm"]))
+    trainer.save_checkpoint(run, directory, last, consumed)
+    run.loader.close()
+    return records, {name: weight.full_tensor().clone() for name, weight in run.model.state_dict().items()}
+
+
+def check_equal(corpus: str, directory: Path, dp: int, cases: dict[str, tuple[int, ...]]) -> None:
+    """Compare a run without host memory with others, which have a number of blocks in host memory until a checkpoint."""
+    expected, weights = run_steps(corpus, directory / "keep", dp, 0, 1, STEPS)
+    assert min(norm for _, norm in expected) < CLIP < max(norm for _, norm in expected)
+    for name, parts in cases.items():
+        starts, found = [1, 5, 8][: len(parts)], []
+        for host_blocks, first, last in zip(parts, starts, [*(each - 1 for each in starts[1:]), STEPS], strict=True):
+            records, result = run_steps(corpus, directory / name, dp, host_blocks, first, last)
+            found += records
+        assert found == expected, name
+        for key, weight in weights.items():
+            assert torch.equal(result[key], weight), (name, key)
+
+
+@pytest.fixture
+def slow_updates() -> Iterator[None]:
+    """Every update takes longer than the forward pass that must wait for it."""
+    update = HostUpdates._update
+
+    def update_slowly(*args) -> None:
+        time.sleep(0.02)
+        update(*args)
+
+    with patch.object(HostUpdates, "_update", update_slowly):
+        yield
+
+
+def test_losses_are_the_same_on_one_rank(corpus, tmp_path, slow_updates):
+    with one_rank():
+        check_equal(corpus, tmp_path, 1, {"offload, then partial": (2, 1)})
+
+
+@pytest.mark.slow
+def test_losses_are_the_same_on_two_ranks(corpus, tmp_path):
+    run_ranks(_check_two_ranks, 2, tmp_path / "store", corpus, tmp_path)
+
+
+def _check_two_ranks(corpus: str, directory: Path) -> None:
+    prepare(directory)
+    cases = {"partial": (1,), "offload": (2,), "keep, offload": (0, 2), "offload, partial, keep": (2, 1, 0)}
+    check_equal(corpus, directory, 2, cases)
+
+
+def test_an_error_of_an_update_reaches_the_next_step(corpus, tmp_path):
+    def fail(*_) -> None:
+        raise MemoryError("no memory for the moments")
+
+    with one_rank(), patch.object(HostUpdates, "_update", fail), pytest.raises(MemoryError, match="for the moments"):
+        run_steps(corpus, tmp_path, 1, 2, 1, 2)
+
+
+# The updates of step 7 stop after the first of two groups, and the test then kills the run.
+SCRIPT = """
+import time
+from pathlib import Path
+
+from ringattn.train.commands.run import main
+from ringattn.train.parallel.memory import estimate, host_updates
+
+estimate.GROUP_BYTES = 1
+update = host_updates.HostUpdates._update
+calls = 0
+
+
+def stop_in_step_7(self, index, read_scale):
+    global calls
+    calls += 1
+    if STOPS and calls == 7 * 2:
+        Path(f"updating_{time.time_ns()}").touch()
+        time.sleep(300)
+    update(self, index, read_scale)
+
+
+host_updates.HostUpdates._update = stop_in_step_7
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_killed_during_its_updates_ends_with_the_same_bits(tmp_path):
+    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.accumulate=2", "optim.clip=0.5"]
+    settings += ["trainer.steps=12", "trainer.checkpoint_every=4"]
+    scripts = {}
+    for stops in (False, True):
+        scripts[stops] = tmp_path / f"{stops}.py"
+        scripts[stops].write_text(SCRIPT.replace("STOPS", str(stops)))
+    result = launch(2, tmp_path, *settings, "name=keep", "memory.optimizer=keep", script=scripts[False])
+    assert result.returncode == 0, result.stderr
+    settings += ["memory.optimizer=offload"]
+    result = launch(2, tmp_path, *settings, "name=uninterrupted", script=scripts[False])
+    assert result.returncode == 0, result.stderr
+    with start(2, tmp_path, *settings, "name=killed", script=scripts[True]) as process:
+        wait_until(lambda: len([*tmp_path.glob("updating_*")]) == 2, process, tmp_path)
+    outputs = tmp_path / "outputs"
+    assert [path.name for path in (outputs / "killed" / "checkpoints").iterdir()] == ["step_00000004"]
+    result = launch(2, tmp_path, *settings, "name=killed", script=scripts[False])
+    assert result.returncode == 0, result.stderr
+    assert "resumed" in result.stdout
+
+    losses = {}
+    for name in ("keep", "uninterrupted", "killed"):
+        records = [json.loads(line) for line in (outputs / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+    assert len(losses["keep"]) == 12
+    assert losses["killed"] == losses["uninterrupted"] == losses["keep"]
+    for file in ("__0_0.distcp", "__1_0.distcp"):  # the parameters and the optimizer state of the two ranks
+        path = Path("checkpoints") / "step_00000012" / file
+        assert (outputs / "killed" / path).read_bytes() == (outputs / "uninterrupted" / path).read_bytes()

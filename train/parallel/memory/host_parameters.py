@@ -1,0 +1,165 @@
+"""Keep the weights and the gradients of FSDP groups in host memory.
+
+    forward and backward   host weights -> staging buffer on the GPU -> FSDP's all-gather
+    backward               FSDP's reduce-scatter -> norm on the GPU -> host gradients
+    next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
+
+FSDP's own CPUOffloadPolicy would stop the host at the end of every backward pass until the last gradient has been copied. It
+would also add the gradients of several micro-steps on the CPU, and on one rank it would copy weights while no kernel runs.
+"""
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from ringattn.train.parallel.memory.pinned import empty_pinned
+
+
+class StagingBuffers:
+    """Copies weights to the GPU on a stream of its own, into two buffers that the groups use in turn.
+
+    The copy of a group waits until the group before the previous one has left its buffer. It therefore runs while the GPU
+    computes the previous group.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._size, self._current = device, 0, 0
+        self._buffers: list[Tensor] = []
+
+    def reserve(self, size: int) -> None:
+        """Make the buffers large enough for a group with this number of elements. Call this function before the first copy."""
+        self._size = max(self._size, size)
+
+    def begin_group(self) -> None:
+        """Use the other buffer from now on."""
+        if not self._buffers:
+            self._stream = torch.cuda.Stream(self._device)
+            self._consumer = torch.cuda.current_stream()
+            self._left = [torch.cuda.Event() for _ in range(2)]
+            self._buffers = [torch.empty(self._size, dtype=torch.float32, device=self._device) for _ in range(2)]
+            self._stream.wait_stream(self._consumer)
+        self._left[self._current].record(self._consumer)
+        self._current = 1 - self._current
+        self._stream.wait_event(self._left[self._current])
+
+    def copy(self, weights: Tensor, start: int) -> Tensor:
+        """Copy weights (N,) to the elements from `start` on. Kernels of the current stream can read the result."""
+        buffer = self._buffers[self._current][start : start + len(weights)]
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(weights, non_blocking=True)
+        self._consumer = torch.cuda.current_stream()
+        self._consumer.wait_stream(self._stream)
+        return buffer
+
+
+class HostGroup:
+    """An FSDP group whose fp32 weights and gradients are in host memory.
+
+    Args:
+        module: a module to which `fully_shard` was applied, before its first forward pass.
+        device: the device on which the module computes.
+        staging: the buffers through which all groups copy their weights to a GPU.
+
+    Attributes:
+        parameters: the sharded parameters, DTensors on the CPU.
+        gradients: this rank's shard of the gradient of each parameter, fp32. They are valid when the GPU has completed the
+            backward pass.
+        pending: the running update of the parameters, if there is one.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, staging: StagingBuffers) -> None:
+        state: Any = module
+        self.fsdp_group = state._get_fsdp_state()._fsdp_param_group
+        sizes = [each._sharded_param_data.numel() for each in self.fsdp_group.fsdp_params]
+        weights, gradients = (empty_pinned(sum(sizes), device) for _ in range(2))
+        self._own, self._device, self._staging = list[HostParameter](), device, staging
+        staging.reserve(sum(sizes))
+        start = 0
+        for each, *parts in zip(self.fsdp_group.fsdp_params, weights.split(sizes), gradients.split(sizes), strict=True):
+            each.__class__ = HostParameter
+            each.move_to_host(self, start, *parts)
+            self._own.append(each)
+            start += len(parts[0])
+        self.parameters = [each.sharded_param for each in self._own]
+        self.gradients = [each.host_gradient for each in self._own]
+        self.pending: Future[None] | None = None
+
+    @property
+    def norms(self) -> dict[Tensor, Tensor]:
+        """The norm of this rank's shard of each gradient, by parameter."""
+        return {each.sharded_param: each.norm for each in self._own}
+
+    def clear_gradients(self) -> None:
+        """Let the next backward pass overwrite the gradients."""
+        for each in self._own:
+            each.has_gradient = False
+
+    def wait(self) -> None:
+        """Wait until the parameters are updated, and raise any error of the update."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+    def fetch(self, weights: Tensor, start: int) -> Tensor:
+        """Return weights of this group, which begin at the element `start`, on the device."""
+        self.wait()
+        if self._device.type == "cpu":
+            return weights
+        if start == 0:
+            self._staging.begin_group()
+        return self._staging.copy(weights, start)
+
+
+class HostParameter(FSDPParam):
+    """A parameter of a `HostGroup`. FSDP calls its methods when it gathers weights and when it has reduced a gradient."""
+
+    has_gradient = False
+
+    def move_to_host(self, group: HostGroup, start: int, weights: Tensor, gradient: Tensor) -> None:
+        """Move this rank's padded shard to `weights` (N,), which begins at element `start` of the group.
+
+        Gradients will be copied to `gradient` (N,).
+        """
+        self._group, self._start = group, start
+        count = self.sharded_size.numel()
+        self.host_gradient = gradient[:count].view(self.sharded_size)
+        self.norm = torch.zeros((), device=self.device)
+        weights.copy_(self._sharded_param_data)
+        self._sharded_param_data = weights
+        shard = super().to_sharded_dtensor(weights[:count].view(self.sharded_size))
+        self.sharded_param = nn.Parameter(shard)
+        self._setattr_on_modules(self.sharded_param)
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether FSDP is reducing the gradients of the group."""
+        return self._group.fsdp_group._training_state == TrainingState.POST_BACKWARD
+
+    @property
+    def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
+        """Whether FSDP itself may not read the weights, which would convert them on the CPU.
+
+        During the reduction, the value is False, so that FSDP passes gradients to `to_sharded_dtensor` without a copy.
+        """
+        return not self._is_reduced
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        weights = self._group.fetch(self._sharded_param_data, self._start)
+        return [weights if self.param_dtype is None else weights.to(self.param_dtype)]
+
+    def to_sharded_dtensor(self, tensor: Tensor) -> Any:
+        """Keep a reduced gradient, and return None, so that FSDP assigns no gradient to the parameter."""
+        if not self._is_reduced:
+            return super().to_sharded_dtensor(tensor)
+        self._group.wait()  # The running update still reads the previous gradient.
+        if self.has_gradient:
+            tensor.add_(self.host_gradient.to(tensor.device, non_blocking=True))
+        self.host_gradient.copy_(tensor, non_blocking=True)
+        self.norm = cast("list[Tensor]", torch._foreach_norm([tensor]))[0]
+        self.has_gradient = True
+        return None

@@ -1,0 +1,71 @@
+"""Update parameters in host memory in a background thread, while the device computes the next forward pass."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.train.optim import AdamW
+from ringattn.train.parallel.memory.host_parameters import HostGroup
+from ringattn.train.parallel.ranks import ranks_per_host
+
+# The cores of a rank that the update of parameters leaves to the thread that launches kernels and to the data loader.
+OTHER_CORES = 2
+
+
+class HostUpdates:
+    """The updates of all parameters in host memory.
+
+    Reading the weights of the model in any way waits for the updates: a gather of FSDP, and `state_dict`.
+
+    Args:
+        model: the sharded model.
+        groups: the groups in host memory, in the order of the forward pass.
+        optimizer: the optimizer of all parameters, whose `host_groups` belong to `groups`.
+        device: the device of the model.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[HostGroup], optimizer: AdamW, device: torch.device) -> None:
+        self.groups, self._optimizer = groups, optimizer
+        # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
+        cores = len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES
+        start = (lambda: torch.set_num_threads(max(cores, 1))) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "host-updates", start)
+        if groups:
+            model.register_state_dict_pre_hook(self._wait_before_state_dict)
+
+    @property
+    def norms(self) -> dict[Tensor, Tensor]:
+        """The norm of this rank's shard of each gradient in host memory, by parameter."""
+        return {parameter: norm for group in self.groups for parameter, norm in group.norms.items()}
+
+    def start(self, read_scale: Callable[[], list[float]]) -> None:
+        """Start the updates after the backward pass of a step.
+
+        Args:
+            read_scale: a function that waits until the device has completed the backward pass, and returns the factor by which
+                the gradients are multiplied, as a list with one element.
+        """
+        for index, group in enumerate(self.groups):
+            group.clear_gradients()
+            group.pending = self._thread.submit(self._update, index, read_scale)
+
+    def _update(self, index: int, read_scale: Callable[[], list[float]]) -> None:
+        group, (scale,) = self.groups[index], read_scale()
+        if scale != 1:
+            torch._foreach_mul_(group.gradients, scale)
+        self._optimizer.update_host_group(index, dict(zip(group.parameters, group.gradients, strict=True)))
+
+    def clear_gradients(self) -> None:
+        for group in self.groups:
+            group.clear_gradients()
+
+    def _wait_before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all parameters are updated."""
+        for group in self.groups:
+            group.wait()
