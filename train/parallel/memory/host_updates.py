@@ -29,10 +29,7 @@ class HostUpdates:
 
     def __init__(self, model: nn.Module, groups: Sequence[HostGroup], optimizer: AdamW, device: torch.device) -> None:
         self.groups, self._optimizer = groups, optimizer
-        # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
-        cores = len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES
-        start = (lambda: torch.set_num_threads(max(cores, 1))) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "host-updates", start)
+        self._thread = ThreadPoolExecutor(1, "host-updates", _begin_thread, (device,))
         if groups:
             model.register_state_dict_pre_hook(self._wait_before_state_dict)
 
@@ -69,3 +66,11 @@ class HostUpdates:
         """Wait until all parameters are updated."""
         for group in self.groups:
             group.wait()
+
+
+def _begin_thread(device: torch.device) -> None:
+    """Choose the device and the number of cores of the thread that updates parameters."""
+    # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # The thread would otherwise initialise the first GPU.
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1))

@@ -1,0 +1,47 @@
+"""Pinned memory stays pinned as long as any tensor uses it."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.pinned import empty_pinned
+
+GPU = torch.device("cuda", 0)
+
+
+def fake_cudart(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> dict[int, int]:
+    """Replace the CUDA runtime. Return the sizes of the pinned parts of memory, by address."""
+    pinned: dict[int, int] = {}
+
+    def register(address: int, size: int, flags: int) -> int:
+        pinned[address] = size
+        return error
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    return pinned
+
+
+def test_memory_is_pinned_until_its_last_view_is_gone(monkeypatch):
+    pinned = fake_cudart(monkeypatch)
+    memory = empty_pinned(5, GPU)
+    assert pinned == {memory.data_ptr(): 20}
+    assert memory.data_ptr() % 4096 == 0
+    assert memory.eq(0).all()
+    view = torch.nn.Parameter(memory[3:].view(2, 1))
+    del memory
+    gc.collect()
+    assert len(pinned) == 1
+    view.data.fill_(1.0)
+    del view
+    gc.collect()
+    assert not pinned
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
+    fake_cudart(monkeypatch, error=2)
+    with pytest.raises(InsufficientMemory, match=r"0\.0 GiB of host memory cannot be pinned \(CUDA error 2\)"):
+        empty_pinned(5, GPU)
