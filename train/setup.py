@@ -30,6 +30,7 @@ from ringattn.train.parallel import prediction
 from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.chunks import chunk_blocks
 from ringattn.train.parallel.memory.host_updates import HostUpdates
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
@@ -200,6 +201,8 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         float8.convert(model)
     if found.compiled:
         compile_blocks(model)
+    if found.plan.chunk:
+        chunk_blocks(model, found.plan.chunk)
     host_bytes = estimate.host_bytes(config, mesh.shape, found.bf16, found.plan)
     checkpoint_activations(model, found.plan, device, host_bytes)
     host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
@@ -268,6 +271,9 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     compiled = uses_compile(config, device)
     if compiled:
         compile_blocks(model)
+    plan = MemoryPlan(chunk=config.memory.chunk or 0)
+    if plan.chunk:
+        chunk_blocks(model, plan.chunk)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     initial_weights.load(weights, model)
     log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
@@ -280,7 +286,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
         kernel=kernel,
         bf16=bf16,
         compiled=compiled,
-        plan=MemoryPlan(),
+        plan=plan,
         model=model,
     )
 

@@ -21,6 +21,7 @@ from ringattn.train.settings.config import (
 STEPS = 20
 SEQUENCES = 4  # per step
 AUTO, RECOMPUTE, OFFLOAD = MemoryConfig(), MemoryConfig(activations="recompute"), MemoryConfig(activations="offload")
+CHUNKED = MemoryConfig(activations="offload", chunk=5)
 
 
 def job(corpus: str, dp: int, memory: MemoryConfig = AUTO, **parallel_settings: object) -> Config:

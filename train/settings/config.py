@@ -367,6 +367,9 @@ class MemoryConfig(Frozen):
     # The fp32 weights of the blocks, their gradients and the state of AdamW: "keep" (they stay in the memory of the GPU),
     # "offload" (they are in host memory, where the CPU updates them during the next forward pass) or "auto" ("keep").
     optimizer: str = "auto"
+    # How many tokens of a sequence a rank processes at once in norms, projections, feed-forward networks and experts. The
+    # backward recomputes them chunk by chunk. 0: all. None: all if they fit into memory, or else 16,384.
+    chunk: int | None = None
 
 
 @dataclass
@@ -604,6 +607,7 @@ RANGES = {
     "parallel.ring": (1, 2**20),
     "parallel.ulysses": (0, 2**14),
     "parallel.timeout_s": (1, 604_800),  # a week
+    "memory.chunk": (0, 2**31 - 1),
     "optim.lr": (1e-30, 100),
     "optim.eps": (1e-30, 1),
     "optim.weight_decay": (0, 100),

@@ -20,13 +20,13 @@ from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, TrainerConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.chats import chat_job, write_chat_corpus
-from tests.train.jobs import OFFLOAD, RECOMPUTE, STEPS, job, one_rank
+from tests.train.jobs import CHUNKED, OFFLOAD, RECOMPUTE, STEPS, job, one_rank
 from tests.train.launch import write_corpus
 
 # Ways in which four ranks share a step: the number of data-parallel ranks, and the settings of `parallel`.
 MESHES = {
     "dp 2 x ring 2": (2, dict(ring=2)),
-    "ring 2 x ulysses 2": (1, dict(ring=4, ulysses=2, layout="auto", memory=OFFLOAD)),
+    "ring 2 x ulysses 2": (1, dict(ring=4, ulysses=2, layout="auto", memory=CHUNKED)),
 }
 SLOW_MESHES = {
     "dp 4": (4, dict(ring=1)),
@@ -158,7 +158,7 @@ EXPERTS |= {"model.expert_bias": True, "model.activation": "clamped", "model.sin
 # Ways in which two ranks share micro-steps of two sequences: sequences per rank, and the settings of `parallel`.
 EXPERT_MESHES = {
     "dp 2": (1, dict(ring=1)),
-    "ring 2": (2, dict(ring=2, memory=OFFLOAD)),
+    "ring 2": (2, dict(ring=2, memory=CHUNKED)),
 }
 
 

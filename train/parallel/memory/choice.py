@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.chunks import CHUNK
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config
@@ -23,10 +24,14 @@ def choose_plan(
     plan = MemoryPlan(
         recomputed_blocks=least,
         offloaded_blocks=layers - 1 if config.memory.activations == "offload" else 0,
+        chunk=config.memory.chunk or 0,
         host_blocks=layers if config.memory.optimizer == "offload" else 0,
     )
     needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
     while plan.recomputed_blocks < most and estimate.is_tight(needed, device):
         plan = replace(plan, recomputed_blocks=plan.recomputed_blocks + 1)
+        needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
+    if config.memory.chunk is None and plan.recomputed_blocks == layers and estimate.is_tight(needed, device):
+        plan = replace(plan, chunk=CHUNK)
         needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
     return plan, needed

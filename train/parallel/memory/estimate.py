@@ -107,19 +107,28 @@ def peak_bytes(
     # With a single micro-step, no gradients exist before the backward pass.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
-    tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
+    rows = tokens_per_rank(config, shape)
+    tokens = config.trainer.batch_size * rows
     query_dim, key_value_dim = _attention_dims(model)
     saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
     # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
     rotary_dims = sum(rope.dim for rope in {model.layer(index).rope for index in range(model.layers)})
+    at_once = tokens * min(plan.chunk or rows, rows) / rows
+    # q, k and v exist for all tokens. With chunks, blocks that are not recomputed save only these in addition.
+    attention_inputs = size * (query_dim + key_value_dim)
+    recomputed = tokens * attention_inputs + at_once * (saved - checkpointed - attention_inputs)
+    if at_once < tokens:
+        saved = checkpointed + attention_inputs
     blocks_saved = model.layers * saved - plan.recomputed_blocks * (saved - checkpointed)
-    if plan.offloaded_blocks:
-        # One of these blocks returns to the GPU while the backward pass of the next block runs.
-        blocks_saved -= (plan.offloaded_blocks - 1) * checkpointed
+    # If only the last block is not offloaded, the block before it returns to the GPU while the last one runs backward.
+    blocks_saved -= min(plan.offloaded_blocks, model.layers - 2) * checkpointed
     activations = tokens * (blocks_saved + 4 * rotary_dims + 24)
     # At its peak, a step computes the gradients of the last block.
-    recomputed = tokens * (saved - checkpointed) if plan.recomputed_blocks == model.layers else 0
-    feed_forward = size * tokens * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
+    recomputed = recomputed if plan.recomputed_blocks == model.layers else 0
+    feed_forward = size * at_once * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
+
+    # With chunks, the gradients of the weights are summed in fp32, and the gradients of two inputs exist for all tokens.
+    sums = 4 * block_parameters(model) + size * tokens * (model.dim + query_dim) if at_once < tokens else 0
 
     chunk = min(tokens, chunk_size(logits_dim))
     # The logits of a chunk, their gradient and the gradient of the previous chunk exist at the same time. Later, the gradient
@@ -145,7 +154,7 @@ def peak_bytes(
         moment(3 * size * tokens * model.dim + 4 * head + chunk_bytes, gathered + prefetched),
         # The last feed-forward network needs the gradients of the head, of the residual stream and of the hidden layer.
         moment(
-            size * (head + tokens * (model.dim + _routed_dim(model) + hidden_dim(model))) + recomputed,
+            size * (head + tokens * model.dim + at_once * (_routed_dim(model) + hidden_dim(model))) + recomputed + sums,
             gathered + 3 * prefetched,
         ),
         moment(

@@ -14,6 +14,8 @@ class MemoryPlan:
     offloaded_blocks: int = 0
     # How many blocks, up to the last, have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
+    # How many tokens of a sequence a rank processes at once, except in attention. 0: all.
+    chunk: int = 0
 
     def describe(self, layers: int) -> str:
         """Return the choices that differ from the default, for a model with this number of blocks."""
@@ -24,4 +26,6 @@ class MemoryPlan:
             choices.append(f"the inputs and attention results of {self.offloaded_blocks} blocks are in host memory")
         if self.host_blocks:
             choices.append(f"the optimizer of {self.host_blocks} blocks is in host memory")
+        if self.chunk:
+            choices.append(f"at most {self.chunk:,} tokens are processed at once")
         return ", ".join(choices)

@@ -1,7 +1,7 @@
 """Estimates of GPU memory: how they grow, how close they are to measured peaks, and what follows from them."""
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +12,7 @@ from ringattn.train.commands.run import CONFIGS
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.chunks import CHUNK
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
@@ -118,7 +119,8 @@ def test_no_more_blocks_are_recomputed_than_necessary(tokens, setting, gpu):
     config = with_settings(config, {"memory.activations": setting})
     plan, needed = choose_plan(config, MeshShape(1, 8, 1), 128_256, True, False, gpu)
     count = plan.recomputed_blocks
-    assert needed == bytes_needed(LLAMA, tokens, 8, recomputed_blocks=count)
+    assert plan.chunk == (CHUNK if (tokens, setting) == (131_072, "auto") else 0)
+    assert needed == bytes_needed(LLAMA, tokens, 8, **asdict(plan))
     if setting != "auto":
         assert count == (LLAMA.layers if setting == "recompute" else 0)
         return
@@ -145,6 +147,17 @@ def test_offloaded_blocks_move_their_bytes_to_the_host(gpu, monkeypatch):
     monkeypatch.setattr(estimate, "_total_memory", lambda device: host_bytes)
     with pytest.raises(ConfigError, match=r"would need 15.6 GiB of host memory .* has 14.8 usable: use more ranks"):
         estimate.check_host(host_bytes)
+
+
+def test_chunks_need_less_memory_for_the_last_block():
+    """q, k, v and the gradients of two inputs remain for all tokens. The sums of the gradients of the weights are fp32."""
+    whole, chunked = (bytes_needed(LLAMA, 262_144, 4, compiled=True, recomputed_blocks=32, chunk=n) for n in (0, 8192))
+    assert whole["activations"] == chunked["activations"]
+    name = "intermediate results of the backward pass"
+    # The attention layer determines the peak: the residual stream, the gradients of four tensors, and three fp32 ones.
+    attention = 262_144 * (2 * (4096 + 4096) + 12 * 4096 + 4 * 2048 + 2 * (4096 + 2048))
+    assert chunked[name] == pytest.approx(attention, rel=0.1)
+    assert whole[name] > 1.5 * chunked[name]
 
 
 def test_memory_of_the_host_is_shared_by_its_ranks(monkeypatch):
