@@ -31,7 +31,8 @@ def choose_plan(
     while plan.recomputed_blocks < most and estimate.is_tight(needed, device):
         plan = replace(plan, recomputed_blocks=plan.recomputed_blocks + 1)
         needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
-    if config.memory.chunk is None and plan.recomputed_blocks == layers and estimate.is_tight(needed, device):
+    is_long = estimate.tokens_per_rank(config, shape) > CHUNK
+    if config.memory.chunk is None and is_long and plan.recomputed_blocks == layers and estimate.is_tight(needed, device):
         plan = replace(plan, chunk=CHUNK)
         needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
     return plan, needed
