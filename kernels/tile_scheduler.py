@@ -20,6 +20,10 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
+# The scheduler assigns blocks of work tiles at a time. After a block of fewer work tiles than MIN_BLOCK, it assigns HEAP_TILES
+# work tiles one by one.
+MIN_BLOCK, HEAP_TILES = 24, 1024
+
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
     """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A piece starts at the first row of
@@ -85,8 +89,9 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
     work_tiles = np.empty((batch * heads, num_tiles, 8), dtype=np.int32)
     work_tiles[..., :6] = tiles[all_heads // heads]
     work_tiles[..., 6], work_tiles[..., 7] = (all_heads % heads)[:, None], (all_heads // heads)[:, None]
-    rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + np.arange(num_tiles)
-    work_tiles = work_tiles.reshape(-1, 8)[rank.ravel().argsort(kind="stable")]
+    group = all_heads * num_groups // len(all_heads)
+    by_group = np.split(work_tiles, np.flatnonzero(np.diff(group)) + 1)
+    work_tiles = np.concatenate([x.swapaxes(0, 1).reshape(-1, 8) for x in by_group])
     return work_tiles[work_tiles[:, 0] < work_tiles[:, 1]]
 
 
@@ -145,7 +150,7 @@ def assign_work_tiles(
     if limit is not None and np.bincount(program).max() > limit:
         program = _assign_greedily(times, programs, limit)[0]
     # A stable sort keeps the order of the work tiles of each program.
-    order = program.argsort(kind="stable")
+    order = program.astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
     program, index = _enumerate(np.bincount(program))
     assigned = np.zeros((int(index.max()) + 2, programs, work_tiles.shape[1]), dtype=work_tiles.dtype)
     assigned[index, program] = work_tiles[order]
@@ -153,12 +158,34 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    # The heap stores (work so far) * programs + (index of the program), because integers are faster than tuples.
+    """Return the program of each work tile, and the time at which the last program ends."""
+    # The load of a program is stored as (work so far) * programs + (index of the program), so that all loads differ.
+    steps = times.astype(np.int64) * programs
+    if limit is not None:
+        return _assign_with_limit(steps.tolist(), programs, limit)
+    loads, least = np.arange(programs), np.empty_like(steps)
+    done = 0
+    while done < len(steps):
+        # Work tile i goes to the i-th least load, until an earlier work tile of this block results in a smaller load.
+        block = steps[done : done + programs]
+        results = loads[: len(block)] + block
+        is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
+        count = int(is_late.argmax()) + 1 if is_late.any() else len(block)
+        least[done : done + count] = loads[:count]
+        loads[:count] = results[:count]
+        loads.sort()
+        done += count
+        if count < MIN_BLOCK and done < len(steps):
+            # A heap is faster for short blocks. A sorted list is a heap.
+            heap, block = loads.tolist(), steps[done : done + HEAP_TILES].tolist()
+            least[done : done + len(block)] = [heapreplace(heap, heap[0] + time) for time in block]
+            loads = np.sort(heap)
+            done += len(block)
+    return least % programs, int(loads[-1]) // programs
+
+
+def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[ndarray, int]:
     heap = list(range(programs))
-    steps = (times.astype(np.int64) * programs).tolist()
-    if limit is None:
-        least = [heapreplace(heap, heap[0] + time) for time in steps]
-        return np.array(least) % programs, max(heap) // programs
     least: list[int] = []
     counts, end = [0] * programs, 0
     for time in steps:

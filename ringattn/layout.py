@@ -144,8 +144,7 @@ class Layout:
             skipped = (first - before).clip(0, count)
             begin, count = begin + whole.stride * skipped, (end - before).clip(0, count) - skipped
         elif self.kind.startswith("assigned-"):
-            rows, owners = _chunks(self.kind)
-            begin = rows * np.flatnonzero(np.asarray(owners) == rank)
+            rows, begin = _chunks(self.kind)[0], _chunk_starts(self.kind, self.ranks)[rank]
             count = (self.seq_len - begin).clip(max=rows)
         elif self.kind == "striped":
             begin, count = np.array([rank]), np.array([max(0, -((rank - self.seq_len) // self.ranks))])
@@ -253,6 +252,14 @@ def _chunks(kind: str) -> tuple[int, list[int]]:
     """Parse "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
     return int(rows), [int(owner) for owner in owners.split(",")]
+
+
+@cached(maxsize=16)
+def _chunk_starts(kind: str, ranks: int) -> list[np.ndarray]:
+    """Return the first positions of the chunks of each rank."""
+    rows, owners = _chunks(kind)
+    order = np.array(owners).argsort(kind="stable")
+    return np.split(rows * order, np.bincount(owners, minlength=ranks).cumsum()[:-1])
 
 
 # A global function, because a compiler can trace its calls.

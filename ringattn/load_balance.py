@@ -34,11 +34,11 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     # The bounds never decrease, so the first query of a tile has its smallest lo, and the last query has its largest hi.
     lo, _ = intervals_at(mask, layout.seq_len, first)
     _, hi = intervals_at(mask, layout.seq_len, last)
-    before_lo, before_hi = RowsBefore(layout, lo), RowsBefore(layout, hi)
+    before_lo, before_hi = (RowsBefore(layout, x.astype(np.int32)) for x in (lo, hi))
     by_key_rank = []
     for rank in range(layout.ranks):
         begin, end = before_lo.rows(rank), before_hi.rows(rank)
-        counts = np.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
+        counts = ((begin < end) * (-(-end // TILE) - begin // TILE)).sum(0)
         by_key_rank.append(reduce_by_rank(np.add, counts, num_tiles))
     return torch.from_numpy(np.stack(by_key_rank, 1))
 

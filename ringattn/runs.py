@@ -92,24 +92,30 @@ class RowsBefore:
     """Count the rows of any rank before given positions."""
 
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
-        """`positions` are from 0 to `layout.seq_len`, int64 of any shape."""
+        """`positions` are from 0 to `layout.seq_len`, int32 or int64 of any shape. The results of `rows` have this dtype."""
         self.layout, self.positions = layout, positions
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return, for each position, the number of its piece, the offset in the piece, and the rank that holds the piece."""
-        begin, owner, _, size = _piece_tables(self.layout)
+        begin, owner, _, size = _piece_tables(self.layout, self.positions.dtype)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
+
+    @cached_property
+    def _by_owner(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the flat indices of the positions, sorted by the rank that holds them, and the first index of each rank."""
+        _, _, owner = self._pieces
+        order = owner.ravel().astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
+        return order, owner.ravel()[order].searchsorted(np.arange(self.layout.ranks + 1))
 
     def rows(self, rank: int | np.ndarray) -> np.ndarray:
         """Return the number of rows of `rank` before each position."""
         if self.layout.ranks == 1:
             return self.positions
         if self.layout.stride == 1:
-            _, offset, owner = self._pieces
-            return self._at_piece(0, rank) + offset * (owner == rank)
-        begin, count = _strided_pieces(self.layout)
+            return self._add_own(self._at_piece(0, rank), rank, self._pieces[1])
+        begin, count = _strided_pieces(self.layout).astype(self.positions.dtype)
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -121,26 +127,41 @@ class RowsBefore:
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
             return rows.sum(0) * count // 2
         # For each position, sum the number of rows over all earlier positions.
-        _, offset, owner = self._pieces
-        inside = (owner == rank) * (offset * (offset - 1) // 2)
-        first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * offset + inside
+        _, offset, _ = self._pieces
+        sums = self._at_piece(1, rank) + self._at_piece(0, rank) * offset
+        first, last = self._add_own(sums, rank, offset * (offset - 1) // 2)
         return last - first + rows[1] * np.where(self.positions[1] > self.positions[0], 1, count)
 
     def _at_piece(self, table: int, rank: int | np.ndarray) -> np.ndarray:
-        _, _, tables, _ = _piece_tables(self.layout)
+        _, _, tables, _ = _piece_tables(self.layout, self.positions.dtype)
         piece, _, _ = self._pieces
+        if isinstance(rank, int):
+            return tables[table, rank].take(piece)
         return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
+    def _add_own(self, values: np.ndarray, rank: int | np.ndarray, extra: np.ndarray) -> np.ndarray:
+        """Add `extra` to the values of the positions in pieces of `rank`, in place. Few positions are in pieces of one rank."""
+        if isinstance(rank, int):
+            order, first = self._by_owner
+            own = order[first[rank] : first[rank + 1]]
+            values.reshape(-1)[own] += extra.reshape(-1)[own]
+        else:
+            values += extra * (self._pieces[2] == rank)
+        return values
 
-@lru_cache(maxsize=8)
-def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+
+@lru_cache(maxsize=16)
+def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return tables of the pieces of all ranks. The pieces are sorted by position. An empty piece at `seq_len` comes last.
 
     Returns:
-        The first position and the rank of each piece, int64 (pieces,), then two tables (2, ranks, pieces), and the length of
-        the pieces, or 0 if their lengths differ. The first table contains the number of rows of each rank before each piece.
-        The second table contains the sum of these numbers over all positions before the piece.
+        The first position and the rank of each piece, (pieces,), then two tables (2, ranks, pieces), and the length of the
+        pieces, or 0 if their lengths differ. The first table contains the number of rows of each rank before each piece. The
+        second table contains the sum of these numbers over all positions before the piece, and may overflow in int32.
     """
+    if dtype != np.int64:
+        begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))
+        return begin.astype(dtype), owner, tables.astype(dtype), size
     pieces = [layout.pieces(rank) for rank in range(layout.ranks)]
     begin, count = map(np.concatenate, zip(*pieces, strict=True))
     order = begin.argsort()

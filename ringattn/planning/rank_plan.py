@@ -285,7 +285,7 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 def _visible_columns(runs: Runs) -> np.ndarray:
     """Return the columns of each rank to which each rank's rows attend, as ranges: int64 (2, ranks, column ranks)."""
     by_column_rank = []
-    lo, hi = runs.before
+    lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):
         (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
         # In a stripe, there may be columns between the intervals of neighbouring rows.

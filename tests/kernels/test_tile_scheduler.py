@@ -1,6 +1,7 @@
 """The assignment of work tiles to programs: balanced, in the order of head groups, with a full last wave."""
 
 from functools import partial
+from heapq import heapreplace
 
 import numpy as np
 import pytest
@@ -52,6 +53,21 @@ def test_work_tiles_go_to_the_program_with_the_least_work():
     work_tiles = np.arange(5, dtype=np.int32)[:, None].repeat(8, 1) + 1
     assigned = tile_scheduler.assign_work_tiles(work_tiles, np.array([5, 1, 1, 1, 2]), 2)
     assert assigned[..., 0].tolist() == [[1, 2], [0, 3], [0, 4], [0, 5], [0, 0]]
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@pytest.mark.parametrize("kind", ["equal", "falling", "heavy tail", "alternating"])
+def test_blocks_of_work_tiles_go_to_the_same_programs_as_single_ones(kind: str, programs: int) -> None:
+    """A heap assigns one work tile after the other."""
+    tail = (10 * np.random.default_rng(0).pareto(1, 3000)).astype(np.int64) + 1
+    equal, alternating = np.full(3000, 3), np.tile([500, 1], 1500)
+    times = {"equal": equal, "falling": -np.sort(-tail), "heavy tail": tail, "alternating": alternating}[kind]
+    heap, expected = list(range(programs)), []
+    for time in times.tolist():
+        expected.append(heapreplace(heap, heap[0] + time * programs) % programs)
+    got, end = tile_scheduler._assign_greedily(times, programs)
+    assert got.tolist() == expected
+    assert end == max(heap) // programs
 
 
 def test_long_work_tiles_at_the_end_start_earlier():
