@@ -1,7 +1,9 @@
 """Build the AdamW optimizer, and compute the learning rate of each step."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ringattn.train.settings.config import OptimConfig
+from ringattn.train.settings.config import MOMENT_BLOCK, ConfigError, OptimConfig
 
 AVERAGES = ("exp_avg", "exp_avg_sq")  # the state of AdamW that has the shape of the parameter
 
@@ -27,9 +29,12 @@ class AdamW(torch.optim.AdamW):
         """Create the state of all parameters, which is zero."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                device = local_shard(parameter).device if group["fused"] else "cpu"
-                step = torch.zeros((), dtype=torch.float32, device=device)
-                self.state[parameter] = {"step": step} | {key: torch.zeros_like(parameter) for key in AVERAGES}
+                self.state[parameter] = self._zero_state(parameter, group)
+
+    def _zero_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        device = local_shard(parameter).device if group["fused"] else "cpu"
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        return {"step": step} | {key: torch.zeros_like(parameter) for key in AVERAGES}
 
     def step(self, closure: None = None) -> None:  # noqa: ARG002  # AdamW declares it
         """Update all parameters that are not in host memory. Each of them must have a gradient."""
@@ -70,6 +75,75 @@ class AdamW(torch.optim.AdamW):
         )
 
 
+class AdamW8bit(AdamW):
+    """AdamW whose moments of matrices have 8 bits per element, computed by torchao. All other moments are fp32.
+
+    A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
+    moment is a pair of tensors, which are sharded like the parameter: codes, uint8 with the shape of the parameter, and the
+    scales of the blocks, fp32 (rows, blocks per row).
+
+    Args:
+        compiled: whether torch.compile fuses the update of a matrix. Otherwise, it needs several copies of the matrix in fp32.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], compiled: bool, **options: Any) -> None:
+        super().__init__(groups, **options)
+        adam, moment_type, quantised_map = import_torchao()
+        self._compute: Any = torch.compile(adam, fullgraph=True, dynamic=False) if compiled else adam
+        device = local_shard(groups[0]["params"][0]).device
+        self._moment: Any = partial(moment_type, dtype=torch.float32)
+        self._maps = [torch.tensor(quantised_map(signed=signed), device=device) for signed in (True, False)]
+
+    def _zero_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if not group["quantised"]:
+            return super()._zero_state(parameter, group)
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+        for key in AVERAGES:
+            state[f"{key}.codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+            state[f"{key}.scale"] = torch.zeros_like(parameter.flatten(1)[:, ::MOMENT_BLOCK])
+        return state
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], gradients: list[Tensor]) -> None:
+        if not group["quantised"]:
+            super()._update(group, gradients)
+            return
+        beta1, beta2 = group["betas"]
+        options = torch.tensor(group["lr"]), beta1, beta2, group["weight_decay"], group["eps"], True, False
+        # The number of shapes is fixed, so no limit of recompilations is needed.
+        with torch._dynamo.utils.disable_cache_limit():
+            for parameter, gradient in zip(group["params"], gradients, strict=True):
+                state = self.state[parameter]
+                state["step"] += 1
+                if not len(local_shard(parameter)):  # The other ranks have all rows.
+                    continue
+                moments = [
+                    self._moment(local_shard(state[f"{key}.codes"]), local_shard(state[f"{key}.scale"]).view(-1), *kind)
+                    for key, *kind in zip(AVERAGES, self._maps, (True, False), strict=True)
+                ]
+                self._compute(local_shard(parameter), local_shard(gradient), state["step"], *moments, None, *options)
+
+
+def import_torchao() -> tuple[Any, Any, Any]:
+    """Return torchao's update of a parameter, its type of 8-bit moments, and the function that returns their values.
+
+    Raises:
+        ConfigError: torchao is not installed, or does not suit this version of torch.
+    """
+    logging.disable(logging.WARNING)  # torchao warns about kernels for other formats.
+    try:
+        from torchao.optim.adam import single_param_adam
+        from torchao.optim.quant_utils import create_dynamic_map
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise ConfigError(
+            f"memory.moments=8bit requires torchao ({error}): install it with pip install 'ringattn[torchao]', or use fp32"
+        ) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    return single_param_adam, OptimState8bit, create_dynamic_map
+
+
 def local_shard(x: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor unchanged. Call this function under `torch.no_grad()`."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -104,10 +178,19 @@ def scale_gradients(model: nn.Module, scale: Tensor) -> None:
         torch._foreach_mul_(gradients, scale)
 
 
-def build(model: nn.Module, config: OptimConfig, host_groups: Sequence[Sequence[Tensor]] = ()) -> AdamW:
+def build(
+    model: nn.Module,
+    config: OptimConfig,
+    host_groups: Sequence[Sequence[Tensor]] = (),
+    moments: str = "fp32",
+    compiled: bool = False,
+) -> AdamW:
     """Build AdamW. Weight decay applies only to matrices, not to biases or norms.
 
-    `host_groups` are the parameters of each FSDP group in host memory.
+    Args:
+        host_groups: the parameters of each FSDP group in host memory.
+        moments: "fp32" or "8bit".
+        compiled: whether torch.compile fuses updates with 8-bit moments.
     """
     # The biases of all experts together have two dimensions.
     decayed = {p: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
@@ -116,9 +199,10 @@ def build(model: nn.Module, config: OptimConfig, host_groups: Sequence[Sequence[
     for index in (None, *range(len(host_groups))):
         for kind, decay in ((True, config.weight_decay), (False, 0.0)):
             parameters = [p for p in decayed if decayed[p] == kind and host.get(p) == index]
-            groups.append({"params": parameters, "weight_decay": decay, "host": index})
+            groups.append({"params": parameters, "weight_decay": decay, "host": index, "quantised": kind and moments == "8bit"})
     # The learning rate is 0 here, because every step sets the rate that `learning_rate` returns.
-    optimizer = AdamW(groups, lr=0.0, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+    options: dict[str, Any] = {"lr": 0.0, "betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": True}
+    optimizer = AdamW8bit(groups, compiled, **options) if moments == "8bit" else AdamW(groups, **options)
     optimizer.create_state()
     return optimizer
 

@@ -122,6 +122,8 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         device, bf16, kernel = choose_device(config, training=True)
         if config.trainer.float8:
             float8.check(config.model, device, bf16)
+        if config.memory.moments == "8bit":
+            optim.import_torchao()
         tokenizer = tokenizer_of(config.data)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
@@ -210,7 +212,8 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     if found.graphed:
         graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, found.bf16, device)
         loader.learn([slots.requests for slots in graphs.slots])
-    optimizer = optim.build(model, config.optim, [group.parameters for group in host_groups])
+    host_parameters = [group.parameters for group in host_groups]
+    optimizer = optim.build(model, config.optim, host_parameters, config.memory.moments, found.compiled)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     if config.optim.lr is None:
         lr = optim.default_lr(_num_parameters(model), config.model.qk_norm, continued=init_from is not None)

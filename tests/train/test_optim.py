@@ -1,14 +1,20 @@
 """Tests of the optimizer, of the learning-rate schedules, and of which parameters decay."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ringattn.train import optim
+from ringattn.train.checkpoint import storage
+from ringattn.train.checkpoint.state_dict import train_state
 from ringattn.train.model.gpt import GPT
 from ringattn.train.settings.config import ModelConfig, OptimConfig
+from tests.distributed import run_ranks
 from tests.train.jobs import one_rank
 
 
@@ -106,3 +112,65 @@ def test_shards_are_updated_as_by_pytorch():
         for x, y in zip(ours, theirs, strict=True):
             assert torch.equal(x.full_tensor(), y.full_tensor())
         assert all(isinstance(x["exp_avg"], DTensor) for x in optimizers[0].state.values())
+
+
+def build_8bit(seed: int) -> tuple[nn.Module, optim.AdamW]:
+    """A model, sharded over the ranks, whose two rows leave a third rank without any, and its optimizer."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"few": (2, 4096), "odd": (7, 3, 256), "norm": (5,)}
+    parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parameters = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in parameters.items()}
+    model = nn.ParameterDict({name: nn.Parameter(x) for name, x in parameters.items()})
+    return model, optim.build(model, OptimConfig(), moments="8bit")
+
+
+def train_8bit(model: nn.Module, optimizer: optim.AdamW, first: int, last: int) -> dict[str, Tensor]:
+    """Take steps `first` to `last` with random gradients, and return the weights."""
+    for step in range(first, last + 1):
+        for (name, x), gradient in zip(model.items(), build_8bit(step)[0].values(), strict=True):
+            x.grad = gradient.detach() * (10.0 if name == "few" else 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        optimizer.step()
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
+
+
+def test_8_bit_moments_are_those_of_torchao(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    from torchao.optim import AdamW8bit
+
+    ours, optimizer = build_8bit(0)
+    theirs = {name: nn.Parameter(x.detach().clone()) for name, x in ours.items()}
+    groups = [
+        {"params": [theirs["few"], theirs["odd"]], "weight_decay": 0.1},
+        {"params": [theirs["norm"]], "weight_decay": 0.0},
+    ]
+    reference = AdamW8bit(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(1, 4):
+        train_8bit(ours, optimizer, step, step)
+        for name, x in theirs.items():
+            x.grad = ours[name].grad.clone()
+        reference.step()
+    for name in ("few", "odd"):
+        assert torch.equal(ours[name], theirs[name]), name
+        assert optimizer.state[ours[name]]["exp_avg.codes"].unique().numel() > 50
+    torch.testing.assert_close(ours["norm"], theirs["norm"])
+
+
+def test_8_bit_moments_resume_bit_for_bit_on_another_number_of_ranks(tmp_path):
+    """Blocks do not span several rows, so they do not depend on the number of ranks."""
+    expected = train_8bit(*build_8bit(0), 1, 4)
+    run_ranks(_save_8bit, 3, tmp_path / "store", tmp_path)
+    model, optimizer = build_8bit(9)
+    storage.load(tmp_path / "step_00000002", train_state(model, optimizer))
+    found = train_8bit(model, optimizer, 3, 4)
+    for name, x in expected.items():
+        assert torch.equal(x, found[name]), name
+
+
+def _save_8bit(directory: Path) -> None:
+    model, optimizer = build_8bit(0)
+    train_8bit(model, optimizer, 1, 2)
+    storage.save(directory, 2, train_state(model, optimizer), meta={}, keep=1)

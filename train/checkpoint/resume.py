@@ -18,8 +18,8 @@ from ringattn.train.settings.literal import literal_config
 
 log = logging.getLogger(__name__)
 
-# Settings that must not change within a run, because they determine what the weights mean.
-FIXED = ("model.", "data.mask_documents")
+# Settings that must not change within a run, because they determine what the saved tensors mean.
+FIXED = ("model.", "data.mask_documents", "memory.moments")
 
 # Settings that may change without a message. `check_corpus` compares the corpus itself.
 FREE = (

@@ -367,6 +367,9 @@ class MemoryConfig(Frozen):
     # The fp32 weights of the blocks, their gradients and the state of AdamW: "keep" (they stay in the memory of the GPU),
     # "offload" (they are in host memory, where the CPU updates them during the next forward pass) or "auto" ("keep").
     optimizer: str = "auto"
+    # The two moments of AdamW: "fp32", or "8bit" (those of matrices have 8 bits per element, by torchao; they need a quarter of
+    # the memory and stay in the memory of the GPU).
+    moments: str = "fp32"
     # How many tokens of a sequence a rank processes at once in norms, projections, feed-forward networks and experts. The
     # backward recomputes them chunk by chunk. 0: all. None: all if they fit into memory, or else 16,384.
     chunk: int | None = None
@@ -548,6 +551,9 @@ MAY_DIFFER = {
     "balance_loss",
 }
 
+# The number of consecutive elements of a row that share a scale in 8-bit moments.
+MOMENT_BLOCK = 256
+
 # The values of `model.layer_types`.
 LAYER_TYPES = ("sliding", "full", "sliding-nope", "full-nope")
 
@@ -568,6 +574,7 @@ CHOICES = {
     "parallel.kernel": backends.BACKENDS,
     "memory.activations": ("auto", "keep", "recompute", "offload"),
     "memory.optimizer": ("auto", "keep", "offload"),
+    "memory.moments": ("fp32", "8bit"),
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),
@@ -817,6 +824,14 @@ def _check_training(config: Config) -> Iterator[str]:
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if config.memory.activations == "offload" and config.model.layers == 1:
         yield "memory.activations=offload requires at least two layers, because the last one stays on the GPU: leave it out"
+    if config.memory.moments == "8bit":
+        if config.memory.optimizer == "offload":
+            yield "memory.moments=8bit is impossible with memory.optimizer=offload, which requires fp32: leave one of them out"
+        model = config.model
+        widths = {"model.dim": model.dim, "model.heads x head dim": model.heads * model.resolved_head_dim}
+        for name, width in (widths | {"the hidden width (model.ffn_dim)": model.resolved_ffn_dim}).items():
+            if width % MOMENT_BLOCK:
+                yield f"memory.moments=8bit requires multiples of {MOMENT_BLOCK}, but {name} is {width}: change it, or use fp32"
     data = config.data
     if data.format != "text" and data.source not in ("jsonl", "parquet", "hub"):
         yield f"data.format={data.format} is impossible with data.source={data.source}: choose data=jsonl, parquet or hub"

@@ -150,7 +150,10 @@ def test_another_number_of_tokens_per_step_is_described():
     assert compare(Config(), tokens_per_step=200) == "tokens_per_step=100 (now 200)"
 
 
-@pytest.mark.parametrize(("name", "value"), [("model.dim", 64), ("model.rope_factor", 2.0), ("data.mask_documents", False)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("model.dim", 64), ("model.rope_factor", 2.0), ("data.mask_documents", False), ("memory.moments", "8bit")],
+)
 def test_settings_that_change_the_meaning_of_weights_are_an_error(name, value):
     with pytest.raises(ConfigError, match=rf"step_00000005 was trained with {name}=.* \(now {value}\).*another name"):
         compare(changed(name, value))

@@ -260,6 +260,12 @@ INVALID = {
     ),
     "unknown learning-rate schedule": (dict(optim__schedule="linear"), 1, ["optim.schedule=linear", "cosine, wsd"]),
     "offload of one layer": (dict(memory__activations="offload", model__layers=1), 1, ["memory.activations=offload", "two"]),
+    "8-bit moments in host memory": (
+        dict(memory__moments="8bit", memory__optimizer="offload", model__dim=256),
+        1,
+        ["memory.moments=8bit", "memory.optimizer=offload", "leave one of them out"],
+    ),
+    "8-bit moments of narrow matrices": (dict(memory__moments="8bit"), 1, ["memory.moments=8bit", "256", "is 128", "use fp32"]),
     "warmup longer than the run": (dict(optim__warmup_steps=101), 1, ["optim.warmup_steps=101", "trainer.steps=100"]),
     "learning rate that is not a number": (dict(optim__lr=float("nan")), 1, ["optim.lr=nan", "from 1e-"]),
     "one beta": (dict(optim__betas=[0.9]), 1, ["optim.betas=[0.9]", "two numbers"]),

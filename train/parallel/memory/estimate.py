@@ -9,7 +9,7 @@ from ringattn.train.model.loss import chunk_size
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.ranks import ranks_per_host
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig
+from ringattn.train.settings.config import MOMENT_BLOCK, Config, ConfigError, ModelConfig
 
 GIB = 2**30
 
@@ -103,7 +103,8 @@ def peak_bytes(
     prefetched = size * group if resharded else 0
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
     # Weights in host memory pass through two fp32 buffers.
-    state = (12 * kept + (8 * group if plan.host_blocks else 0)) / ranks
+    moments = 8 if config.memory.moments == "fp32" else 2 * (1 + 4 / MOMENT_BLOCK)
+    state = ((4 + moments) * kept + (8 * group if plan.host_blocks else 0)) / ranks
     # With a single micro-step, no gradients exist before the backward pass.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
