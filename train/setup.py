@@ -238,9 +238,11 @@ def end_with_text(config: Config, data: TrainingData, mesh: Mesh) -> Config:
     Raises:
         ConfigError: the text does not suffice for one step.
     """
+    if config.data.exhausted == "repeat":
+        return config
     per_step = mesh.dp.size() * config.trainer.accumulate * config.trainer.batch_size
     steps = data.sequences_per_epoch // per_step
-    if config.data.exhausted == "repeat" or config.trainer.steps <= steps:
+    if config.trainer.steps <= steps:
         return config
     source = f"source {data.first_exhausted} of data.mix" if isinstance(data, MixtureDataset) else "text"
     if steps < 1:

@@ -200,7 +200,7 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
     sums = torch.tensor(totals, device="cpu").sum(0)
     dist.all_reduce(sums, group=run.mesh.dp.get_group())
     rank, ready = run.mesh.sequence.get_local_rank(), list[ReadyMicroStep]()
-    for batch, masks, layout, plans in micro_steps:
+    for batch, masks, layout, plans, _ in micro_steps:
         shard = Shard.of(batch, layout, rank, run.device)
         if run.graphs is not None:
             ready.append(ReadyMicroStep(masks, layout, shard, packed=run.graphs.pack(masks, layout, plans)))

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.recall import evaluation_lengths
+from ringattn.train.data.stream import StreamDataset
 from ringattn.train.inference.generation import write_sample
 from ringattn.train.inference.losses import evaluate
 from ringattn.train.inference.recall import evaluate_recall
@@ -218,7 +219,12 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
 
     `consumed` is the number of sequences that earlier steps consumed.
     """
-    before, after = (run.data.progress(count) for count in (consumed, consumed + run.sequences_per_step))
+    counts = consumed, consumed + run.sequences_per_step
+    if isinstance(run.data, StreamDataset):
+        if repeated := run.data.repeated(*map(run.loader.positions, counts)):
+            log.info(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
+        return {}
+    before, after = map(run.data.progress, counts)
     for name, (_, epochs) in after.items():
         if (epoch := math.ceil(epochs)) > max(math.ceil(before[name].epochs), 1):
             text = f"the source {name}" if name else "the text"
@@ -323,6 +329,9 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
         if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():
             resume_rules.check_job_of_sweep(checkpoint, meta, run.config)
         changed = resume_rules.compare_settings(checkpoint, meta, run.config, run.tokens_per_step)
+        if isinstance(run.data, StreamDataset):
+            stream = run.data.at(meta.get("stream"), meta["consumed"])
+            run.loader.begin(replace(run.loader.preparation, data=stream))
     storage.load(checkpoint, state_dict.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{checkpoint}" + (f", which was trained with {changed}" if changed else ""))
     if not state_dict.load_rng_state(checkpoint):
@@ -338,4 +347,8 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}
+    if isinstance(run.data, StreamDataset):
+        positions: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(positions, dict(run.loader.positions(consumed)))
+        meta["stream"] = run.data.saved_positions(positions, consumed)
     storage.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)

@@ -33,7 +33,7 @@ class HubServer(ThreadingHTTPServer):
             for split, documents in splits.items():
                 card += [f"  - split: {split}", f"    path: {subset}/{split}.parquet"]
                 file = io.BytesIO()
-                pa.parquet.write_table(pa.table({"body": documents}), file)
+                pa.parquet.write_table(pa.table({"body": documents}), file, row_group_size=20)
                 self.files[f"{subset}/{split}.parquet"] = file.getvalue()
         self.files["README.md"] = "\n".join([*card, "---", ""]).encode()
 

@@ -1,11 +1,20 @@
-"""Tests of whole runs on mixtures of several sources."""
+"""Tests of whole runs on mixtures of several sources and on streams."""
 
+import hashlib
 import json
+import os
+import random
+import signal
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.train.launch import SMALL
+from ringattn.train.data.stream import StreamDataset, open_stream
+from ringattn.train.data.tokenizer import BytesTokenizer
+from ringattn.train.settings.config import DataConfig
+from tests.train.launch import SMALL, launch_ranks
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
 
@@ -34,3 +43,115 @@ def test_a_run_records_the_sources_and_repeats_or_ends(run_command_line, tmp_pat
     output = capfd.readouterr().out
     assert "the source a ran out, and step 12 began to read it again (epoch 2)" in output
     assert "a 13,824 tokens (1.09 epochs)" in output
+
+
+STEPS, PER_STEP = 40, 8  # sequences per step
+STREAM = [
+    *(each for each in SMALL if each not in ("data=text", "data.eval_fraction=0", "trainer.batch_size=2")),
+    *("data=jsonl", "data.path=text", "data.streaming=true", "data.shuffle_buffer=30", "data.eval_path=held_out.jsonl"),
+    *("parallel.ring=1", f"trainer.tokens_per_step={64 * PER_STEP}", f"trainer.steps={STEPS}", "optim.warmup_steps=2"),
+    *("trainer.checkpoint_every=3", "trainer.eval_every=10", "name=a"),
+]
+
+
+def write_text(folder: Path) -> None:
+    """Write eight files of documents with up to 200 characters, and held-out text."""
+    generator = random.Random(0)
+    (folder / "text").mkdir()
+    for name in [*(f"text/{number}" for number in range(8)), "held_out"]:
+        lines = [json.dumps({"text": f"{name}:{i}" + "x" * generator.randint(0, 200)}) + "\n" for i in range(60)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+def digest(sequence: tuple) -> str:
+    tokens, labels, documents = sequence
+    return hashlib.sha256(tokens.tobytes() + labels.tobytes() + repr(documents).encode()).hexdigest()
+
+
+def observe(rank: int) -> None:
+    """Write the digest of each sequence that this process trains on to a file, and kill the process at a random moment.
+
+    The variable KILL contains the rank to kill, and the number of sequences after which its last second begins.
+    """
+    torch.set_num_threads = lambda count: None
+    read, count = StreamDataset.sequence, 0
+    victim, after = json.loads(os.environ["KILL"])
+    file = open(f"read-{rank}.jsonl", "a")  # noqa: SIM115  # the process is killed
+
+    def read_and_write(data: StreamDataset, index: int) -> tuple:
+        nonlocal count
+        sequence, count = read(data, index), count + 1
+        file.write(json.dumps([index, digest(sequence)]) + "\n")
+        file.flush()
+        if rank == victim and count == after:
+            threading.Timer(random.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return sequence
+
+    StreamDataset.sequence = read_and_write
+
+
+def launch_observed(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, victim: int, after: int) -> tuple[bool, str]:
+    monkeypatch.setenv("KILL", json.dumps([victim, after]))
+    succeeded, stdout, stderr = launch_ranks(ranks, folder, *STREAM, prepare=observe)
+    assert "Traceback" not in stderr, stderr
+    return succeeded, stdout
+
+
+def check_sequences(folder: Path) -> None:
+    """Check that all launches have read the sequences of an uninterrupted stream, and every sequence at least once."""
+    config = DataConfig("jsonl", path=str(folder / "text"), streaming=True, shuffle_buffer=30, seq_len=64)
+    data = open_stream(config, BytesTokenizer())
+    expected = {index: digest(data.sequence(index)) for index in range(STEPS * PER_STEP)}
+    found = [json.loads(line) for file in folder.glob("read-*.jsonl") for line in file.read_text().splitlines()]
+    assert {index for index, _ in found} == expected.keys()
+    assert [index for index, each in found if each != expected[index]] == []
+
+
+def losses(folder: Path) -> list[tuple[int, float, float | None]]:
+    records = [json.loads(line) for line in (folder / "outputs/a/metrics.jsonl").read_text().splitlines()]
+    return [(each["step"], each["loss"], each.get("eval_loss")) for each in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_killed_stream_continues_with_the_same_batches(ranks, tmp_path, monkeypatch):
+    """The batches are the same token for token, and the losses of all steps and evaluations are the same bit for bit."""
+    reference, killed = tmp_path / "reference", tmp_path / "killed"
+    for folder in (reference, killed):
+        folder.mkdir()
+        write_text(folder)
+    assert launch_observed(ranks, reference, monkeypatch, -1, 0)[0]
+    generator = random.Random(ranks)
+    kills = [(generator.randrange(ranks), generator.randint(1, 60 // ranks)) for _ in range(int(os.environ.get("KILLS", "2")))]
+    results = [launch_observed(ranks, killed, monkeypatch, *kill)[0] for kill in kills]
+    assert False in results  # A launch that ends before it is killed succeeds.
+    assert launch_observed(ranks, killed, monkeypatch, -1, 0)[0]
+    check_sequences(killed)
+    assert losses(killed) == losses(reference)
+    assert len(losses(reference)) == STEPS
+
+
+@pytest.mark.slow
+def test_a_stream_continues_on_another_number_of_ranks(tmp_path, monkeypatch):
+    write_text(tmp_path)
+    resumed = 0
+    for ranks in (4, 1, 2):
+        _, output = launch_observed(ranks, tmp_path, monkeypatch, 0 if ranks != 2 else -1, 90 // ranks)
+        resumed += "on another number of ranks" in output
+    assert resumed == 2
+    check_sequences(tmp_path)
+
+
+def test_a_stream_is_described_and_evaluated(run_command_line, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    assert run_command_line(*STREAM, "trainer.steps=3") == 0
+    output = capfd.readouterr().out
+    assert "streamed by 8 readers, which shuffle 30 documents" in output
+    assert "eval loss" in output
+    # The same command continues the run. A changed text is an error.
+    assert run_command_line(*STREAM, "trainer.steps=4") == 0
+    assert "step_00000003" in capfd.readouterr().out
+    (tmp_path / "text" / "0.jsonl").write_text('{"text": "other"}\n')
+    assert run_command_line(*STREAM, "trainer.steps=5") == 1
+    assert "was trained on another corpus" in capfd.readouterr().err

@@ -1,7 +1,11 @@
 """Tests of training on a dataset of the Hugging Face hub. A local server answers as the hub does."""
 
+import datasets
 import pytest
 
+from ringattn.train.data.stream import open_stream
+from ringattn.train.data.tokenizer import BytesTokenizer
+from ringattn.train.settings.config import DataConfig
 from tests.train.hub_server import start_server, use_server
 from tests.train.launch import SMALL, launch_ranks
 
@@ -34,6 +38,33 @@ def test_two_ranks_train_on_a_subset_and_a_split(hub, tmp_path):
     assert "step 2/2" in stdout
     assert "eval loss" in stdout
     assert {name for name in hub.read if name != "README.md"} == {"large/train.parquet", "large/test.parquet"}
+
+
+def test_two_ranks_stream_and_resume(hub, tmp_path):
+    """Streaming downloads only the splits that are read. The same command continues the run."""
+    arguments = ["data.subset=large", "data.streaming=true", "data.eval_split=test", "parallel.ring=1", "trainer.eval_every=1"]
+    succeeded, stdout, stderr = train(tmp_path, *arguments)
+    assert succeeded, stderr
+    assert "streamed by 2 readers, which shuffle 10,000 documents, 6 held-out sequences" in stdout
+    assert {name for name in hub.read if name != "README.md"} == {"large/train.parquet", "large/test.parquet"}
+    hub.read.clear()
+    succeeded, resumed, stderr = train(tmp_path, *arguments, "trainer.steps=3")
+    assert succeeded, stderr
+    assert "step_00000002" in resumed
+    assert "step 3/3" in resumed
+    assert "large/train.parquet" in hub.read
+
+
+def test_a_stream_of_the_hub_equals_its_documents(hub, tmp_path, monkeypatch):
+    use_server()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    config = DataConfig("hub", path="owner/corpus", subset="small", split="train", column="body", seq_len=64, streaming=True)
+    data = open_stream(config, BytesTokenizer())
+    tokens = [data.sequence(index)[0].tolist() for index in range(12)]
+    assert tokens == [[256, *b"a" * 63]] * 12
+    saved = data.saved_positions([data.positions], 12)
+    assert data.at(saved, 12).sequence(12)[0].tolist() == tokens[0]
+    assert set(hub.read) == {"README.md", "small/train.parquet"}
 
 
 @pytest.mark.slow

@@ -330,7 +330,7 @@ def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_comman
 
 def test_weights_are_checked_before_the_text_is_read(settings, tmp_path, run_command_line, only_error, monkeypatch):
     folder = write_folder(tmp_path / "hf")
-    monkeypatch.setattr(run_setup, "load", lambda *_: pytest.fail("the text was read"))
+    monkeypatch.setattr(run_setup, "load_training", lambda *_: pytest.fail("the text was read"))
     assert run_command_line(*settings, "name=a", f"trainer.init_from={folder}", "data.tokenizer=bytes") == 1
     error = only_error()
     assert str(folder) in error

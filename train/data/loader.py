@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,10 @@ import ringattn
 from ringattn import Layout
 from ringattn.planning.rank_plan import Plan, Requests
 from ringattn.train.data.batch import Batch
+from ringattn.train.data.stream import Position, StreamDataset
 from ringattn.train.parallel.mesh import Masks, MeshShape, causal_masks, choose_layout
-from ringattn.train.settings.config import Config
+from ringattn.train.parallel.ranks import ranks_per_host
+from ringattn.train.settings.config import Config, ConfigError
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2), PR_SET_PDEATHSIG, kills the loader process (signal 9) when the training process dies, even if another
@@ -62,6 +64,9 @@ class LoaderError(RuntimeError):
     """The loader process raised an error or has ended."""
 
 
+Positions = Mapping[int, Position]  # by the number of the reader
+
+
 class MicroStep(NamedTuple):
     """The inputs of one rank in one micro-step."""
 
@@ -69,6 +74,7 @@ class MicroStep(NamedTuple):
     masks: Masks
     layout: Layout
     plans: Sequence[Plan] = ()  # one per mask, on the CPU; empty if the first attention call creates the plan
+    positions: Positions | None = None  # in the last micro-step of a step of a stream: where its readers continue
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Preparation:
     """
 
     config: Config
-    data: Any  # a `packing.Sequences`
+    data: Any  # `packing.TrainingData`
     shape: MeshShape
     dp: int
     ring: int
@@ -119,6 +125,8 @@ class Preparation:
                     plans.append(Plan(mask, layout.whole, self.ring, torch.device("cpu"), self.is_fixed))
                     plans[-1].prepare(requested)
             micro_steps.append(MicroStep(batch, masks, layout, plans))
+        if isinstance(self.data, StreamDataset):
+            micro_steps[-1] = micro_steps[-1]._replace(positions=self.data.positions)
         return micro_steps
 
 
@@ -132,6 +140,8 @@ class Loader:
 
     def __init__(self) -> None:
         self._preparation: Preparation | None = None
+        # Where the readers of a stream continue after a number of sequences
+        self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
         """Set how steps are prepared. Call this method before `get`."""
@@ -146,9 +156,23 @@ class Loader:
         """Return the micro-steps of the step after the first `consumed` sequences.
 
         Raises:
-            LoaderError: the loader process failed.
+            LoaderError: the loader process failed, or the stream cannot be read.
         """
-        return self.preparation.prepare(consumed)
+        micro_steps, size = self._prepare(consumed), self.preparation.sequences_per_step
+        # The run may still need the positions before and after the previous step.
+        known = {count: positions for count, positions in self._positions.items() if count >= consumed - size}
+        self._positions = known | {consumed + size: micro_steps[-1].positions}
+        return micro_steps
+
+    def _prepare(self, consumed: int) -> list[MicroStep]:
+        try:
+            return self.preparation.prepare(consumed)
+        except ConfigError as error:  # Other ranks may not have this error.
+            raise LoaderError(str(error)) from error
+
+    def positions(self, consumed: int) -> Positions:
+        """Return where the readers of a stream continue after the first `consumed` sequences."""
+        return self._positions.get(consumed) or self.preparation.data.start
 
     def learn(self, requests: Sequence[Requests]) -> None:
         """Record the schedules and tables that a step has requested from each plan. Later steps request the same ones."""
@@ -164,9 +188,14 @@ class AheadLoader(Loader):
         super().__init__()
         self._requests: Sequence[Requests] | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
-        # One thread is enough for the small arrays. The process must find the package at the same path, and must not import
-        # modules from the current directory.
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        # One thread is enough for the small arrays, but a tokenizer.json uses the cores of the rank (Rayon). The process must
+        # find the package at the same path, and must not import modules from the current directory.
+        threads = str(max(len(os.sched_getaffinity(0)) // ranks_per_host(), 1))
+        environment = (
+            {"RAYON_NUM_THREADS": threads}
+            | os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        )
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-c", START, str(os.getpid())]
         connection, theirs = socket.socketpair()
@@ -190,7 +219,7 @@ class AheadLoader(Loader):
     def close(self) -> None:
         self._end()
 
-    def get(self, consumed: int) -> list[MicroStep]:
+    def _prepare(self, consumed: int) -> list[MicroStep]:
         # If this step does not follow the previous one, drop all requested steps.
         while self._pending and self._pending[0] != consumed:
             self._receive()

@@ -41,6 +41,7 @@ from ringattn.train.data import recall, sources
 from ringattn.train.data.documents import TOKENS, TokenisedDocuments, group_by_cost, random_order
 from ringattn.train.data.mixture import MixtureDataset, in_proportion
 from ringattn.train.data.records import RecordDataset, RecordEncoder, split_records
+from ringattn.train.data.stream import StreamDataset, open_stream
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.settings.config import ConfigError, DataConfig
@@ -142,7 +143,7 @@ class PackedDataset(TokenisedDocuments):
 
 
 Sequences = PackedDataset | RecordDataset | recall.RecallDataset
-TrainingData = Sequences | MixtureDataset
+TrainingData = Sequences | MixtureDataset | StreamDataset
 
 
 def load_training(config: DataConfig, tokenizer: Tokenizer) -> TrainingData:
@@ -150,7 +151,7 @@ def load_training(config: DataConfig, tokenizer: Tokenizer) -> TrainingData:
     if config.mix:
         sources = load_members(config, lambda member: load(member, tokenizer))
         return MixtureDataset(sources, config.weights, config.group_size or 1)
-    return load(config, tokenizer)
+    return open_stream(config, tokenizer) if config.streaming else load(config, tokenizer)
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
@@ -305,7 +306,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
         settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
         message = re.sub(settings, r"data.eval_\1", str(error))
         raise ConfigError(f"held-out text: {message}; or leave out data.eval_split and data.eval_path") from None
-    assert isinstance(training, TokenisedDocuments)
+    assert isinstance(training, TokenisedDocuments | StreamDataset)
     if not sources.are_disjoint(config, config.held_out, training.splits):
         raise ConfigError(
             f"the training text contains some of the held-out text, data.eval_split={config.eval_split} "

@@ -37,6 +37,9 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
+# A streamed dataset of the hub has at most this many held-out rows. An evaluation reads only a part of them.
+HELD_OUT_ROWS = 10_000
+
 # The place of a document, for error messages, and its text, or a record with `DataConfig.columns`. A row without text has the
 # text "". A blank line of JSON lines has the text None, and does not count as a row in a slice such as "train[:90%]".
 Entry = tuple[str, str | dict[str, Any] | None]
@@ -56,7 +59,8 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
     """
     if config.source == "hub":
         rows = load_hub(config)
-        return _hub_rows(rows, config), {
+        check_hub_columns(rows, config)
+        return hub_rows(rows, config), {
             name: split.num_examples for name, split in (rows.info.splits or dict[str, Any]()).items()
         }
     if config.split in ("train", "all"):
@@ -97,14 +101,16 @@ def _all_documents(config: DataConfig) -> Iterator[Entry]:
         case "text":
             for file in files(config):
                 yield file, _decode(file, _read_limited(file, config.max_document_mb), is_file=True)
-        case "jsonl":
+        case "jsonl" | "parquet":
             for file in files(config):
-                yield from _json_rows(file, config)
-        case "parquet":
-            for file in files(config):
-                yield from _parquet_rows(file, config)
+                yield from read_file(file, config)
         case _:
             raise AssertionError(f"data.source={config.source} has no reader")
+
+
+def read_file(file: str, config: DataConfig) -> Iterator[Entry]:
+    """Read the documents of a file of JSON lines or of a Parquet file."""
+    return _json_rows(file, config) if config.source == "jsonl" else _parquet_rows(file, config)
 
 
 def _open(file: str) -> IO[bytes]:
@@ -164,11 +170,15 @@ def _parquet_rows(file: str, config: DataConfig) -> Iterator[Entry]:
         raise _cannot_read_file(file, error) from error
 
 
-def _hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
+def check_hub_columns(rows: Any, config: DataConfig) -> None:
     check_columns(config.description, rows.features, config)
     texts = "string", "large_string"
     if config.format == "text" and getattr(kind := rows.features[config.column], "dtype", None) not in texts:
         raise no_text(config.description, config.column, kind)
+
+
+def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
+    """Read the documents of a Dataset or an IterableDataset."""
     yield from _arrow_rows(config.description, rows.select_columns(config.columns).with_format("arrow").iter(64), config)
 
 
@@ -255,13 +265,37 @@ def files(config: DataConfig) -> list[str]:
 
 
 def load_hub(config: DataConfig) -> datasets.Dataset:
-    # Releases of `datasets` before 4 would otherwise ask whether to run the code of a dataset.
-    settings: Any = datasets.config
-    settings.HF_DATASETS_TRUST_REMOTE_CODE = False
-    return datasets.load_dataset(_hub_name(config), config.subset, split=config.split)
+    """Download a dataset of the hub. With `data.streaming`, download only the first HELD_OUT_ROWS rows of the split."""
+    if not config.streaming:
+        name = _hub_name(config)
+        return datasets.load_dataset(name, config.subset, split=config.split)
+    rows = open_hub(config)
+    # The cache of `datasets` finds the rows by these arguments.
+    arguments = {"config": config, "revision": hub_commit(config)}
+    found: Any = datasets.Dataset.from_generator(_first_rows, features=rows.features, gen_kwargs=arguments)
+    return found
+
+
+def _first_rows(config: DataConfig, revision: str) -> Iterator[dict[str, Any]]:
+    yield from open_hub(config, revision).take(HELD_OUT_ROWS)
+
+
+def open_hub(config: DataConfig, revision: str | None = None) -> Any:
+    """Open a dataset of the hub as an IterableDataset, which is downloaded while it is read."""
+    settings: dict[str, Any] = {"split": config.split, "revision": revision, "streaming": True}
+    rows: Any = datasets.load_dataset(_hub_name(config), config.subset, **settings)
+    # Without a description of the columns, the first rows must be read.
+    return rows if rows.features is not None else rows._resolve_features()
+
+
+def hub_commit(config: DataConfig) -> str:
+    return str(datasets.load_dataset_builder(_hub_name(config), config.subset).hash)
 
 
 def _hub_name(config: DataConfig) -> str:
+    # Releases of `datasets` before 4 would otherwise ask whether to run the code of a dataset.
+    settings: Any = datasets.config
+    settings.HF_DATASETS_TRUST_REMOTE_CODE = False
     # `datasets` would interpret a name without an owner as a reader for local files. One of these readers unpickles files,
     # which may run any code.
     if config.path is None or not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path) or Path(config.path).exists():

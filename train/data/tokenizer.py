@@ -39,6 +39,10 @@ class BytesTokenizer:
         """Return the token ids of `text` as int32 (N,), without `eos`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the result of `encode` for each text."""
+        return [self.encode(text) for text in texts]
+
     def encode_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode `text`, and mark the tokens that contain a character of a span.
 
@@ -159,7 +163,17 @@ class JsonTokenizer:
         is_marked = starts[np.searchsorted(stops, begins, side="right")] < ends
         return np.array(encoding.ids, dtype=np.int32), is_marked
 
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        for text in texts:
+            self._warn_of_special_names(text)
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
     def _encode(self, text: str) -> Any:
+        self._warn_of_special_names(text)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _warn_of_special_names(self, text: str) -> None:
         if not self._is_parsed and self.fingerprint not in _warned and (found := self.special_names.search(text)):
             _warned.add(self.fingerprint)
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -167,7 +181,6 @@ class JsonTokenizer:
                     f"{'tokenizer':<12}a text contains {found[0]}, the name of a special token, which is encoded as text; set "
                     "data.special_tokens=parse to encode such names as special tokens"
                 )
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=not self._is_parsed)

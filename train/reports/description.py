@@ -21,6 +21,7 @@ from ringattn.train.checkpoint import huggingface
 from ringattn.train.data.documents import TokenisedDocuments
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.records import RecordDataset
+from ringattn.train.data.stream import StreamDataset
 from ringattn.train.model import flops
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.memory import estimate
@@ -70,7 +71,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "memory_plan": asdict(run.plan),
         "parameters": run.num_parameters,
         "vocab_size": run.tokenizer.vocab_size,
-        "sequences_per_epoch": run.data.sequences_per_epoch,
+        "sequences_per_epoch": None if isinstance(run.data, StreamDataset) else run.data.sequences_per_epoch,
         "held_out_sequences": run.held_out.sequences_per_epoch if run.held_out else 0,
         "dropped_records": run.data.num_dropped if isinstance(run.data, RecordDataset) else 0,
         "sequences_per_step": run.sequences_per_step,
@@ -89,9 +90,15 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     """Log the properties of this run. `facts` is the result of `run_facts`."""
     config, mesh, per_step = run.config, facts["mesh"], facts["sequences_per_step"]
     held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
-    data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
+    data = f"{facts['sequences_per_epoch'] or 0:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
     if config.data.source == "recall":
         data = f"generated sequences of {config.data.seq_len:,} tokens"
+    if isinstance(run.data, StreamDataset):
+        data = f"streamed by {run.data.num_readers} readers, which shuffle {config.data.shuffle_buffer:,} documents{held_out}"
+        if run.data.num_readers % (mesh["data_parallel"] * config.trainer.batch_size):
+            data += (
+                f", and {mesh['data_parallel']} data-parallel ranks do not divide the readers evenly: some read the same text"
+            )
     if isinstance(run.data, MixtureDataset):
         shares = [
             f"{weight:.1%} {name} ({run.data.sources[name].sequences_per_epoch:,} sequences)"
@@ -123,7 +130,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     if facts["cuda_graphs"]:
         entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
     machine = machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)
-    if machine and dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
+    if machine and not config.data.streaming and dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
         entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
     documents, held_out = run.data, run.held_out
     are_texts = isinstance(documents, TokenisedDocuments) and isinstance(held_out, TokenisedDocuments)

@@ -241,6 +241,10 @@ class DataConfig(Frozen):
     # What happens when the text, or a source of a mixture, runs out: "repeat" (it is read again in another order, and a message
     # says so) or "end" (the run has only as many steps as there is text).
     exhausted: str = "repeat"
+    # Whether "jsonl", "parquet" and "hub" are read, tokenised and packed during training, instead of before the first step.
+    streaming: bool = False
+    # With `streaming`, the number of documents that are shuffled together. They are kept in the memory of the host.
+    shuffle_buffer: int = 10_000
     # A file, a folder with its subfolders, or a glob pattern; for "hub", the name of a dataset. In a folder, "jsonl" and
     # "parquet" read only files with such names. "stdlib", "packages" and "recall" need no path.
     path: str | None = None
@@ -607,6 +611,7 @@ RANGES = {
     "model.logit_scale": (1e-6, 1e3),
     "model.window": (1, 2**31 - 1),
     "data.seq_len": (1, 2**31 - 1),
+    "data.shuffle_buffer": (1, 2**40),
     "data.max_document_mb": (1, 2000),  # The offsets of the cached tokens have 31 bits.
     "data.eval_fraction": (0, 0.99),
     "data.seed": (0, 2**63 - 1),
@@ -647,7 +652,7 @@ def check(config: Config, world_size: int) -> None:
     """
     check_values(config)
     problems = _check_unused(config), _check_model(config.model), _check_parallel(config, world_size), _check_training(config)
-    for problem in chain(*problems, _check_mixture(config)):
+    for problem in chain(*problems, _check_mixture(config), _check_streaming(config.data)):
         raise ConfigError(problem)
 
 
@@ -710,6 +715,8 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             data.source == "recall",
             "if data.source=recall, which generates other sequences for evaluation: choose another source",
         ),
+        ("data.shuffle_buffer", not data.streaming, "without data.streaming: set data.streaming=true"),
+        ("data.group_size", data.streaming, "with data.streaming: leave data.streaming out"),
         ("data.subset", data.source != "hub", f"if data.source={data.source}: choose data=hub"),
         (
             "data.column",
@@ -848,6 +855,24 @@ def _check_training(config: Config) -> Iterator[str]:
         first, last = trainer.profiled_range or (0, 0)
         if not 1 <= first <= last <= trainer.steps:
             yield f"trainer.profile={trainer.profile}: must be true or a range of steps from 1 to {trainer.steps}, such as 3-5"
+
+
+def _check_streaming(data: DataConfig) -> Iterator[str]:
+    if not data.streaming:
+        return
+    if data.source not in ("jsonl", "parquet", "hub"):
+        yield f"data.streaming=true is impossible with data.source={data.source}: choose data=jsonl, parquet or hub"
+    if data.format != "text":
+        yield f"data.streaming=true is impossible with data.format={data.format}: leave data.streaming out"
+    if not re.fullmatch(r"\w+" if data.source == "hub" else "train|all", data.split):
+        yield f"data.split={data.split} is impossible with data.streaming=true, which reads whole splits: leave one of them out"
+    if data.exhausted == "end":
+        yield "data.exhausted=end is impossible with data.streaming=true, because the size of the text is unknown: leave it out"
+    if data.held_out is None and data.eval_fraction > 0:
+        yield (
+            "data.streaming=true cannot hold out data.eval_fraction of a text of unknown size: set data.eval_path to other "
+            "files, data.eval_split to another split of the hub, or data.eval_fraction=0"
+        )
 
 
 def _check_mixture(config: Config) -> Iterator[str]:

@@ -54,10 +54,11 @@ def default_group_size(config: Config, world_size: int) -> int | None:
     """Return the `data.group_size` of a new run.
 
     It is the number of sequences of a micro-step, or None if data-parallel ranks do not wait for each other, or for a
-    mixture, whose sequences must not depend on the number of ranks.
+    mixture or a stream, whose sequences must not depend on the number of ranks.
     """
     ranks = num_data_parallel_ranks(config, world_size)
     is_needed = ranks > 1 and config.data.mask_documents and config.data.source not in ("recall", "mix")
+    is_needed = is_needed and not config.data.streaming
     return ranks * config.trainer.batch_size if is_needed else None
 
 

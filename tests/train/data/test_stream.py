@@ -1,0 +1,235 @@
+"""Tests of streams: their sequences, their positions, and that they do not depend on the number of ranks."""
+
+import gzip
+import json
+import pickle
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+from ringattn.train.data import stream as streams
+from ringattn.train.data.loader import AheadLoader, Loader, LoaderError, Preparation
+from ringattn.train.data.stream import Position, StreamDataset, open_stream
+from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer
+from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, with_settings
+from tests.train.hub_models import write_tokenizer
+
+EOS, EOS_SIGN = 256, ord("|")
+SEQ_LEN, PER_STEP = 50, 12
+
+
+def documents(files: int = 5, count: int = 30) -> list[list[str]]:
+    """Different documents of up to 90 characters. The longest ones span several sequences."""
+    generator = random.Random(0)
+    return [[f"{file}.{i}:" + "x" * generator.randint(0, 90) for i in range(count)] for file in range(files)]
+
+
+def write_files(folder: Path, texts: list[list[str]]) -> None:
+    for number, lines in enumerate(texts):
+        content = "".join(json.dumps({"text": text}) + "\n" for text in lines)
+        (folder / f"{number}.jsonl").write_text(content)
+
+
+def stream(folder: Path, **settings: object) -> StreamDataset:
+    values = {"source": "jsonl", "path": str(folder), "seq_len": SEQ_LEN, "shuffle_buffer": 20, "eval_fraction": 0.0}
+    return open_stream(DataConfig(streaming=True, **values | settings), BytesTokenizer())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    write_files(tmp_path / "text", documents())
+    return tmp_path / "text"
+
+
+def as_lists(sequences: list) -> list:
+    return [(tokens.tolist(), labels.tolist(), lengths) for tokens, labels, lengths in sequences]
+
+
+def test_readers_read_every_document_once_per_epoch(folder):
+    data = stream(folder)
+    assert data.num_readers == 4
+    sequences = [data.sequence(index) for index in range(600)]
+    found = Counter()
+    for number in range(data.num_readers):
+        own = sequences[number :: data.num_readers]
+        tokens = np.concatenate([each[0] for each in own])
+        labels = np.concatenate([each[1] for each in own])
+        assert (labels[:-1] == tokens[1:]).all()
+        edges = np.cumsum([length for each in own for length in each[2]])
+        # A part of a document begins at every EOS, and at every sequence.
+        starts = {*np.flatnonzero(tokens == EOS).tolist(), *range(0, len(tokens), SEQ_LEN)} - {0}
+        assert sorted(starts) == edges[:-1].tolist()
+        texts = bytes(np.where(tokens == EOS, EOS_SIGN, tokens).astype(np.uint8)).decode().split("|")[1:-1]
+        expected = [text for lines in documents()[number :: data.num_readers] for text in lines]
+        for start in range(0, len(texts) - len(expected), len(expected)):
+            epoch = texts[start : start + len(expected)]
+            assert sorted(epoch) == sorted(expected)
+            assert epoch != expected
+        found.update(texts[: len(expected)])
+    assert found == Counter(text for lines in documents() for text in lines)
+
+
+def test_the_seed_and_the_buffer_determine_the_order(folder):
+    first = as_lists([stream(folder).sequence(index) for index in range(8)])
+    assert as_lists([stream(folder).sequence(index) for index in range(8)]) == first
+    assert as_lists([stream(folder, seed=1).sequence(index) for index in range(8)]) != first
+    # A buffer of one document per reader does not shuffle the documents of a file.
+    (folder / "4.jsonl").unlink()
+    tokens = stream(folder, shuffle_buffer=4).sequence(1)[0].tolist()
+    assert list("|".join(["", *documents()[1]]).encode()[:SEQ_LEN]) == [EOS_SIGN if x == EOS else x for x in tokens]
+
+
+def test_a_stream_resumes_from_any_position(folder):
+    sequences = as_lists([stream(folder).sequence(index) for index in range(400)])
+    for consumed in (1, 2, 3, 4, 19, 57, 100, 233, 341):
+        before = stream(folder)
+        for index in range(consumed):
+            before.sequence(index)
+        saved = json.loads(json.dumps(before.saved_positions([before.positions], consumed)))
+        resumed = pickle.loads(pickle.dumps(stream(folder).at(saved, consumed)))
+        assert as_lists([resumed.sequence(index) for index in range(consumed, consumed + 40)]) == sequences[consumed:][:40]
+
+
+def preparations(data: StreamDataset, ranks: int) -> list[Preparation]:
+    config = with_settings(Config(data=data.config), {"trainer.accumulate": PER_STEP // ranks})
+    return [Preparation(config, replace(data), MeshShape(ranks, 1, 1), dp, ring=0) for dp in range(ranks)]
+
+
+def read_step(loaders: list[Preparation], consumed: int) -> list:
+    micro_steps = zip(*(loader.batches(consumed) for loader in loaders), strict=True)
+    return [(x.tokens.tolist(), x.labels.tolist(), x.documents) for batches in micro_steps for x in batches]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_batches_do_not_depend_on_the_number_of_ranks(ranks, folder):
+    """A run continues on another number of ranks. Three ranks do not divide the four readers evenly."""
+    expected = [read_step(preparations(stream(folder), 1), consumed) for consumed in range(0, 10 * PER_STEP, PER_STEP)]
+    data, loaders = stream(folder), preparations(stream(folder), ranks)
+    for step in range(5):
+        assert read_step(loaders, step * PER_STEP) == expected[step]
+    runs = [set(loader.data.positions) for loader in loaders]
+    if ranks != 3:
+        assert runs == [set(range(rank, 4, ranks)) for rank in range(ranks)]
+    saved = data.saved_positions([loader.data.positions for loader in loaders], 5 * PER_STEP)
+    for others in (1, 2, 3, 4):
+        resumed = preparations(data.at(saved, 5 * PER_STEP), others)
+        for step in range(5, 10):
+            assert read_step(resumed, step * PER_STEP) == expected[step]
+
+
+def test_incomplete_positions_are_rejected(folder):
+    data = stream(folder)
+    for index in range(10):
+        data.sequence(index)
+    saved = data.saved_positions([data.positions], 10)
+    damaged = [None, {}, {**saved, "4": saved["3"]}, {n: saved[n] for n in "012"}, {**saved, "2": [9, *saved["2"][1:]]}]
+    for each in [*damaged, {**saved, "1": saved["1"][:-1]}]:
+        with pytest.raises(ConfigError, match=r"positions in the stream of data.source=jsonl .* are incomplete"):
+            data.at(each, 10)
+    with pytest.raises(ConfigError, match="incomplete after 14 sequences"):
+        data.at(saved, 14)
+
+
+def test_parquet_and_compressed_files_give_the_same_sequences(folder, tmp_path):
+    expected = as_lists([stream(folder).sequence(index) for index in range(100)])
+    (tmp_path / "parquet").mkdir()
+    for number, texts in enumerate(documents()):
+        pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "parquet" / f"{number}.parquet", row_group_size=7)
+        file = folder / f"{number}.jsonl"
+        file.with_name(f"{number}.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    for data in (stream(tmp_path / "parquet", source="parquet"), stream(folder)):
+        assert as_lists([data.sequence(index) for index in range(100)]) == expected
+
+
+def test_rows_without_text_are_skipped_and_empty_files_are_errors(folder):
+    expected = as_lists([stream(folder).sequence(index) for index in range(100)])
+    for file in folder.iterdir():
+        lines = file.read_text().splitlines()
+        file.write_text("\n".join([*lines[:7], "", '{"text": ""}', '{"text": null}', *lines[7:]]) + "\n")
+    data = stream(folder)
+    assert as_lists([data.sequence(index) for index in range(100)]) == expected
+    (folder / "1.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(ConfigError, match="contains no text"):
+        stream(folder).sequence(1)
+
+
+def test_a_fault_is_reported_with_its_line(folder):
+    with (folder / "0.jsonl").open("ab") as file:
+        file.write(b'{"text": "\xe9"}\n')
+    loader = Loader()
+    loader.begin(preparations(stream(folder), 1)[0])
+    with pytest.raises(LoaderError, match=r"0.jsonl, line 31: the byte 0xe9 is not UTF-8"):
+        for step in range(100):
+            loader.get(step * PER_STEP)
+
+
+def test_the_fingerprint_depends_on_the_text_and_the_settings(folder, tmp_path):
+    before = stream(folder).fingerprint
+    assert json.loads(json.dumps(before)) == before
+    assert stream(folder, shuffle_buffer=21).fingerprint != before
+    folder.rename(tmp_path / "moved")
+    assert stream(tmp_path / "moved").fingerprint == before
+    with (tmp_path / "moved" / "0.jsonl").open("r+") as file:
+        file.write('{"text": "1')
+    assert stream(tmp_path / "moved").fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"source": "stdlib"}, "impossible with data.source=stdlib"),
+        ({"split": "train[:90%]"}, r"data.split=train\[:90%\] is impossible"),
+        ({"exhausted": "end"}, "data.exhausted=end is impossible"),
+        ({"eval_fraction": 0.01}, "set data.eval_path to other files"),
+        ({"format": "prompt_completion"}, "impossible with data.format=prompt_completion"),
+        ({"group_size": 2}, "data.group_size=2 has no effect with data.streaming"),
+        ({"streaming": False, "shuffle_buffer": 5}, "data.shuffle_buffer=5 has no effect without data.streaming"),
+    ],
+)
+def test_settings_that_a_stream_cannot_honour_are_rejected(settings, named):
+    values = {"source": "jsonl", "path": "x", "streaming": True, "eval_fraction": 0.0} | settings
+    values |= {"path": None} if values["source"] == "stdlib" else {}
+    config = with_settings(Config(data=DataConfig(**values)), {"trainer.eval_every": 500})
+    with pytest.raises(ConfigError, match=named):
+        check(config, world_size=1)
+
+
+def test_a_batch_of_texts_is_encoded_like_each_text(tmp_path):
+    texts = ["ab ba", "", "a <|end_of_text|> the ring", "é" * 50]
+    for tokenizer in (BytesTokenizer(), JsonTokenizer(write_tokenizer(tmp_path, adds_bos=False))):
+        for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            assert tokens.dtype == np.int32
+            assert tokens.tolist() == tokenizer.encode(text).tolist()
+
+
+def test_blocks_end_at_a_number_of_characters(folder, monkeypatch):
+    """A limit of one character makes blocks of one document, so the documents of a file are not shuffled."""
+    expected = as_lists([stream(folder, shuffle_buffer=4).sequence(index) for index in range(40)])
+    monkeypatch.setattr(streams, "BLOCK_CHARACTERS", 1)
+    assert as_lists([stream(folder).sequence(index) for index in range(40)]) == expected
+
+
+@pytest.mark.slow
+def test_a_loader_process_streams_ahead(folder):
+    """It prepares the same steps, and knows the position after each step, although it has read further."""
+    on_demand, ahead = Loader(), AheadLoader()
+    try:
+        on_demand.begin(preparations(stream(folder), 2)[1])
+        ahead.begin(preparations(stream(folder), 2)[1])
+        for consumed in range(0, 6 * PER_STEP, PER_STEP):
+            for expected, found in zip(on_demand.get(consumed), ahead.get(consumed), strict=True):
+                assert torch.equal(expected.batch.tokens, found.batch.tokens)
+            assert on_demand.positions(consumed + PER_STEP) == ahead.positions(consumed + PER_STEP)
+            assert all(isinstance(each, Position) for each in ahead.positions(consumed + PER_STEP).values())
+    finally:
+        ahead.close()

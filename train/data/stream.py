@@ -1,0 +1,300 @@
+"""Stream a corpus: read, tokenise and pack the documents during training, without preparing the corpus before.
+
+    piece       a file, or a part of a large file
+    reader      reads every R-th piece, in a random order that differs from epoch to epoch
+    block       the next documents of a reader, which are shuffled (the shuffle buffer)
+    sequence i  the next S tokens of reader i mod R
+
+The number R of readers depends only on the corpus, so the sequences do not depend on the number of ranks. A rank runs only the
+readers of its own sequences. If the number of data-parallel ranks divides R, no other rank runs them.
+
+The state of a reader is its position: the beginning of its block, and the number of consumed documents and tokens in the block.
+A resumed reader reads and shuffles the same block again. A checkpoint contains the positions of all readers.
+"""
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringattn.train.data import sources
+from ringattn.train.data.documents import NumberedSequences, random_order
+from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.settings.config import ConfigError, DataConfig
+
+# With a power of two, the usual numbers of ranks divide the readers evenly.
+MAX_READERS = 64
+# Documents with many megabytes must not fill the memory, so a block ends at this number of characters.
+BLOCK_CHARACTERS = 2**26
+# The documents of a reader that are tokenised at once. A tokenizer.json uses several threads for them.
+CHUNK_CHARACTERS = 2**18
+# The bytes of each file that identify its content.
+SAMPLED_BYTES = 2**16
+
+
+class Position(NamedTuple):
+    """Where a reader continues.
+
+    Attributes:
+        sequences: the sequences that the reader has produced.
+        epoch: the number of the epoch in which the block begins.
+        piece, entry: the pieces of this epoch, and the entries of the next piece, that were read before the block.
+        block: the number of the block.
+        document, token: the consumed documents of the block, and the consumed tokens of the next document.
+    """
+
+    sequences: int = 0
+    epoch: int = 0
+    piece: int = 0
+    entry: int = 0
+    block: int = 0
+    document: int = 0
+    token: int = 0
+
+
+class Reader:
+    """Reads the sequences of some pieces of a corpus.
+
+    Args:
+        stream: the stream.
+        number: the number of the reader.
+        position: the position from which it continues.
+    """
+
+    def __init__(self, stream: "StreamDataset", number: int, position: Position):
+        self._stream, self._number, self._position = stream, number, position
+        self._pieces = stream.pieces[number :: stream.num_readers]
+        self._entries = self._read(position.epoch, position.piece, position.entry)
+        self._texts, self._tokenised = list[str](), deque[np.ndarray]()
+        self._next = (position.epoch, position.piece, position.entry)
+        self._load_block(position.block, position.document, position.token)
+
+    @property
+    def position(self) -> Position:
+        return self._position
+
+    def sequence(self) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return the next sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
+        parts, missing = list[np.ndarray](), self._stream.seq_len
+        while missing:
+            document, consumed = self._document(), self._position.token
+            parts.append(document[consumed : consumed + missing])
+            missing -= len(parts[-1])
+            self._position = self._position._replace(token=consumed + len(parts[-1]))
+            if self._position.token == len(document):
+                self._end_document()
+        self._position = self._position._replace(sequences=self._position.sequences + 1)
+        label = self._document()[self._position.token]
+        tokens = np.concatenate([*parts, [label]]).astype(np.int64)
+        return tokens[:-1], tokens[1:].copy(), tuple(map(len, parts))
+
+    def _document(self) -> np.ndarray:
+        """Return the tokens of the current document."""
+        if not self._tokenised:
+            first = stop = self._position.document
+            size = 0
+            while stop < len(self._texts) and size < CHUNK_CHARACTERS:
+                size += len(self._texts[stop])
+                stop += 1
+            self._tokenised.extend(self._stream.tokenise(self._texts[first:stop]))
+            self._texts[first:stop] = [""] * (stop - first)  # The memory is needed for the tokens.
+        return self._tokenised[0]
+
+    def _end_document(self) -> None:
+        self._tokenised.popleft()
+        self._position = self._position._replace(document=self._position.document + 1, token=0)
+        if self._position.document == len(self._texts):
+            self._load_block(self._position.block + 1)
+
+    def _load_block(self, block: int, document: int = 0, token: int = 0) -> None:
+        """Read and shuffle the documents of a block."""
+        stream, texts, size, begin, empty_epochs = self._stream, list[str](), 0, self._next, 0
+        while len(texts) < stream.block_documents and size < BLOCK_CHARACTERS:
+            self._next, text = next(self._entries)
+            if text:
+                texts.append(text)
+                size += len(text)
+            elif text is None:  # the end of an epoch
+                if texts:
+                    break
+                begin, empty_epochs = self._next, empty_epochs + 1
+                if empty_epochs > 1:
+                    raise ConfigError(f"a part of {stream.config.description} contains no text: remove empty files")
+        random = np.random.Philox(key=[stream.seed, 2**63 + (self._number << 48) + block])
+        self._texts = [texts[index] for index in random_order(random, len(texts))]
+        self._position = Position(self._position.sequences, *begin, block, document, token)
+
+    def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
+        """Read the texts from a place on: an epoch, the piece in the order of this epoch, and the entry of this piece.
+
+        Yields:
+            The place after each text, and the text, or None at the end of an epoch.
+        """
+        while True:
+            order = random_order(np.random.Philox(key=[self._stream.seed, (self._number << 48) + epoch]), len(self._pieces))
+            for index in range(piece, len(order)):
+                entries = islice(self._stream.read(self._pieces[order[index]]), entry, None)
+                for number, text in enumerate(entries, entry + 1):
+                    yield (epoch, index, number), text
+                entry = 0
+            epoch, piece = epoch + 1, 0
+            yield (epoch, 0, 0), None
+
+
+@dataclass
+class StreamDataset(NumberedSequences):
+    """An endless series of sequences that are read from a stream. They should be read in ascending order.
+
+    Attributes:
+        config: the settings of the corpus.
+        tokenizer: the tokenizer.
+        corpus: reads the pieces. It has the attributes of `HubCorpus`.
+        start: the position from which each reader continues, by its number. A reader that is missing starts at the beginning.
+    """
+
+    config: DataConfig
+    tokenizer: Tokenizer
+    corpus: Any
+    start: Mapping[int, Position] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seq_len, self.seed, self.pieces = self.config.seq_len, self.config.seed, self.corpus.pieces
+        self.num_readers = min(MAX_READERS, 1 << len(self.pieces).bit_length() - 1)
+        self.block_documents = -(-self.config.shuffle_buffer // self.num_readers)
+        self._readers = dict[int, Reader]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_readers": {}}  # Open files cannot be sent to the loader process.
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """More rows than any split has. The number of rows is not known."""
+        names = (self.config.split, self.config.eval_split or "train")
+        return {re.split(r"\W", name)[0]: 2**40 for name in names}
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Values that identify the stream. If the values change, saved positions are invalid."""
+        known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
+        return known | {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """The positions of the readers that have been used."""
+        return {number: reader.position for number, reader in self._readers.items()}
+
+    def repeated(self, before: Mapping[int, Position], after: Mapping[int, Position]) -> str:
+        """Return which readers have begun a new epoch between two positions, as text, or "" if there are none."""
+        begun = {number: each.epoch + 1 for number, each in after.items() if each.epoch > before.get(number, Position()).epoch}
+        return ", ".join(f"reader {number} of {self.num_readers} (epoch {epoch})" for number, epoch in sorted(begun.items()))
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        count, number = divmod(index, self.num_readers)
+        reader = self._readers.get(number)
+        if reader is None or reader.position.sequences > count:
+            reader = self._readers[number] = Reader(self, number, self.start.get(number, Position()))
+        if reader.position.sequences > count:
+            raise ValueError(f"sequence {index} was read before the checkpoint from which the stream continues")
+        while reader.position.sequences < count:
+            reader.sequence()
+        return reader.sequence()
+
+    def tokenise(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of documents, with the tokens that begin and end them: each int32 (N,)."""
+        begin = np.array([self.tokenizer.bos], np.int32)
+        end = np.array([self.tokenizer.eos][self.tokenizer.bos == self.tokenizer.eos :], np.int32)
+        return [np.concatenate([begin, tokens, end]) for tokens in self.tokenizer.encode_batch(texts)]
+
+    def read(self, piece: Any) -> Iterator[str]:
+        """Read the texts of a piece. A row without text is ""."""
+        for _, content in self.corpus.read(piece):
+            yield content or ""
+
+    def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[int]]:
+        """Return the positions of all readers after the first `consumed` sequences, as a checkpoint stores them.
+
+        `found` contains the positions of each rank. Of the ranks that run the same reader, some may not have advanced it yet.
+        """
+        latest = dict[int, Position]()
+        for number, position in (item for positions in found for item in positions.items()):
+            latest[number] = max(latest.get(number, position), position)
+        saved = {str(number): list(position) for number, position in sorted(latest.items())}
+        self.check_positions(saved, consumed)
+        return saved
+
+    def check_positions(self, saved: Any, consumed: int) -> None:
+        """Raise ConfigError unless a checkpoint contains the positions of all readers after `consumed` sequences."""
+        expected = {str(number): -(-(consumed - number) // self.num_readers) for number in range(self.num_readers)}
+        expected = {number: count for number, count in expected.items() if count > 0}
+        is_complete = isinstance(saved, dict) and saved.keys() == expected.keys()
+        if not is_complete or any(len(saved[n]) != len(Position._fields) or saved[n][0] != expected[n] for n in expected):
+            raise ConfigError(
+                f"the positions in the stream of {self.config.description} are incomplete after {consumed:,} sequences: choose "
+                "another checkpoint"
+            )
+
+    def at(self, saved: Any, consumed: int) -> "StreamDataset":
+        """Return the stream that continues from the positions in a checkpoint. Errors as in `check_positions`."""
+        self.check_positions(saved, consumed)
+        return replace(self, start={int(number): Position(*values) for number, values in saved.items()})
+
+
+def open_stream(config: DataConfig, tokenizer: Tokenizer) -> StreamDataset:
+    """Open a corpus for streaming.
+
+    Raises:
+        ConfigError: a file or a dataset is missing, or does not have the column.
+    """
+    try:
+        corpus = HubCorpus(config) if config.source == "hub" else FileCorpus(config)
+    except ConfigError:
+        raise
+    except Exception as error:  # The type of the error depends on the reader.
+        raise sources.cannot_read(config, error) from error
+    return StreamDataset(config, tokenizer, corpus)
+
+
+class FileCorpus:
+    """Files of JSON lines or Parquet files.
+
+    Attributes:
+        pieces: the parts of the corpus.
+        identity: a checksum of the names, the sizes and the beginnings of the files.
+    """
+
+    def __init__(self, config: DataConfig):
+        self._config, self.pieces, self.identity = config, sources.files(config), 0
+        for name in map(Path, self.pieces):
+            with open(name, "rb") as file:
+                known = [name.name, name.stat().st_size, file.read(SAMPLED_BYTES)]
+            self.identity = zlib.crc32(repr(known).encode(), self.identity)
+
+    def read(self, piece: str) -> Iterator[sources.Entry]:
+        return sources.read_file(piece, self._config)
+
+
+class HubCorpus:
+    """A dataset of the hub, which is downloaded while it is read.
+
+    Attributes:
+        pieces: the numbers of the parts of the dataset, which are files or row groups.
+        identity: the commit and the files.
+    """
+
+    def __init__(self, config: DataConfig):
+        self._config, self._rows = config, sources.open_hub(config)
+        if self._rows.num_shards < MAX_READERS and hasattr(self._rows, "reshard"):
+            self._rows = self._rows.reshard()
+        sources.check_hub_columns(self._rows, config)
+        self.pieces = list(range(self._rows.num_shards))
+        self.identity = f"{sources.hub_commit(config)}, {len(self.pieces)} parts"
+
+    def read(self, piece: int) -> Iterator[sources.Entry]:
+        rows = self._rows.shard(num_shards=len(self.pieces), index=piece)
+        return sources.hub_rows(rows, self._config)
