@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import save_attention
 from ringattn.checkpointing import SavedAttention
+from ringattn.train.parallel.memory.pinned import empty_pinned
 
-# The size of a pinned buffer. torch rounds the sizes of pinned tensors up to powers of two.
+# The size of a buffer in host memory, a multiple of 4. Memory grows by this size.
 BUFFER_BYTES = 2**28
 
 # Smaller tensors stay on a GPU, because launching a copy would take longer than the copy.
@@ -52,8 +53,7 @@ class HostActivations:
     def reserve(self, num_bytes: float) -> None:
         """Allocate host memory until there are `num_bytes`. Pinning a GiB takes about 0.4 s."""
         while len(self._buffers) * self._buffer_bytes < num_bytes:
-            buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_cuda)
-            self._buffers.append(buffer)
+            self._buffers.append(empty_pinned(self._buffer_bytes // 4, self._device).view(torch.uint8))
 
     def store(self, block: int, tensors: Sequence[Tensor]) -> None:
         """Start to copy the tensors of a block to the host. Every micro-step stores blocks 0, 1, 2, ... in this order."""

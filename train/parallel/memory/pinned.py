@@ -30,7 +30,7 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
         if error := int(cudart.cudaHostRegister(address, tensor.nbytes, 0)):
             raise InsufficientMemory(
                 f"{tensor.nbytes / GIB:.1f} GiB of host memory cannot be pinned (CUDA error {error}): free host memory, raise "
-                "the limit of locked memory (ulimit -l), or leave out memory.optimizer=offload"
+                "the limit of locked memory (ulimit -l), or leave out memory.activations=offload and memory.optimizer=offload"
             )
         weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
     return tensor

@@ -11,6 +11,7 @@ from ringattn import Mask, flash_attention, save_attention
 from ringattn.train.model.gpt import GPT, Block
 from ringattn.train.parallel.memory.activations import HostActivations, offload_blocks
 from ringattn.train.parallel.memory.chunks import chunk_blocks, run_in_chunks
+from ringattn.train.parallel.shard import compile_blocks
 from ringattn.train.settings.config import ModelConfig
 
 TOKENS = 24
@@ -22,7 +23,7 @@ MODELS = {
 }
 
 
-def run(options: dict, chunk: int | None, kind: str = "keep") -> list[Tensor]:
+def run(options: dict, chunk: int | None, kind: str = "keep", compiled: bool = False) -> list[Tensor]:
     """Return the loss and the gradients of all parameters after one forward and backward pass in float64.
 
     `kind` is "keep", "recompute" or "offload".
@@ -35,6 +36,8 @@ def run(options: dict, chunk: int | None, kind: str = "keep") -> list[Tensor]:
         for index, parameter in enumerate(model.parameters()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)), alpha=0.1)
     model.double()
+    if compiled:
+        compile_blocks(model)
     if chunk:
         chunk_blocks(model, chunk)
     host = HostActivations(torch.device("cpu"), buffer_bytes=1024)
@@ -100,3 +103,11 @@ def test_evaluation_computes_in_chunks(monkeypatch):
         chunk_blocks(model, 9)
         torch.testing.assert_close(model(tokens, torch.arange(20), attend, lambda x, head: x), expected)
     assert lengths == [20, 20, *[7, 7, 6] * 2]
+
+
+@pytest.mark.slow
+def test_compiled_chunks_have_the_same_gradients():
+    """Compiled code records the tensors of a chunk in the same way as eager code."""
+    expected = run({"layers": 1}, None)
+    for result, wanted in zip(run({"layers": 1}, 12, "recompute", compiled=True), expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
