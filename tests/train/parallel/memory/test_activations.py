@@ -175,3 +175,35 @@ def test_tensors_of_the_next_block_arrive_during_a_backward_pass(monkeypatch):
     monkeypatch.setattr(HostActivations, "fetch", record)
     loss_and_gradients({}, LAYERS - 1, micro_steps=1)
     assert arriving == [{2, 1}, {1, 0}, {0}]
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu_wait_for_kernels_and_never_stop_the_host():
+    """Every kernel is late, and freed memory is overwritten at once, so a missing wait would change values."""
+    device = torch.device("cuda")
+    host, results = HostActivations(device), []
+    host.reserve(6 * 2**27)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3):
+            for block in range(6):
+                x = torch.empty(2**25, device=device)
+                torch.cuda._sleep(10_000_000)
+                host.store(block, [x.fill_(10 * step + block), torch.full((3,), block, device=device)])
+                del x
+                torch.full((2**25,), -1.0, device=device)
+            host.finish_storing()
+            for block in reversed(range(6)):
+                host.prefetch(block - 1)
+                x, small = host.fetch(block)
+                torch.cuda._sleep(10_000_000)
+                results += [x.eq(10 * step + block).all(), small.eq(block).all()]
+                del x
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(results).all()
+    # The GPU holds the tensors of two blocks and the tensor that overwrites memory.
+    assert torch.cuda.max_memory_allocated() < before + 4 * 2**27
