@@ -42,7 +42,6 @@ from ringattn.train.reports import metrics
 from scripts import command
 
 WAYS = ("worker", "torchrun", "restart", "two launchers", "fork")
-RANKS = 2
 STEPS = 120
 EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
@@ -94,6 +93,8 @@ class Run:
     folder: Path  # the working directory, in which the run writes outputs/<name>
     name: str
     way: str
+    ranks: int = 2
+    settings: tuple[str, ...] = ()
     store: dist.TCPStore | None = None  # of the latest launch, unless torchrun serves it
 
     @property
@@ -109,22 +110,23 @@ class Run:
         script = [
             str(command.ROOT / "train" / "run.py"),
             *SETTINGS,
+            *self.settings,
             f"data.path={self.folder}/corpus/*.txt",
             f"name={self.name}",
         ]
         if self.way == "fork":
             self.store = store = command.serve_store()
-            variables = [command.rank_variables(store, rank, RANKS) for rank in range(RANKS)]
+            variables = [command.rank_variables(store, rank, self.ranks) for rank in range(self.ranks)]
             return [ForkedRank(script, self.folder, self.log, **each) for each in variables]
         restarts = ["--max-restarts=1000"] if self.way in ("restart", "two launchers") else []
         if self.way == "two launchers":
             self.store = command.serve_store()
             rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}", f"--rdzv-id={self.name}"]
             rendezvous += ["--rdzv-conf=is_host=false", "--local-addr=127.0.0.1"]
-            options, launchers = ["--nnodes=2", f"--nproc_per_node={RANKS // 2}", *rendezvous, *restarts], 2
+            options, launchers = ["--nnodes=2", f"--nproc_per_node={self.ranks // 2}", *rendezvous, *restarts], 2
             torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
         else:
-            torchrun, launchers = command.torchrun(RANKS, *restarts, *script), 1
+            torchrun, launchers = command.torchrun(self.ranks, *restarts, *script), 1
         environment = command.child_environment(OMP_NUM_THREADS="1") | {MARKER: str(self.directory)}
         with open(self.log, "a") as log:
             return [
@@ -283,12 +285,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kills-per-run", type=command.at_least(1), default=3, help="most kills per run (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments and the victims (default: 0)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to kill and restart (default: all)")
+    parser.add_argument("--ranks", type=command.at_least(1), default=2, help="ranks per run (default: 2)")
+    parser.add_argument("--settings", nargs="+", default=(), help="more settings, such as trainer.device=cuda")
     args = parser.parse_args(argv)
+    options = args.ranks, tuple(args.settings)
     folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
     write_corpus(folder / "corpus")
     # The first launch fills the cache of tokens. The second launch is timed, because it takes as long as later launches.
     for name in ("warm-up", "reference"):
-        start, reference = time.monotonic(), Run(folder, name, args.ways[0])
+        start, reference = time.monotonic(), Run(folder, name, args.ways[0], *options)
         if not wait(reference.launch(), reference):
             print(f"the run without kills failed, see {reference.log}", file=sys.stderr)
             return 1
@@ -297,7 +302,7 @@ def main(argv: list[str]) -> int:
     counts: dict[str, float] = defaultdict(int)
     while sum(counts[way] for way in WAYS) < args.kills:
         number += 1
-        run = Run(folder, f"run{number}", args.ways[number % len(args.ways)])
+        run = Run(folder, f"run{number}", args.ways[number % len(args.ways)], *options)
         kills = min(rng.randint(1, args.kills_per_run), args.kills - sum(counts[way] for way in WAYS))
         try:
             run_with_kills(run, kills, rng, seconds, counts)
