@@ -42,7 +42,7 @@ def python_examples(page: Path) -> list[str]:
 
 
 EXAMPLES = {f"{page.relative_to(ROOT)}-{i}": code for page in PAGES for i, code in enumerate(python_examples(page))}
-# Examples that need several ranks or a GPU. Other tests of this module run them.
+# Examples that need several ranks, a GPU or files. Other tests run them.
 RUN_BY_RANKS = (
     "README.md-0",
     "docs/how-to/several-ranks-on-one-gpu.md-0",
@@ -50,6 +50,7 @@ RUN_BY_RANKS = (
     "docs/how-to/your-own-loop.md-1",
     "docs/how-to/your-own-loop.md-2",
     "docs/how-to/your-own-loop.md-3",
+    "docs/prepared-data.md-0",  # tests/train/data/test_prepared.py runs it
 )
 
 

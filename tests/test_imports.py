@@ -33,7 +33,7 @@ LAYERS = {
 # room imports only from lower ones. In particular, training does not import the commands, which parse command lines.
 ROOMS = (
     *("settings", "model", "optim", "parallel", "data", "preemption", "checkpoint", "setup", "reports", "step", "inference"),
-    *("trainer", "commands", "run", "evaluate", "generate", "export"),
+    *("trainer", "commands", "run", "evaluate", "generate", "export", "prepare"),
 )
 MAX_IMPORTS_BETWEEN_ROOMS = 74
 

@@ -23,7 +23,7 @@ FIXED = ("model.", "data.mask_documents", "memory.moments")
 
 # Settings that may change without a message. `check_corpus` compares the corpus itself.
 FREE = (
-    *("data.path", "data.max_document_mb", "parallel.timeout_s", "trainer.device", "trainer.compile"),
+    *("data.path", "data.max_document_mb", "data.num_proc", "parallel.timeout_s", "trainer.device", "trainer.compile"),
     *("trainer.cuda_graphs", "trainer.resume", "trainer.init_from", "trainer.peak_tflops", "trainer.time_limit_s"),
     *("trainer.eval_every", "trainer.checkpoint_every", "trainer.save_final", "trainer.keep_checkpoints", "trainer.log_every"),
     *("trainer.sample_tokens", "trainer.sample_prompt", "trainer.profile"),
@@ -204,7 +204,7 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
     """Describe why the fingerprints `saved` and `current` of two corpora differ, if possible by the settings that differ."""
     if not meta.get("corpus"):
         return "it does not describe its corpus"
-    changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb"))
+    changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb", "data.num_proc"))
     if changes:
         return ", ".join(changes.values())
     if any(saved.get(name) != current.get(name) for name in ("tokens_per_epoch", "documents", "text")):

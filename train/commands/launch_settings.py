@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ringattn.train.checkpoint import huggingface, resume, storage
 from ringattn.train.checkpoint.init import initial_weights_path
-from ringattn.train.settings.config import Config, ConfigError
+from ringattn.train.data import prepared
+from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.settings.resolution import (
     given_names,
     reset_unused,
@@ -48,11 +49,27 @@ def resolve_settings(
         given = given - {"trainer.accumulate"} | {"trainer.tokens_per_step"}
     checkpoint, _ = resume.choose_checkpoint(directory / "checkpoints", composed.trainer)
     if checkpoint is None:
-        return reset_unused(_settings_of_new_run(composed, given), given)
+        config = settings_of_prepared_text(_settings_of_new_run(composed, given), given)
+        return reset_unused(config, given)
     saved = resume.saved_config(storage.read_meta(checkpoint))
     log.info(f"{'settings':<12}of {checkpoint}, and of the command line")
     is_own = checkpoint.parent.resolve() == (directory / "checkpoints").resolve()
-    return reset_unused(settings_of_resumed_run(composed, saved, given, is_own), given)
+    config = settings_of_prepared_text(settings_of_resumed_run(composed, saved, given, is_own), given)
+    return reset_unused(config, given)
+
+
+def settings_of_prepared_text(config: Config, given: set[str]) -> Config:
+    """Return the settings with the tokenizer and the format of a prepared text, unless the user has chosen others.
+
+    Raises:
+        ConfigError: the folder of the text cannot be read.
+    """
+    if config.data.source != "prepared":
+        return config
+    values = prepared.settings_of(config.data)
+    if sets_tokenizer(config, given):
+        del values["data.tokenizer"]
+    return with_settings(config, {name: value for name, value in values.items() if name not in given})
 
 
 def _settings_of_new_run(composed: Config, given: set[str]) -> Config:

@@ -3,16 +3,13 @@
 import functools
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import datasets
 import numpy as np
-import pyarrow
 import torch
 
 from ringattn.train.data.batch import Batch
-
-TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
+from ringattn.train.data.shards import Documents
 
 # The checksum of a corpus covers the tokens of at most this many documents.
 NUM_SAMPLED = 64
@@ -59,21 +56,20 @@ class TokenisedDocuments(NumberedSequences):
         tokens_per_epoch: the number of tokens in all documents.
     """
 
-    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int):
+    def __init__(self, documents: Documents, seq_len: int, seed: int):
         self.seq_len = seq_len
         self.seed = seed
-        self.splits = {name: split.num_examples for name, split in (documents.info.splits or dict[str, Any]()).items()}
-        self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
+        self.splits, self.lengths = documents.splits, documents.lengths
         self.tokens_per_epoch = int(self.lengths.sum())
-        # Rows in the format "arrow" are views of the cached file.
-        self._documents = documents.with_format("arrow")
+        self._documents = documents
 
     @functools.cached_property
     def sampled(self) -> int:
         """A CRC-32 of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus."""
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
-            crc = zlib.crc32(self._document(int(index)).to_numpy().tobytes(), crc)
+            # Earlier versions stored int32, and their checkpoints contain this checksum.
+            crc = zlib.crc32(self._documents[int(index)].astype(np.int32).data, crc)
         return crc
 
     @property
@@ -83,10 +79,6 @@ class TokenisedDocuments(NumberedSequences):
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}
-
-    def _document(self, index: int) -> pyarrow.Array:
-        """Return the tokens of a document without copying them."""
-        return self._documents[index]["tokens"][0].values
 
 
 def random_order(random: np.random.Philox, count: int) -> np.ndarray:

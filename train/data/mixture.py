@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import datasets
 import numpy as np
 
 from ringattn.train.data.documents import NumberedSequences, Progress
+from ringattn.train.data.shards import Documents, JoinedParts
 
 
 class MixtureDataset(NumberedSequences):
@@ -106,15 +106,14 @@ def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
     return first + np.bincount(order[:rest], minlength=len(shares)), int(order[rest])
 
 
-def in_proportion(parts: list[datasets.Dataset], weights: Iterable[float]) -> datasets.Dataset:
+def in_proportion(parts: list[Documents], weights: Iterable[float]) -> Documents:
     """Join the held-out documents of several sources. Leave out documents, so that each source has its share of the tokens.
 
     Args:
-        parts: for each source, one row per document, with the columns of TOKENS.
+        parts: the documents of each source.
         weights: the weight of each source.
     """
-    ends = [np.cumsum(part.with_format("numpy")["length"][:]) for part in parts]
+    ends = [np.cumsum(part.lengths) for part in parts]
     scale = min(int(end[-1]) / weight for end, weight in zip(ends, weights, strict=True))
     counts = [int(np.searchsorted(end, scale * weight)) + 1 for end, weight in zip(ends, weights, strict=True)]
-    kept: list[Any] = [part.select(range(min(count, len(part)))) for part, count in zip(parts, counts, strict=True)]
-    return datasets.concatenate_datasets(kept)
+    return Documents.of(JoinedParts([part.first(count) for part, count in zip(parts, counts, strict=True)]))

@@ -14,42 +14,33 @@ The only state of the data is the number of consumed sequences.
 """
 
 import functools
-import inspect
 import itertools
 import json
 import logging
+import os
 import re
 import time
-import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import datasets
-import datasets.config
 import numpy as np
-import pyarrow
 import torch.distributed as dist
-from datasets.fingerprint import Hasher
-from datasets.table import InMemoryTable
-from datasets.utils import tqdm
-from filelock import FileLock
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.data import recall, sources
-from ringattn.train.data.documents import TOKENS, TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.documents import TokenisedDocuments, group_by_cost, random_order
 from ringattn.train.data.mixture import MixtureDataset, in_proportion
-from ringattn.train.data.records import RecordDataset, RecordEncoder, split_records
+from ringattn.train.data.prepared import open_prepared
+from ringattn.train.data.records import RecordDataset, split_records
+from ringattn.train.data.shards import Documents, Shards
 from ringattn.train.data.stream import StreamDataset, open_stream
+from ringattn.train.data.tokenisation import tokenise
 from ringattn.train.data.tokenizer import Tokenizer
-from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-BATCH_TOKENS = 2**20  # tokens that are kept in memory before they are written to the cache
-FILE_TOKENS = 2**26  # tokens in a file of the cache: a killed process loses at most this many
 Loaded = TypeVar("Loaded")
-END = "end.json"  # marks a complete cache; contains [number of rows by split, number of entries]
 log = logging.getLogger(__name__)
 
 # Numbers the corpora that this process loads. All ranks load their corpora in the same order.
@@ -64,11 +55,11 @@ class PackedDataset(TokenisedDocuments):
         group_size: the number G of sequences per group, or 1 if there are no groups.
     """
 
-    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
+    def __init__(self, documents: Documents, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
         """Create the sequences.
 
         Args:
-            documents: one row per document, with the columns of TOKENS.
+            documents: the tokenised documents.
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
             shuffle: True for a random order of the sequences of an epoch, False for the order of the stream.
@@ -106,10 +97,12 @@ class PackedDataset(TokenisedDocuments):
         order, ends, _ = self._order_of(epoch)
         # The last document contains the last label, token `stop`.
         first, last = np.searchsorted(ends, (start, stop), side="right")
-        documents = [self._document(int(index)) for index in order[first : last + 1]]
+        documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
-        # The chunks are views, so only the tokens of the sequence are copied.
-        stream = pyarrow.chunked_array(documents).slice(skipped, stop - start + 1).to_numpy().astype(np.int64)
+        # The documents are views, so only the tokens of the sequence are copied.
+        documents[-1] = documents[-1][: len(documents[-1]) - (int(ends[last]) - stop - 1)]
+        documents[0] = documents[0][skipped:]
+        stream = np.concatenate(documents, dtype=np.int64)
         edges = np.unique([0, *(ends[first:last] - start), stop - start])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
@@ -119,7 +112,7 @@ class PackedDataset(TokenisedDocuments):
 
     def beginning(self, num_tokens: int) -> list[int]:
         """Return the first tokens of the longest document, without the token that begins every document."""
-        return self._document(int(self.lengths.argmax()))[1 : 1 + num_tokens].to_pylist()
+        return self._documents[int(self.lengths.argmax())][1 : 1 + num_tokens].tolist()
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the order of an epoch: the numbers of the documents, the position in the stream at which each document ends,
@@ -191,7 +184,7 @@ def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]
 def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) -> PackedDataset | RecordDataset:
     """Load the held-out fraction of a corpus. The fraction of a text depends on the `data.seq_len` of the training."""
 
-    def load_part(config: DataConfig) -> datasets.Dataset:
+    def load_part(config: DataConfig) -> Documents:
         return _split(load_documents(config, tokenizer), config, trained_len)[1]
 
     if config.mix:
@@ -204,7 +197,7 @@ def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) ->
     return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)
 
 
-def _pack_records(documents: datasets.Dataset, config: DataConfig, seed: int, group_size: int = 1) -> RecordDataset:
+def _pack_records(documents: Documents, config: DataConfig, seed: int, group_size: int = 1) -> RecordDataset:
     packed = RecordDataset(documents, config.seq_len, seed, group_size)
     if packed.num_dropped and dist.get_rank() == 0:
         counts = f"{packed.num_dropped:,} of {len(packed.lengths):,} records of {config.description}"
@@ -212,51 +205,61 @@ def _pack_records(documents: datasets.Dataset, config: DataConfig, seed: int, gr
     return packed
 
 
-def _split(documents: datasets.Dataset, config: DataConfig, seq_len: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+def _split(documents: Documents, config: DataConfig, seq_len: int) -> tuple[Documents, Documents]:
     if config.format != "text":
         return split_records(documents, config.eval_fraction)
     return split_documents(documents, config.eval_fraction, seq_len)
 
 
-def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
-    """Return the tokenised documents of a corpus, with the columns of TOKENS. All ranks must call this function.
+def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
+    """Return the tokenised documents of a corpus. All ranks must call this function.
 
-    The first call tokenises the documents into a folder in the cache of `datasets`. If this call is killed, the next call
-    repeats only the incomplete file.
+    The first rank of every host tokenises the documents, unless they are in its cache.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
     """
-    with _rank_zero_first():
-        try:
-            tokens, skipped, total = _cached_tokens(config, tokenizer)
-        except ConfigError:
-            raise
-        except Exception as error:  # The type of the error depends on the reader.
-            raise sources.cannot_read(config, error) from error
-    if skipped and config.path and dist.get_rank() == 0:
-        units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
-        _log_once(f"{'skipped':<12}{skipped:,} of {total:,} {units} of {config.description}, because they contain no text")
-    if len(tokens) == 0:
-        raise ConfigError(f"{config.description} contains no text: provide files or rows that are not empty")
-    return tokens
+    if config.source == "prepared":
+        documents, counts = open_prepared(config, tokenizer), dict[str, Any]()
+    else:
+        store = Shards(Path(_once_per_host(lambda: str(tokenise(config, tokenizer, ranks_per_host())))))
+        counts = store.index["counts"]
+        documents = Documents.of(store, counts["rows_by_split"])
+    if dist.get_rank() == 0:
+        report_skipped(config, counts)
+    if len(documents) == 0:
+        faults = counts.get("first_faults", [])
+        reason = f", and its first fault is: {faults[0]}" if faults else ": provide files or rows that are not empty"
+        raise ConfigError(f"{config.description} contains no text{reason}")
+    return documents
 
 
-def split_documents(documents: Any, fraction: float, seq_len: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
+    """Log how many documents of a corpus were skipped, and why. `counts` is an entry of the index."""
+    units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
+    if config.path and (number := counts.get("without_text")):
+        of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
+        _log_once(f"{'skipped':<12}{of}, because they contain no text")
+    if number := counts.get("faulty"):
+        of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
+        _log_once(f"{'skipped':<12}{of}, because they are faulty; the first: {counts['first_faults'][0]}")
+
+
+def split_documents(documents: Documents, fraction: float, seq_len: int) -> tuple[Documents, Documents]:
     """Split documents into a part for training and a held-out part.
 
     The held-out part contains random documents and the beginning of one further document. The split depends only on the lengths
     of the documents and on the arguments.
 
     Args:
-        documents: one row per document, with the columns of TOKENS.
+        documents: the documents.
         fraction: the fraction of the tokens that is held out.
         seq_len: the number of tokens per sequence. Each part must fill at least one sequence.
 
     Raises:
         ConfigError: the documents do not fill one sequence in each part.
     """
-    lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
+    lengths = documents.lengths
     total, eval_tokens = int(lengths.sum()), max(round(fraction * int(lengths.sum())), seq_len + 1)
     if total - eval_tokens < seq_len + 1:
         raise ConfigError(
@@ -268,20 +271,9 @@ def split_documents(documents: Any, fraction: float, seq_len: int) -> tuple[data
     num_whole = int(np.searchsorted(ends, eval_tokens, side="right"))
     held_out, remaining = np.sort(order[:num_whole]), np.sort(order[num_whole + 1 :])
     divided, length = int(order[num_whole]), eval_tokens - int(lengths[order[:num_whole]].sum())
-    beginning, remainder = _part(documents, divided, 0, length), _part(documents, divided, length, int(lengths[divided]))
-    training = datasets.concatenate_datasets([documents.select(remaining), remainder])
-    return training, datasets.concatenate_datasets([documents.select(held_out), beginning])
-
-
-def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> datasets.Dataset:
-    """Return the tokens from `start` to `stop` of a document as a new document, which may be empty, without a copy."""
-    tokens = documents.with_format("arrow")[index]["tokens"][0].values.slice(start, stop - start)
-    rows = min(len(tokens), 1)
-    table = pyarrow.table(
-        {"tokens": pyarrow.ListArray.from_arrays([0, len(tokens)][: rows + 1], tokens), "length": [len(tokens)] * rows},
-        schema=TOKENS.arrow_schema,
-    )
-    return datasets.Dataset(InMemoryTable(table), datasets.DatasetInfo(features=TOKENS))
+    number = int(documents.numbers[divided])
+    training = documents.select(remaining).append_part(number, length, int(lengths[divided]) - length)
+    return training, documents.select(held_out).append_part(number, 0, length)
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingData) -> Sequences | None:
@@ -321,105 +313,28 @@ def _log_once(message: str) -> None:
     log.info(message)
 
 
-def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.Dataset, int, int]:
-    """Return the tokenised documents, the number of lines or rows without text, and the number of all lines or rows."""
-    encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
-    key = Hasher.hash([sources.identity(config), tokenizer, _code(tokenizer), *(encoder.identity if encoder else [])])
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
-    if not (folder / END).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as lock:
-            # Some file systems do not support locks. On these, two processes may tokenise the same text.
-            with suppress(OSError):
-                lock.enter_context(FileLock(folder / ".lock", fallback_to_soft=False))
-                for partial in folder.glob("*.partial"):  # the file that a killed process was writing
-                    partial.unlink()
-            if not (folder / END).exists():
-                _fill_cache(config, encoder or (lambda _, text: _tokenise(text, tokenizer)), folder)
-    files = sorted(folder.glob("*.arrow"))
-    tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-    sizes, total = json.loads((folder / END).read_text())
-    splits = {name: datasets.SplitInfo(name=name, num_examples=size) for name, size in sizes.items()}
-    tokens.info.splits = datasets.SplitDict(splits)
-    return tokens, total - len(tokens), total
-
-
-def _fill_cache(config: DataConfig, encode: Callable[[str, Any], np.ndarray], folder: Path) -> None:
-    """Tokenise the entries of a corpus that are not in the cache yet.
-
-    The name of a file contains the number of the file, and the number of entries in this file and all earlier ones.
-    """
-    files = sorted(folder.glob("*.arrow"))
-    documents, sizes = sources.read_documents(config)
-    batches = _tokenised_batches(documents, encode, int(files[-1].stem.split("-")[1]) if files else 0)
-    entries, rows = 0, 0
-    for number, first in enumerate(batches, len(files)):
-        partial, size = folder / f"{uuid.uuid4().hex}.partial", 0
-        with pyarrow.OSFile(str(partial), "wb") as file, pyarrow.ipc.new_stream(file, TOKENS.arrow_schema) as writer:
-            for last in itertools.chain([first], batches):
-                entries, rows, batch = last
-                writer.write_batch(batch)
-                size += len(batch["tokens"].values)
-                if size >= FILE_TOKENS:
-                    break
-        partial.replace(folder / f"{number:06}-{entries:012}.arrow")
-    partial = folder / f"{uuid.uuid4().hex}.partial"
-    partial.write_text(json.dumps([sizes or {"train": rows}, entries]))
-    partial.replace(folder / END)
-
-
-def _tokenised_batches(
-    documents: Iterable[sources.Entry], encode: Callable[[str, Any], np.ndarray], done: int
-) -> Iterator[tuple[int, int, pyarrow.RecordBatch]]:
-    """Tokenise the documents after the first `done` entries.
-
-    Yields:
-        The number of entries so far, the number of rows among them, and a batch with the columns of TOKENS.
-    """
-    batch, size, entries, rows = list[np.ndarray](), 0, 0, 0
-    for where, text in tqdm(documents, desc="tokenise", unit=" documents"):
-        entries, rows = entries + 1, rows + (text is not None)
-        if text and entries > done:
-            batch.append(encode(where, text))
-            size += len(batch[-1])
-        del text  # A document may have hundreds of megabytes.
-        if size >= BATCH_TOKENS:
-            yield entries, rows, _to_arrow(batch)
-            batch, size = list[np.ndarray](), 0
-    yield entries, rows, _to_arrow(batch)
-
-
-def _to_arrow(batch: list[np.ndarray]) -> pyarrow.RecordBatch:
-    lengths = [len(tokens) for tokens in batch]
-    tokens = batch[0] if len(batch) == 1 else np.concatenate([np.empty(0, np.int32), *batch])
-    starts = pyarrow.array(np.cumsum([0, *lengths]), pyarrow.int32())
-    columns = [pyarrow.ListArray.from_arrays(starts, pyarrow.array(tokens)), pyarrow.array(lengths, pyarrow.int64())]
-    return pyarrow.record_batch(columns, schema=TOKENS.arrow_schema)
-
-
-def _code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns files into tokens. A change of this code must invalidate the cache."""
-    return inspect.getsource(_tokenise) + inspect.getsource(sources) + inspect.getsource(type(tokenizer))
-
-
-def _tokenise(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of a document, with the tokens that begin and end it: int32 (N,)."""
-    tokens = np.insert(tokenizer.encode(text), 0, tokenizer.bos)
-    return tokens if tokenizer.bos == tokenizer.eos else np.append(tokens, np.int32(tokenizer.eos))
-
-
-@contextmanager
-def _rank_zero_first() -> Generator[None]:
-    """Run the body on rank 0, which fills the cache, and then on the other ranks.
+def _once_per_host(prepare: Callable[[], str]) -> str:
+    """Return the result of `prepare`, which the first rank of every host computes. All ranks call this function.
 
     The other ranks poll the store, because a collective would have a time limit.
+
+    Raises:
+        ConfigError: on all ranks of a host whose first rank raises this error.
     """
-    store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
-    if dist.get_rank() != 0:
-        datasets.disable_progress_bars()
-        while not store.check([filled]):
-            time.sleep(0.1)
-    try:
-        yield
-    finally:
-        store.set(filled, "")
+    store, rank = _get_default_store(), dist.get_rank()
+    # Without torchrun, the host of a rank is not known, and every rank finds its own result.
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    name, result, error = f"corpus/{next(_corpus_numbers)}/{rank - local_rank}", "", "the first rank of this host has failed"
+    if local_rank == 0:
+        try:
+            result, error = prepare(), ""
+        except ConfigError as raised:
+            error = str(raised)
+        finally:
+            store.set(name, json.dumps([result, error]))
+    while not store.check([name]):
+        time.sleep(0.1)
+    result, error = json.loads(store.get(name))
+    if error:
+        raise ConfigError(error)
+    return result

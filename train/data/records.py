@@ -8,18 +8,18 @@ Only the answers of the assistant, or the completion, and their stop tokens have
 dropped. Each sequence receives the longest records that still fit, so little padding is needed. The number of consumed
 sequences is the only state of the data, as in `packing`.
 
-The cache stores a token t without loss as -1 - t.
+A token t without loss is encoded as -1 - t.
 """
 
 import inspect
 from bisect import bisect_right
 from typing import Any
 
-import datasets
 import numpy as np
 
 from ringattn.train.data import chat
 from ringattn.train.data.documents import NUM_SAMPLED, TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.shards import Documents
 from ringattn.train.data.sources import check_size, check_surrogates
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
 from ringattn.train.model.loss import IGNORE
@@ -45,8 +45,8 @@ class RecordEncoder:
         template = self._template and (self._template.source, self._template.variables)
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 
-    def __call__(self, where: str, record: dict[str, Any]) -> np.ndarray:
-        """Return the tokens of the record at `where`, int32 (N,), as the cache stores them.
+    def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
+        """Return the tokens of the record at `where`, int32 (N,). -1 - t is the token t without loss.
 
         Raises:
             ConfigError: the record is invalid. The message contains `where`.
@@ -92,11 +92,11 @@ class RecordDataset(TokenisedDocuments):
         group_size: the number of consecutive sequences with a similar cost of attention, or 1.
     """
 
-    def __init__(self, records: datasets.Dataset, seq_len: int, seed: int, group_size: int = 1):
+    def __init__(self, records: Documents, seq_len: int, seed: int, group_size: int = 1):
         """Pack the records.
 
         Args:
-            records: one row per record, with the columns of TOKENS.
+            records: the tokenised records.
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
             group_size: as the attribute. It is ignored if there are fewer sequences.
@@ -137,7 +137,7 @@ class RecordDataset(TokenisedDocuments):
 
     def record(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and the labels of a record, both int64 (N,). The last token has no label."""
-        stored = self._document(number).to_numpy().astype(np.int64)
+        stored = self._documents[number].astype(np.int64)
         labels = np.append(stored[1:], -1)
         return np.where(stored < 0, ~stored, stored), np.where(labels < 0, IGNORE, labels)
 
@@ -194,17 +194,17 @@ def pack_whole(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
     return sequences
 
 
-def split_records(records: Any, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:
+def split_records(records: Documents, fraction: float) -> tuple[Documents, Documents]:
     """Split records into a part for training and a held-out part of random whole records, at least one in each part.
 
     Args:
-        records: one row per record, with the columns of TOKENS.
+        records: the tokenised records.
         fraction: the fraction of the tokens that is held out.
 
     Raises:
         ConfigError: there is only one record.
     """
-    lengths = np.asarray(records.with_format("numpy")["length"][:], dtype=np.int64)
+    lengths = records.lengths
     if len(lengths) < 2:
         raise ConfigError(
             "the corpus has one record, but a held-out part requires two: add records, or set data.eval_fraction=0"

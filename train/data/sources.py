@@ -1,5 +1,7 @@
 """Read documents from Python's standard library, text files, JSON lines, Parquet files, or the Hugging Face hub.
 
+Several processes can read a corpus, because it is divided into pieces. The pieces depend only on the files.
+
 Every error names the file, and the line or the row. Readers keep only one document of a file in memory.
 """
 
@@ -13,10 +15,12 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import datasets
 import datasets.config
@@ -40,122 +44,324 @@ ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 # A streamed dataset of the hub has at most this many held-out rows. An evaluation reads only a part of them.
 HELD_OUT_ROWS = 10_000
 
-# The place of a document, for error messages, and its text, or a record with `DataConfig.columns`. A row without text has the
-# text "". A blank line of JSON lines has the text None, and does not count as a row in a slice such as "train[:90%]".
-Entry = tuple[str, str | dict[str, Any] | None]
+# The place of a document, for error messages, and its content: a text, or a record with `DataConfig.columns`. A row without
+# text has the text "". A blank line of JSON lines is None, and does not count as a row in a slice such as "train[:90%]". The
+# content of a faulty document is the error that describes the fault.
+Content = str | dict[str, Any] | ConfigError | None
+Entry = tuple[object, Content]
+
+PIECE_BYTES = 2**26  # of a file: a process reads them in seconds, and a large file has pieces for many processes
+COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed file, to estimate the remaining time
+
+
+class State(NamedTuple):
+    """A file, and what changes if its content changes."""
+
+    path: str
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, path: str) -> "State":
+        found = os.stat(path)
+        return cls(path, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a corpus that one process reads.
+
+    Attributes:
+        files: several files, or one file of which a range is read. There are none for a dataset of the hub.
+        size: the approximate size in bytes.
+        begin, end: the bytes of a file of JSON lines, the row groups of a Parquet file, or the rows of a dataset of the hub.
+    """
+
+    files: tuple[State, ...]
+    size: int
+    begin: int = 0
+    end: int | None = None
+
+
+class Line(NamedTuple):
+    """Line `number` (from 1) of the lines that begin at byte `begin` of a file. Only messages need its number in the file."""
+
+    file: str
+    begin: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {_lines_before(self.file, self.begin) + self.number}"
+
+
+@lru_cache(1)
+def _lines_before(file: str, begin: int) -> int:
+    if not begin:
+        return 0
+    with open(file, "rb") as stream:
+        blocks = (stream.read(min(2**20, begin - start)) for start in range(0, begin, 2**20))
+        return sum(block.count(b"\n") for block in blocks)
+
+
+class Corpus:
+    """The documents of a source, divided into pieces.
+
+    Attributes:
+        pieces: the pieces, in the order of the documents.
+        identity: for a dataset of the hub, a value that changes with its content, otherwise "".
+        known_sizes: the number of rows by split if it is known without reading the corpus.
+
+    Raises:
+        ConfigError: there is no such file or dataset.
+        Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
+    """
+
+    def __init__(self, config: DataConfig):
+        self._config, self._rows = config, load_hub(config) if config.source == "hub" else None
+        self.identity, self.known_sizes = "", None
+        if self._rows is not None:
+            check_hub_columns(self._rows, config)
+            self.identity = self._rows._fingerprint
+            self.known_sizes = {
+                name: split.num_examples for name, split in (self._rows.info.splits or dict[str, Any]()).items()
+            }
+            count, size = self._rows.num_rows, int(self._rows.data.nbytes)
+            step = max(count * PIECE_BYTES // max(size, 1), 1)
+            ranges = [(start, min(start + step, count)) for start in range(0, count, step)]
+            self.pieces = [Piece((), size * (end - start) // count, start, end) for start, end in ranges]
+        else:
+            self.pieces = list(_pieces_of_files(config))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"pieces": []}  # Every task contains its piece.
+
+    def read(self, piece: Piece) -> Iterator[Entry]:
+        """Read the documents of a piece. A fault does not end the iterator."""
+        config, names = self._config, [state.path for state in piece.files]
+        match config.source:
+            case "hub":
+                rows: Any = self._rows
+                selected = rows.select_columns(config.columns).select(range(piece.begin, piece.end or 0))
+                yield from _arrow_rows(config.description, selected.with_format("arrow").iter(64), config, piece.begin)
+            case "stdlib":
+                for name in names:
+                    yield name, Path(name).read_text("utf-8-sig", "replace")
+            case "packages":
+                for text in library_packages(names):
+                    yield "a package", text
+            case "text":
+                for name in names:
+                    yield name, _attempt(_read_text, name, config.max_document_mb)
+            case "jsonl":
+                for name in names:
+                    yield from _json_rows(name, config, piece.begin, piece.end)
+            case "parquet":
+                for name in names:
+                    yield from _parquet_rows(name, config, piece.begin, piece.end)
+            case _:
+                raise AssertionError(f"data.source={config.source} has no reader")
 
 
 def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] | None]:
-    """Read the documents of a corpus.
+    """Read the documents of a corpus in one process.
 
     Returns:
         The documents, and the number of rows by split. The numbers are None for the whole split "train", because its rows are
         counted only at the end.
 
     Raises:
-        ConfigError: a file or the column is missing, cannot be read or is not text, or a document is larger than
-            `data.max_document_mb`. The iterator also raises this error.
+        ConfigError: a file or the column is missing. The iterator raises this error for a faulty document.
         Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
     """
-    if config.source == "hub":
-        rows = load_hub(config)
-        check_hub_columns(rows, config)
-        return hub_rows(rows, config), {
-            name: split.num_examples for name, split in (rows.info.splits or dict[str, Any]()).items()
-        }
-    if config.split in ("train", "all"):
-        return _all_documents(config), None
-    sizes = {"train": sum(text is not None for _, text in _all_documents(config))}
-    return _select(config, _absolute_parts(config.split, sizes)), sizes
-
-
-def identity(config: DataConfig) -> list[object]:
-    """Return values that change if the documents of a corpus change."""
-    if config.source == "hub":
-        rows: Any = load_hub(config)
-        return [rows._fingerprint, config.columns, config.max_document_mb]
-    names = files(config) if config.path else library_files()
-    states = [(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names]
-    return [config.source, config.split, config.columns, config.max_document_mb, states]
-
-
-def _select(config: DataConfig, parts: list[Any]) -> Iterator[Entry]:
-    for part in parts:
-        row = 0
-        for entry in _all_documents(config):
-            if row >= part.to:
-                break
-            if row >= part.from_:
-                yield entry
-            row += entry[1] is not None
-
-
-def _all_documents(config: DataConfig) -> Iterator[Entry]:
-    match config.source:
-        case "stdlib":
-            for file in map(Path, library_files()):
-                yield str(file), file.read_text("utf-8-sig", "replace")
-        case "packages":
-            for text in library_packages():
-                yield "a package", text
-        case "text":
-            for file in files(config):
-                yield file, _decode(file, _read_limited(file, config.max_document_mb), is_file=True)
-        case "jsonl" | "parquet":
-            for file in files(config):
-                yield from read_file(file, config)
-        case _:
-            raise AssertionError(f"data.source={config.source} has no reader")
+    corpus = Corpus(config)
+    if selects_all(config):
+        return without_faults(entry for piece in corpus.pieces for entry in corpus.read(piece)), corpus.known_sizes
+    counts = [count_rows(corpus.read(piece)) for piece in corpus.pieces]
+    sizes, tasks = select_rows(config, corpus.pieces, counts)
+    entries = (entry for piece, first, last in tasks for entry in slice_rows(corpus.read(piece), first, last))
+    return without_faults(entries), sizes
 
 
 def read_file(file: str, config: DataConfig) -> Iterator[Entry]:
-    """Read the documents of a file of JSON lines or of a Parquet file."""
-    return _json_rows(file, config) if config.source == "jsonl" else _parquet_rows(file, config)
+    """Read the documents of a file of JSON lines or of a Parquet file. The iterator raises ConfigError for a fault."""
+    return without_faults(_json_rows(file, config) if config.source == "jsonl" else _parquet_rows(file, config))
 
 
-def _open(file: str) -> IO[bytes]:
-    """Open a file that may be compressed."""
+def without_faults(entries: Iterator[Entry]) -> Iterator[Entry]:
+    for where, content in entries:
+        if isinstance(content, ConfigError):
+            raise content
+        yield where, content
+
+
+def selects_all(config: DataConfig) -> bool:
+    """Return whether all pieces are read. `datasets` has already selected the rows of a dataset of the hub."""
+    return config.source == "hub" or config.split in ("train", "all")
+
+
+PieceRows = tuple[Piece, int, int]  # the first row, and the row after the last one
+
+
+def select_rows(config: DataConfig, pieces: list[Piece], counts: list[int]) -> tuple[dict[str, int], list[PieceRows]]:
+    """Return the number of rows by split, and the rows that `data.split` selects: pieces, each with a range of its rows.
+
+    `counts` contains the number of rows of each piece.
+    """
+    sizes, selected = {"train": sum(counts)}, list[PieceRows]()
+    for part in absolute_parts(config.split, sizes):
+        start = 0
+        for piece, count in zip(pieces, counts, strict=True):
+            if part.from_ < start + count and start < part.to:
+                selected.append((piece, max(part.from_ - start, 0), min(part.to - start, count)))
+            start += count
+    return sizes, selected
+
+
+def count_rows(entries: Iterable[Entry]) -> int:
+    return sum(content is not None for _, content in entries)
+
+
+def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterator[Entry]:
+    """Yield the entries from row `first` to row `last` - 1. None: all following entries."""
+    row = 0
+    for where, content in entries:
+        if last is not None and row >= last:
+            return
+        if row >= first:
+            yield where, content
+        row += content is not None
+
+
+def _attempt(read: Callable[..., Content], *arguments: Any) -> Content:
+    try:
+        return read(*arguments)
+    except ConfigError as error:
+        return error
+
+
+def _pieces_of_files(config: DataConfig) -> Iterator[Piece]:
+    """Divide large files, and join small ones."""
+    states = list(map(State.of, library_files() if config.source in ("stdlib", "packages") else files(config)))
+    limit = 2**62 if config.source == "packages" else PIECE_BYTES
+    group, size = list[State](), 0
+    for state in states:
+        parts = _pieces_of_file(state, config) if config.source in ("jsonl", "parquet") else [Piece((state,), state.size)]
+        is_divided = len(parts) > 1
+        if group and (is_divided or size + parts[0].size > limit):
+            yield Piece(tuple(group), size)
+            group, size = list[State](), 0
+        if is_divided:
+            yield from parts
+        else:
+            group.append(state)
+            size += parts[0].size
+    if group:
+        yield Piece(tuple(group), size)
+
+
+def _pieces_of_file(state: State, config: DataConfig) -> list[Piece]:
+    """Divide a file at multiples of PIECE_BYTES, or at row groups. Files that cannot be divided are one piece."""
+    try:
+        if config.source == "parquet":
+            with pyarrow.parquet.ParquetFile(state.path) as reader:
+                sizes = [reader.metadata.row_group(index).total_byte_size for index in range(reader.num_row_groups)]
+            ends = list(itertools.accumulate(sizes))
+            groups = itertools.groupby(range(len(sizes)), key=lambda index: ends[index] // PIECE_BYTES)
+            parts = [list(indices) for _, indices in groups]
+            return [Piece((state,), sum(sizes[i] for i in part), part[0], part[-1] + 1) for part in parts] or [
+                Piece((state,), 0)
+            ]
+        if _compression(state.path):
+            return [Piece((state,), state.size * COMPRESSION)]
+        begins = range(0, state.size, PIECE_BYTES)
+        parts = [(begin, min(begin + PIECE_BYTES, state.size)) for begin in begins]
+        return [Piece((state,), end - begin, begin, end) for begin, end in parts] or [Piece((state,), 0)]
+    except (ConfigError, *READ_ERRORS):  # `Corpus.read` describes the fault.
+        return [Piece((state,), state.size)]
+
+
+def find_change(piece: Piece) -> ConfigError | None:
+    """Return an error if a file of the piece has changed since the corpus was divided."""
+    for state in piece.files:
+        try:
+            found = State.of(state.path)
+        except OSError:
+            found = None
+        if found != state:
+            return ConfigError(f"{state.path} has changed while it was read: wait until it is complete, and launch again")
+    return None
+
+
+def _compression(file: str) -> Any:
+    """Return the function that opens a compressed file, or None if the file is not compressed."""
     if ARCHIVE.search(file):
         raise ConfigError(f"{file} is an archive: extract it, and set data.path to its files")
     with open(file, "rb") as stream:
         start = stream.read(7)
     if start.startswith(ZSTANDARD):
-        return cast("IO[bytes]", io.BufferedReader(pyarrow.input_stream(file, compression="zstd")))
-    opener: Any = next((opener for magic, opener in MAGIC.items() if start.startswith(magic)), open)
-    return opener(file, "rb")
+        return _open_zstandard
+    return next((opener for magic, opener in MAGIC.items() if start.startswith(magic)), None)
 
 
-def _read_limited(file: str, limit_mb: int) -> bytes:
+def _open_zstandard(file: str, _: str) -> IO[bytes]:
+    return cast("IO[bytes]", io.BufferedReader(pyarrow.input_stream(file, compression="zstd")))
+
+
+def _open(file: str) -> IO[bytes]:
+    """Open a file that may be compressed."""
+    return cast("IO[bytes]", (_compression(file) or open)(file, "rb"))
+
+
+def _read_text(file: str, limit_mb: int) -> str:
     try:
         with _open(file) as stream:
             content = stream.read(limit_mb * 10**6 + 1)
     except READ_ERRORS as error:
         raise _cannot_read_file(file, error) from error
     check_size(file, len(content), limit_mb)
-    return content
+    return _decode(file, content, is_file=True)
 
 
-def _json_rows(file: str, config: DataConfig) -> Iterator[Entry]:
-    limit = config.max_document_mb * 10**6
+def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
+    """Read the lines that begin at the bytes `begin` to `end` - 1 of a file. With a range, the file is not compressed."""
+    limit, read = config.max_document_mb * 10**6, _json_text if config.format == "text" else _json_record
+    number, position = 0, begin
     try:
         with _open(file) as stream:
-            for number in itertools.count(1):
+            if begin:  # The line that contains the byte before `begin` belongs to the previous piece.
+                stream.seek(begin - 1)
+                position += _skip_line(stream) - 1
+            start = position
+            while end is None or position < end:
                 # The length is limited, because a file without line breaks may be larger than the memory.
                 line = stream.readline(limit + 2)
                 if not line:
-                    return
-                where = f"{file}, line {number}"
-                check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
-                content = (
-                    _json_text(where, line, config.column) if config.format == "text" else _json_record(where, line, config)
-                )
+                    break
+                number, position, where = number + 1, position + len(line), Line(file, start, number + 1)
+                yield where, _attempt(read, where, line, config)
+                if not line.endswith(b"\n"):
+                    position += _skip_line(stream)
                 del line  # A document may have hundreds of megabytes.
-                yield where, content
+    except ConfigError as error:
+        yield file, error
     except READ_ERRORS as error:
-        raise _cannot_read_file(file, error) from error
+        yield file, _cannot_read_file(file, error)
+    else:
+        if not number and not begin:
+            yield file, ConfigError(f"{file} is empty: download it again, or remove it")
 
 
-def _parquet_rows(file: str, config: DataConfig) -> Iterator[Entry]:
+def _skip_line(stream: IO[bytes]) -> int:
+    """Read the rest of a line, and return its number of bytes."""
+    size = 0
+    while part := stream.readline(2**20):
+        size += len(part)
+        if part.endswith(b"\n"):
+            break
+    return size
+
+
+def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
             if reader.metadata.num_rows == 0:  # such a file may have no columns
@@ -165,9 +371,13 @@ def _parquet_rows(file: str, config: DataConfig) -> Iterator[Entry]:
             texts = pyarrow.string(), pyarrow.large_string(), pyarrow.null()
             if config.format == "text" and (kind := schema.field(config.column).type) not in texts:
                 raise no_text(file, config.column, kind)
-            yield from _arrow_rows(file, reader.iter_batches(batch_size=64, columns=config.columns), config)
+            groups = range(begin, reader.num_row_groups if end is None else end)
+            first = sum(reader.metadata.row_group(index).num_rows for index in range(begin))
+            yield from _arrow_rows(file, reader.iter_batches(64, groups, config.columns), config, first)
+    except ConfigError as error:
+        yield file, error
     except READ_ERRORS as error:
-        raise _cannot_read_file(file, error) from error
+        yield file, _cannot_read_file(file, error)
 
 
 def check_hub_columns(rows: Any, config: DataConfig) -> None:
@@ -178,38 +388,40 @@ def check_hub_columns(rows: Any, config: DataConfig) -> None:
 
 
 def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
-    """Read the documents of a Dataset or an IterableDataset."""
-    yield from _arrow_rows(config.description, rows.select_columns(config.columns).with_format("arrow").iter(64), config)
+    """Read the documents of a Dataset or an IterableDataset. The iterator raises ConfigError for a fault."""
+    batches = rows.select_columns(config.columns).with_format("arrow").iter(64)
+    return without_faults(_arrow_rows(config.description, batches, config, first=0))
 
 
-def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig) -> Iterator[Entry]:
-    number = itertools.count(1)
+def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: int) -> Iterator[Entry]:
+    number = itertools.count(first + 1)
     for batch in batches:
         if config.format == "text":
             for value in batch[config.column]:
-                yield _arrow_text(f"{where}, row {next(number)}", value, config.max_document_mb)
+                place = f"{where}, row {next(number)}"
+                yield place, _attempt(_arrow_text, place, value, config.max_document_mb)
         else:
             for record in batch.to_pylist():
                 yield f"{where}, row {next(number)}", record
 
 
-def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> Entry:
+def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> str:
     content = value.as_buffer().to_pybytes() if value.is_valid else b""
     check_size(where, len(content), limit_mb)
-    return where, _decode(where, content)
+    return _decode(where, content)
 
 
-def _decode(where: str, content: bytes, is_file: bool = False) -> str:
+def _decode(where: object, content: bytes, is_file: bool = False) -> str:
     try:
         return content.decode("utf-8-sig")  # without the byte-order mark at the beginning of a file
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        where += f", line {line}" if is_file else ""
+        where = f"{where}, line {line}" if is_file else where
         byte = f"{content[error.start]:#04x}"
         raise ConfigError(f"{where}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it") from None
 
 
-def check_size(where: str, size: int, limit_mb: int) -> None:
+def check_size(where: object, size: int, limit_mb: int) -> None:
     if size > limit_mb * 10**6:
         raise ConfigError(
             f"{where} has more than data.max_document_mb={limit_mb} MB: split this document, or raise data.max_document_mb"
@@ -234,10 +446,10 @@ def library_files() -> list[str]:
     return sorted(found)
 
 
-def library_packages() -> list[str]:
-    """Return one text per package of Python's standard library, or per module outside of packages, sorted by name."""
+def library_packages(names: list[str]) -> list[str]:
+    """Return one text per package of Python's standard library, or per module outside of packages, in the order of `names`."""
     root = Path(sysconfig.get_path("stdlib"))
-    packages = itertools.groupby(map(Path, library_files()), key=lambda file: file.relative_to(root).parts[0])
+    packages = itertools.groupby(map(Path, names), key=lambda file: file.relative_to(root).parts[0])
     return ["\n".join(file.read_text("utf-8-sig", "replace") for file in package) for _, package in packages]
 
 
@@ -303,7 +515,7 @@ def _hub_name(config: DataConfig) -> str:
     return config.path
 
 
-def _json_row(where: str, line: bytes) -> dict[str, Any] | None:
+def _json_row(where: object, line: bytes) -> dict[str, Any] | None:
     """Return the JSON object in a line, or None for a blank line. Raise ConfigError for any other line."""
     content = _decode(where, line)
     if not (content := content.strip()):
@@ -320,19 +532,22 @@ def _json_row(where: str, line: bytes) -> dict[str, Any] | None:
     return row
 
 
-def _json_record(where: str, line: bytes, config: DataConfig) -> dict[str, Any] | None:
+def _json_record(where: object, line: bytes, config: DataConfig) -> dict[str, Any] | None:
+    check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
     if (row := _json_row(where, line)) is None:
         return None
     check_columns(where, row, config)
     return {column: row[column] for column in config.columns}
 
 
-def _json_text(where: str, line: bytes, column: str) -> str | None:
-    """Return the text of a line of JSON under the name `column`, "" for null, or None for a blank line.
+def _json_text(where: object, line: bytes, config: DataConfig) -> str | None:
+    """Return the text of a line of JSON under the name `data.column`, "" for null, or None for a blank line.
 
     Raises:
-        ConfigError: the line is not a JSON object, or does not contain text under this name.
+        ConfigError: the line is too long, is not a JSON object, or does not contain text under this name.
     """
+    column = config.column
+    check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
     if (row := _json_row(where, line)) is None:
         return None
     if column not in row:
@@ -344,7 +559,7 @@ def _json_text(where: str, line: bytes, column: str) -> str | None:
     return text
 
 
-def check_surrogates(where: str, text: str) -> None:
+def check_surrogates(where: object, text: str) -> None:
     try:
         if not text.isascii():
             text.encode()
@@ -361,7 +576,9 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
     Corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint. Corpora
     that share only some files are not disjoint. `sizes` contains the number of rows in each split of the training text.
     """
-    if training.path and training.source != "hub":
+    if training.path and training.source == "prepared":
+        first, second = ([str(Path(each.path or "").expanduser().resolve())] for each in (training, held_out))
+    elif training.path and training.source != "hub":
         first, second = files(training), files(held_out)
     else:
         first, second = [training.path], [held_out.path]
@@ -372,23 +589,23 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
     """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` contains the rows of whole splits."""
-    parts = [_absolute_parts(split, sizes) for split in (first, second)]
+    parts = [absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 
 
-def _absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
+def absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
     """Return the parts of a split. Each part has the attributes `splitname`, `from_` and `to`."""
     return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 
-def check_columns(where: str, found: Iterable[str], config: DataConfig) -> None:
+def check_columns(where: object, found: Iterable[str], config: DataConfig) -> None:
     """Raise ConfigError unless all `config.columns` are among the columns `found`."""
     for column in config.columns:
         if column not in found:
             raise no_column(where, column, found, config.format)
 
 
-def no_column(where: str, column: str, columns: Iterable[str], form: str = "text") -> ConfigError:
+def no_column(where: object, column: str, columns: Iterable[str], form: str = "text") -> ConfigError:
     if form == "prompt_completion":
         return ConfigError(
             f"{where} has no column {column!r}: rename one of {', '.join(columns)}, or choose another data.format"
@@ -397,7 +614,7 @@ def no_column(where: str, column: str, columns: Iterable[str], form: str = "text
     return ConfigError(f"{where} has no column {column!r}: set {setting} to one of {', '.join(columns)}")
 
 
-def no_text(where: str, column: str, found: object) -> ConfigError:
+def no_text(where: object, column: str, found: object) -> ConfigError:
     return ConfigError(f"{where}: column {column!r} contains {found}, but text is required: set data.column")
 
 

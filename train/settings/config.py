@@ -231,7 +231,8 @@ class DataConfig(Frozen):
 
     # The kind of text: "stdlib" or "packages" (the source code of Python's standard library, one document per file or per
     # package), "text" (one document per file), "jsonl" (per line), "parquet" (per row), "hub" (a dataset of the Hugging Face
-    # hub), "recall" (a generated task, whose answers lie far back) or "mix" (the sources in `mix`).
+    # hub), "prepared" (a folder that ringattn-prepare has written), "recall" (a generated task, whose answers lie far back) or
+    # "mix" (the sources in `mix`).
     source: str = "stdlib"
     # The sources of a mixture, such as [{name:web,source:jsonl,path:web.jsonl,weight:0.7},{source:packages,weight:0.3}]. The
     # weight of a source is its share of the tokens, relative to the other sources. The other values are `name` (by default
@@ -270,6 +271,11 @@ class DataConfig(Frozen):
     # The largest document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its size to
     # tokenise it.
     max_document_mb: int = 200
+    # What happens at a faulty file, line or row, such as one that is not UTF-8: "raise" (an error) or "skip" (it is skipped and
+    # counted).
+    on_error: str = "raise"
+    # The number of processes that tokenise the text of a host. None: its cores divided by its ranks. A small text needs fewer.
+    num_proc: int | None = None
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     # The end-of-text token of a tokenizer.json, quoted twice on the command line: 'data.eos_token="<|im_end|>"'. None: the
@@ -567,8 +573,9 @@ CHOICES = {
     "model.norm": ("rms", "rms_plus_one", "layer"),
     "model.norm_position": ("before", "after", "both"),
     "model.activation": ("silu", "gelu", "clamped"),
-    "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall", "mix"),
+    "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "prepared", "recall", "mix"),
     "data.exhausted": ("repeat", "end"),
+    "data.on_error": ("raise", "skip"),
     "data.format": ("text", "chat", "prompt_completion"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
@@ -612,7 +619,8 @@ RANGES = {
     "model.window": (1, 2**31 - 1),
     "data.seq_len": (1, 2**31 - 1),
     "data.shuffle_buffer": (1, 2**40),
-    "data.max_document_mb": (1, 2000),  # The offsets of the cached tokens have 31 bits.
+    "data.max_document_mb": (1, 2000),
+    "data.num_proc": (1, 4096),
     "data.eval_fraction": (0, 0.99),
     "data.seed": (0, 2**63 - 1),
     "data.group_size": (1, 2**40),
@@ -706,9 +714,19 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
         ("data.mix", data.source != "mix", f"if data.source={data.source}: choose data=mix"),
         ("data.exhausted", data.source == "recall", "if data.source=recall, which never runs out: choose another source"),
         (
-            "data.path data.eval_path data.max_document_mb",
+            "data.path data.eval_path",
             data.source in ("stdlib", "packages", "recall"),
+            f"if data.source={data.source}: choose data=text, jsonl, parquet, hub or prepared",
+        ),
+        (
+            "data.max_document_mb data.on_error",
+            data.source in ("stdlib", "packages", "recall", "prepared"),
             f"if data.source={data.source}: choose data=text, jsonl, parquet or hub",
+        ),
+        (
+            "data.num_proc",
+            data.source in ("recall", "prepared"),
+            f"if data.source={data.source}, which needs no tokenisation: choose another source",
         ),
         (
             "data.split data.eval_split data.eval_fraction data.group_size",
@@ -720,11 +738,12 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
         ("data.subset", data.source != "hub", f"if data.source={data.source}: choose data=hub"),
         (
             "data.column",
-            data.source in ("stdlib", "packages", "text", "recall"),
+            data.source in ("stdlib", "packages", "text", "recall", "prepared"),
             f"if data.source={data.source}: choose data=jsonl, parquet or hub",
         ),
         ("data.column", data.format != "text", f"if data.format={data.format}: set data.messages_column, or data.format=text"),
         ("data.messages_column", data.format != "chat", f"if data.format={data.format}: set data.format=chat"),
+        ("data.messages_column", data.source == "prepared", "if data.source=prepared: choose another source"),
         ("model.rope_trained_len model.rope_scaling", model.rope_factor is None, "without model.rope_factor: set it"),
         (
             "model.rope_trained_len",
@@ -840,7 +859,7 @@ def _check_training(config: Config) -> Iterator[str]:
             if width % MOMENT_BLOCK:
                 yield f"memory.moments=8bit requires multiples of {MOMENT_BLOCK}, but {name} is {width}: change it, or use fp32"
     data = config.data
-    if data.format != "text" and data.source not in ("jsonl", "parquet", "hub"):
+    if data.format != "text" and data.source not in ("jsonl", "parquet", "hub", "prepared"):
         yield f"data.format={data.format} is impossible with data.source={data.source}: choose data=jsonl, parquet or hub"
     if data.format == "chat" and data.tokenizer == "bytes":
         yield "data.format=chat requires the chat template of a tokenizer: set data.tokenizer to the path of its tokenizer.json"
@@ -866,6 +885,8 @@ def _check_streaming(data: DataConfig) -> Iterator[str]:
         yield f"data.streaming=true is impossible with data.format={data.format}: leave data.streaming out"
     if not re.fullmatch(r"\w+" if data.source == "hub" else "train|all", data.split):
         yield f"data.split={data.split} is impossible with data.streaming=true, which reads whole splits: leave one of them out"
+    if data.on_error == "skip":
+        yield "data.on_error=skip is impossible with data.streaming=true: prepare the text with ringattn-prepare"
     if data.exhausted == "end":
         yield "data.exhausted=end is impossible with data.streaming=true, because the size of the text is unknown: leave it out"
     if data.held_out is None and data.eval_fraction > 0:
@@ -890,7 +911,9 @@ def _check_mixture(config: Config) -> Iterator[str]:
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
         # The other sources may use settings that this one does not use.
-        shared = {"data.max_document_mb": DataConfig.max_document_mb, "data.exhausted": DataConfig.exhausted}
+        shared = {
+            f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
+        }
         member = with_settings(replace(config, data=data.members[name]), shared)
         for problem in chain(_find_invalid_values(member), _check_unused(member), _check_training(member)):
             yield f"data.mix: {name}: {problem}"

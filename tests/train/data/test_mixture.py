@@ -4,28 +4,27 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.train.data.documents import TOKENS
 from ringattn.train.data.loader import Preparation
 from ringattn.train.data.mixture import MixtureDataset, count_before, in_proportion
 from ringattn.train.data.packing import PackedDataset, load_held_out, load_training
+from ringattn.train.data.shards import Documents
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, MixSource, check, with_settings
+from tests.train.data.rows import Rows
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
 
 
 def packed(token: int, count: int, seq_len: int, group_size: int = 1) -> PackedDataset:
     """A text of `count` documents of 50 tokens, all of them `token`."""
-    columns = {"tokens": [[token] * 50] * count, "length": [50] * count}
-    return PackedDataset(datasets.Dataset.from_dict(columns, features=TOKENS), seq_len, seed=3, group_size=group_size)
+    return PackedDataset(Documents.of(Rows([[token] * 50] * count)), seq_len, seed=3, group_size=group_size)
 
 
 def mixture(seq_len: int = 10, group_size: int = 1, count: int = 40) -> MixtureDataset:

@@ -2,13 +2,14 @@
 
 import importlib
 import linecache
+import os
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import datasets
+import datasets.config
 import numpy as np
 import pytest
 import torch
@@ -16,11 +17,13 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ringattn.train.data import packing, sources, tokenizer
+from ringattn.train.data import packing, sources, tokenisation, tokenizer
 from ringattn.train.data.packing import PackedDataset, load, load_held_out, split_documents
+from ringattn.train.data.shards import Documents
 from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 from tests.distributed import run_ranks
+from tests.train.data.rows import Rows
 from tests.train.hub_models import write_tokenizer
 
 EOS = 256
@@ -29,9 +32,8 @@ corpora = st.lists(st.lists(st.integers(0, 255), max_size=20), min_size=1, max_s
 
 def pack(documents: list[list[int]], seq_len: int, seed: int = 0, shuffle: bool = False, group_size: int = 1) -> PackedDataset:
     """Pack `documents`, which are given without their EOS."""
-    rows = [[EOS, *document] for document in documents]
-    columns = {"tokens": rows, "length": [len(row) for row in rows]}
-    return PackedDataset(datasets.Dataset.from_dict(columns, features=packing.TOKENS), seq_len, seed, shuffle, group_size)
+    rows = Rows([[EOS, *document] for document in documents])
+    return PackedDataset(Documents.of(rows), seq_len, seed, shuffle, group_size)
 
 
 def num_tokens(corpus: list[list[int]]) -> int:
@@ -224,7 +226,7 @@ TOKENIZER = """
 import numpy as np
 
 class Letters:
-    vocab_size, eos, bos = 257, {eos}, {eos}
+    vocab_size, eos, bos, fingerprint = 257, {eos}, {eos}, 0
 
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -251,7 +253,7 @@ def test_a_document_has_bos_and_eos_if_the_tokenizer_has_both(tmp_path):
     tokenizer.bos = 255
     batch = load(write_text(tmp_path), tokenizer).batch([0])
     assert batch.tokens.tolist() == [[255, *b"tex"]]
-    assert packing._tokenise("ab", tokenizer).tolist() == [255, *b"ab", EOS]
+    assert tokenisation.tokenise_text("ab", tokenizer).tolist() == [255, *b"ab", EOS]
 
 
 def test_packing_code_that_changed_tokenises_the_text_again(tmp_path, monkeypatch):
@@ -261,7 +263,7 @@ def test_packing_code_that_changed_tokenises_the_text_again(tmp_path, monkeypatc
     def append_eos(text, tokenizer):
         return np.append(tokenizer.encode(text), tokenizer.eos)
 
-    monkeypatch.setattr(packing, "_tokenise", append_eos)
+    monkeypatch.setattr(tokenisation, "tokenise_text", append_eos)
     assert load(corpus, BytesTokenizer()).batch([0]).tokens.tolist() == [[*b"text"]]
 
 
@@ -278,15 +280,14 @@ def test_other_ranks_find_the_tokens_of_rank_0(tmp_path):
 def test_a_killed_tokenisation_continues(tmp_path, monkeypatch):
     """The cache has files of one document. The process is killed while it tokenises the next document."""
     corpus = write_lines(tmp_path, eval_fraction=0.0)
-    monkeypatch.setattr(packing, "BATCH_TOKENS", 1)
-    monkeypatch.setattr(packing, "FILE_TOKENS", 7)
+    monkeypatch.setattr(tokenisation, "SHARD_TOKENS", 7)
     encode, folder = BytesTokenizer.encode, Path(datasets.config.HF_DATASETS_CACHE) / "ringattn"
     for killed_at in ("line 4", "line 9", None):
         encoded = []
 
         def record(self: BytesTokenizer, text: str, killed_at=killed_at, encoded=encoded) -> np.ndarray:
             if text == killed_at:
-                next(folder.glob("*/")).joinpath("x.partial").touch()  # a kill leaves the file that is being written
+                next(folder.glob("*/.lock")).with_name("x.partial").touch()  # a kill leaves the file that is being written
                 raise KeyboardInterrupt
             encoded.append(text)
             return encode(self, text)
@@ -296,23 +297,38 @@ def test_a_killed_tokenisation_continues(tmp_path, monkeypatch):
             documents = packing.load_documents(corpus, BytesTokenizer())
     assert encoded == ["line 9"]
     assert not list(folder.rglob("*.partial"))
-    assert [bytes(tokens[1:]).decode() for tokens in documents["tokens"]] == [f"line {i}" for i in range(10)]
-    assert documents.info.splits["train"].num_examples == 10
+    texts = [bytes(tokens[1:].astype(np.uint8)).decode() for tokens in map(documents.__getitem__, range(10))]
+    assert texts == [f"line {i}" for i in range(10)]
+    assert documents.splits == {"train": 10}
 
 
-def test_other_ranks_wait_for_rank_0(tmp_path):
-    run_ranks(_run_rank_zero_first, 2, tmp_path / "ranks", tmp_path / "filled")
+def test_other_ranks_wait_for_the_first_rank_of_their_host(tmp_path):
+    run_ranks(_prepare_on_two_hosts, 4, tmp_path / "ranks", tmp_path)
 
 
-def _run_rank_zero_first(path: Path) -> None:
-    with packing._rank_zero_first():
-        if dist.get_rank() == 0:
-            time.sleep(0.5)
-            path.touch()
-        assert path.exists()
+def _prepare_on_two_hosts(directory: Path) -> None:
+    host, local_rank = divmod(dist.get_rank(), 2)
+    os.environ["LOCAL_RANK"] = str(local_rank)
+
+    def prepare() -> str:
+        assert local_rank == 0
+        time.sleep(0.3 * host)
+        (directory / f"host{host}").touch()
+        return f"result of host {host}"
+
+    assert packing._once_per_host(prepare) == f"result of host {host}"
+    assert (directory / f"host{host}").exists()
+
+    def fail() -> str:
+        assert local_rank == 0
+        raise ConfigError("no such file")
+
+    with pytest.raises(ConfigError, match="no such file"):
+        packing._once_per_host(fail)
 
 
 def _load_on_a_rank(corpus: DataConfig, directory: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
     encode = BytesTokenizer.encode
 
@@ -344,13 +360,12 @@ def test_held_out_text_is_another_part_of_the_source(tmp_path):
 def test_every_token_is_either_trained_on_or_held_out(lengths, fraction, eval_tokens):
     """With sequences of four tokens, at least five tokens are held out, because the last token of a sequence has a label."""
     starts = np.cumsum([0, *lengths])
-    rows = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-    documents = datasets.Dataset.from_dict({"tokens": rows, "length": lengths}, features=packing.TOKENS)
-    parts = [part.with_format("numpy") for part in split_documents(documents, fraction, seq_len=4)]
-    tokens = [np.concatenate(list(part["tokens"])) for part in parts]
+    rows = Rows([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)])
+    parts = split_documents(Documents.of(rows), fraction, seq_len=4)
+    tokens = [np.concatenate([part[i] for i in range(len(part))]) for part in parts]
     assert len(tokens[1]) == eval_tokens
     assert np.array_equal(np.sort(np.concatenate(tokens)), np.arange(sum(lengths)))
-    assert all(list(part["length"]) == [len(row) for row in part["tokens"]] for part in parts)
+    assert all(part.lengths.tolist() == [len(part[i]) for i in range(len(part))] for part in parts)
     assert all(PackedDataset(part, 4, seed=0).sequences_per_epoch >= 1 for part in parts)
 
 
@@ -388,6 +403,6 @@ def test_an_error_of_held_out_text_names_its_settings(tmp_path):
 
 
 def test_a_checksum_of_the_code_covers_everything_that_makes_tokens():
-    code = packing._code(BytesTokenizer())
-    for function in (packing._tokenise, sources._json_text, BytesTokenizer.encode):
+    code = tokenisation.code(BytesTokenizer())
+    for function in (tokenisation.tokenise_text, sources._json_text, BytesTokenizer.encode):
         assert f"def {function.__name__}(" in code

@@ -4,7 +4,6 @@ import itertools
 import json
 import pickle
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -16,22 +15,23 @@ from hypothesis import strategies as st
 from ringattn.train import setup as run_setup
 from ringattn.train import step
 from ringattn.train.data import packing
-from ringattn.train.data.documents import TOKENS
 from ringattn.train.data.packing import load, load_held_out
 from ringattn.train.data.records import RecordDataset, pack_whole, split_records
+from ringattn.train.data.shards import Documents
 from ringattn.train.data.targets import Targets
 from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, with_settings
 from tests.train.chats import chat_job, conversation, write_chat_corpus, write_chats
+from tests.train.data.rows import Rows
 
 lengths_of_records = st.lists(st.integers(1, 20), min_size=1, max_size=40)
 
 
-def records_of(lengths: list[int]) -> datasets.Dataset:
+def records_of(lengths: list[int]) -> Documents:
     """Records whose tokens are 100 times the number of the record plus their position. Every third token has a loss."""
     rows = [[100 * i + j if j % 3 == 2 else ~(100 * i + j) for j in range(length)] for i, length in enumerate(lengths)]
-    return datasets.Dataset.from_dict({"tokens": rows, "length": lengths}, features=TOKENS)
+    return Documents.of(Rows(rows))
 
 
 @settings(max_examples=60)
@@ -99,7 +99,8 @@ def test_held_out_records_are_whole():
     records = records_of([5] * 40)
     training, held_out = split_records(records, 0.1)
     assert (len(training), len(held_out)) == (36, 4)
-    assert sorted([*training["tokens"], *held_out["tokens"]]) == sorted(records["tokens"])
+    parts = [[part[i].tolist() for i in range(len(part))] for part in (training, held_out, records)]
+    assert sorted(parts[0] + parts[1]) == sorted(parts[2])
     assert [len(part) for part in split_records(records_of([1, 1]), 0.99)] == [1, 1]
     with pytest.raises(ConfigError, match="has one record"):
         split_records(records_of([5]), 0.1)

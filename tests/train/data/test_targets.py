@@ -1,14 +1,15 @@
 """Tests of the target tokens of an evaluation, and of the windows that give them their context."""
 
-import datasets
 import numpy as np
 import pytest
 
 from ringattn.train.data import targets
-from ringattn.train.data.packing import TOKENS, PackedDataset
+from ringattn.train.data.packing import PackedDataset
 from ringattn.train.data.recall import EVALUATION_SEED, RecallDataset
+from ringattn.train.data.shards import Documents
 from ringattn.train.data.targets import Passage, Targets, Window, pack, read_passages, split_passage
 from ringattn.train.model.loss import IGNORE
+from tests.train.data.rows import Rows
 
 DOCUMENTS = [300, 1, 2, 40, 7, 500, 150]  # tokens per document, 1,000 in total
 
@@ -21,13 +22,13 @@ def short_blocks(monkeypatch):
 
 def held_out(seq_len: int) -> PackedDataset:
     """A text in which the number of a token is its position in the stream."""
-    empty = [{"tokens": [0] * length, "length": length} for length in DOCUMENTS]
-    order = PackedDataset(datasets.Dataset.from_list(empty, features=TOKENS), 1, seed=0, shuffle=False)._order_of(0)[0]
+    empty = Rows([[0] * length for length in DOCUMENTS])
+    order = PackedDataset(Documents.of(empty), 1, seed=0, shuffle=False)._order_of(0)[0]
     rows, begin = [None] * len(order), 0
     for index in order:
-        rows[index] = {"tokens": list(range(begin, begin + DOCUMENTS[index])), "length": DOCUMENTS[index]}
+        rows[index] = list(range(begin, begin + DOCUMENTS[index]))
         begin += DOCUMENTS[index]
-    return PackedDataset(datasets.Dataset.from_list(rows, features=TOKENS), seq_len, seed=0, shuffle=False)
+    return PackedDataset(Documents.of(Rows(rows)), seq_len, seed=0, shuffle=False)
 
 
 def contexts(eval_tokens: int, seq_len: int, length: int, mask_documents: bool) -> dict[int, int]:

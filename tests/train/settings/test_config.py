@@ -79,6 +79,7 @@ PROMISES = {
         "hub": {"source": "hub", "subset": None, "split": "train", "column": "text"},
         "jsonl": {"source": "jsonl", "column": "text"},
         "mix": {"source": "mix", "mix": []},
+        "prepared": {"source": "prepared"},
         "packages": {"source": "packages", "split": "train[:95%]", "eval_split": "train[95%:]"},
         "parquet": {"source": "parquet", "column": "text"},
         "recall": {"source": "recall"},

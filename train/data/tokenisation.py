@@ -1,0 +1,266 @@
+"""Tokenise a corpus into shards with several processes. A killed tokenisation continues where it stopped.
+
+Every task is a piece of the corpus, or a part of its rows. A process writes the documents of a task into one or several shards.
+Neither the tasks nor the shards depend on the number of processes.
+
+    folder/plan.json             identifies the corpus and the tokenizer, until all tasks are done
+    folder/TASK-SHARD.json       the counts and checksums of a complete shard; `is_last` is true in the last shard of a task
+    folder/index.json            all counts and checksums; written last
+"""
+
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import datasets.config
+import numpy as np
+import xxhash
+from datasets.fingerprint import Hasher
+from filelock import FileLock
+
+from ringattn.train.data import shards, sources
+from ringattn.train.data.records import RecordEncoder
+from ringattn.train.data.shards import INDEX, ShardWriter, write_json
+from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.data.workers import Add, default_processes, run_tasks
+from ringattn.train.settings.config import ConfigError, DataConfig
+
+SHARD_TOKENS = 2**26  # a killed process loses at most this many tokens
+SHARD_DOCUMENTS = 2**20  # limits the memory for the lengths of short documents
+NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
+SHOWN_FAULTS = 3
+BLOCK = 2**20  # bytes that are read at once to compute a checksum
+PLAN = "plan.json"
+
+
+class Task(NamedTuple):
+    """The rows `first` to `last` - 1 of a piece. None: all following rows."""
+
+    number: int
+    piece: sources.Piece
+    first: int
+    last: int | None
+
+
+class Job(NamedTuple):
+    """What the processes of a tokenisation share."""
+
+    config: DataConfig
+    corpus: sources.Corpus
+    tokenizer: Tokenizer
+    encoder: RecordEncoder | None
+    folder: Path
+    shard_tokens: int
+
+    def encode(self, where: object, content: Any) -> np.ndarray:
+        return self.encoder(where, content) if self.encoder else tokenise_text(content, self.tokenizer)
+
+
+def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: Path | None = None) -> Path:
+    """Tokenise a corpus, unless this has been done before, and return the folder with its shards.
+
+    Args:
+        config: the settings of the corpus.
+        tokenizer: the tokenizer.
+        ranks: the number of ranks on this host. Without `data.num_proc`, they share the cores.
+        folder: the folder for the shards. By default, it is in the cache of `datasets`, and its name depends on the content of
+            the corpus and on the tokenizer.
+
+    Raises:
+        ConfigError: a file, a column or a dataset is missing, or cannot be read, or the folder has other content.
+    """
+    try:
+        return _tokenise(config, tokenizer, config.num_proc or default_processes(ranks), folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # The type of the error depends on the reader.
+        raise sources.cannot_read(config, error) from error
+
+
+def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: Path | None) -> Path:
+    corpus = sources.Corpus(config)
+    encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
+    settings = [config.source, config.split, config.columns, config.max_document_mb, config.on_error]
+    content = corpus.identity or _content(corpus, config, num_proc)
+    key = Hasher.hash([settings, content, tokenizer, code(tokenizer), *(encoder.identity if encoder else [])])
+    folder = folder or Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as lock:
+        # Some file systems do not support locks. On these, two processes may tokenise the same text, with the same result.
+        with suppress(OSError):
+            lock.enter_context(FileLock(folder / ".lock", fallback_to_soft=False))
+            if not (folder / INDEX).exists():
+                for partial in folder.glob("*.partial"):  # files that a killed process was writing
+                    partial.unlink()
+        _check_key(folder, key)
+        if not (folder / INDEX).exists():
+            _fill(Job(config, corpus, tokenizer, encoder, folder, SHARD_TOKENS), key, num_proc)
+        for path in [folder / PLAN, *folder.glob(NAMES)]:
+            path.unlink(missing_ok=True)
+    return folder
+
+
+def _check_key(folder: Path, key: str) -> None:
+    """Raise ConfigError if the folder was made from another corpus, or with other settings or another tokenizer."""
+    path = folder / (INDEX if (folder / INDEX).exists() else PLAN)
+    if path.exists():
+        if json.loads(path.read_text())["key"] != key:
+            raise ConfigError(
+                f"{folder} contains another corpus, or the same corpus with other settings or another tokenizer: choose "
+                "another folder, or delete it"
+            )
+    elif any(path.name != ".lock" and not path.name.endswith(".partial") for path in folder.iterdir()):
+        raise ConfigError(f"{folder} contains other files: choose a new or empty folder")
+
+
+def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
+    """Return a hash of the content of all files. It is computed again only if the time or the size of a file changes."""
+    states = list(dict.fromkeys(state for piece in corpus.pieces for state in piece.files))
+    names = [state.path for state in states] if config.source == "packages" else []
+    # No program can set the time of the last change of the inode.
+    known = [[*state, os.stat(state.path).st_ctime_ns] for state in states]
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / "content" / f"{Hasher.hash(known)}.json"
+    if not path.exists():
+        sizes = [state.size for state in states]
+        hashes = run_tasks("read", _hash_file, None, [state.path for state in states], sizes, num_proc)
+        for piece in corpus.pieces:
+            if error := sources.find_change(piece):
+                raise error
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, Hasher.hash([names, hashes]))
+    return json.loads(path.read_text())
+
+
+def _hash_file(_: None, path: str, add: Add) -> str:
+    known = xxhash.xxh3_128()
+    with suppress(OSError), open(path, "rb") as file:  # The tokenisation reports a file that cannot be read.
+        while block := file.read(BLOCK):
+            known.update(block)
+            add(len(block))
+    return known.hexdigest()
+
+
+def _fill(job: Job, key: str, num_proc: int) -> None:
+    """Tokenise all tasks that are not complete yet, and write the index."""
+    config, corpus, folder, tokenizer = job.config, job.corpus, job.folder, job.tokenizer
+    write_json(folder / PLAN, {"key": key})
+    sizes, tasks = corpus.known_sizes, [Task(number, piece, 0, None) for number, piece in enumerate(corpus.pieces)]
+    if not sources.selects_all(config):
+        bytes_of = [piece.size for piece in corpus.pieces]
+        counts = run_tasks("count", _count_rows, corpus, corpus.pieces, bytes_of, num_proc)
+        sizes, selected = sources.select_rows(config, corpus.pieces, counts)
+        tasks = [Task(number, *rows) for number, rows in enumerate(selected)]
+    remaining = [task for task in tasks if not _is_complete(folder, task)]
+    run_tasks("tokenise", _write_shards, job, remaining, [task.piece.size for task in remaining], num_proc)
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(NAMES))]
+    counts = {name: sum(shard[name] for shard in found) for name in ("entries", "rows", "without_text", "faulty")}
+    faults = [fault for shard in found for fault in shard["first_faults"]][:SHOWN_FAULTS]
+    names = ("name", "documents", "tokens", "offsets_crc32", "checksums_crc32")
+    index = {
+        "version": shards.VERSION,
+        "source": config.description,
+        "settings": {"format": config.format, "special_tokens": config.special_tokens, "eos_token": config.eos_token},
+        "tokenizer": describe_tokenizer(tokenizer),
+        "dtype": dtype_of(tokenizer),
+        "has_loss": config.format != "text",
+        "documents": sum(shard["documents"] for shard in found),
+        "tokens": sum(shard["tokens"] for shard in found),
+        "counts": counts | {"rows_by_split": sizes or {"train": counts["rows"]}, "first_faults": faults},
+        "key": key,
+        "shards": [{name: shard[name] for name in names} for shard in found if shard["documents"]],
+    }
+    write_json(folder / INDEX, index)
+
+
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the numbers that identify a tokenizer and the tokens that begin and end a document."""
+    return {name: int(getattr(tokenizer, name)) for name in ("fingerprint", "vocab_size", "bos", "eos")}
+
+
+def dtype_of(tokenizer: Tokenizer) -> str:
+    return "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
+
+
+def _count_rows(corpus: sources.Corpus, piece: sources.Piece, add: Add) -> int:
+    return sources.count_rows(_counted(corpus.read(piece), add))
+
+
+def _counted(entries: Iterator[sources.Entry], add: Add) -> Iterator[sources.Entry]:
+    for where, content in entries:
+        add(len(content) if isinstance(content, str) else 0)
+        yield where, content
+
+
+def _shards_of(folder: Path, task: Task) -> list[dict[str, Any]]:
+    """Return the descriptions of the shards of a task that are complete."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{task.number:06}-*.json"))]
+
+
+def _is_complete(folder: Path, task: Task) -> bool:
+    return any(shard["is_last"] for shard in _shards_of(folder, task))
+
+
+def _write_shards(job: Job, task: Task, add: Add) -> None:
+    """Tokenise the documents of a task that are in no complete shard yet."""
+    done = _shards_of(job.folder, task)
+    entries = sources.slice_rows(_counted(job.corpus.read(task.piece), add), task.first, task.last)
+    for _ in range(sum(shard["entries"] for shard in done)):
+        next(entries)
+    number, is_last = len(done), False
+    while not is_last:
+        writer = ShardWriter(job.folder, dtype_of(job.tokenizer), has_loss=job.encoder is not None)
+        try:
+            counts, is_last = _write_shard(job, task, entries, writer)
+            writer.publish(f"{task.number:06}-{number:04}", counts | {"is_last": is_last})
+        finally:
+            writer.discard()
+        number += 1
+
+
+def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer: ShardWriter) -> tuple[dict[str, Any], bool]:
+    """Write documents until the shard is full, and return its counts, and whether there are no more documents."""
+    counts = dict.fromkeys(("entries", "rows", "without_text", "faulty"), 0)
+    faults, is_last = list[str](), True
+
+    def skip(error: ConfigError) -> None:
+        if job.config.on_error == "raise":
+            raise error
+        counts["faulty"] += 1
+        faults.extend([str(error)] if len(faults) < SHOWN_FAULTS else [])
+
+    for where, content in entries:
+        counts["entries"] += 1
+        counts["rows"] += content is not None
+        try:
+            if isinstance(content, ConfigError):
+                raise content
+            if content:
+                writer.write(job.encode(where, content))
+            else:
+                counts["without_text"] += 1
+        except ConfigError as error:
+            skip(error)
+        del content  # A document may have hundreds of megabytes.
+        if writer.num_tokens >= job.shard_tokens or writer.num_documents >= SHARD_DOCUMENTS:
+            is_last = False
+            break
+    # A complete shard must not contain a part of a file that has changed.
+    if error := sources.find_change(task.piece):
+        skip(error)
+    return counts | {"first_faults": faults}, is_last
+
+
+def code(tokenizer: Tokenizer) -> str:
+    """Return the source code that turns files into tokens. A change of this code must invalidate the cache."""
+    return "".join(map(inspect.getsource, (tokenise_text, sources, shards, _write_shard, type(tokenizer))))
+
+
+def tokenise_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of a document, with the tokens that begin and end it: int32 (N,)."""
+    tokens = np.insert(tokenizer.encode(text), 0, tokenizer.bos)
+    return tokens if tokenizer.bos == tokenizer.eos else np.append(tokens, np.int32(tokenizer.eos))

@@ -1,0 +1,183 @@
+"""Run a function on many parts of a corpus, in this process or in several, and show the progress."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from ringattn.train.settings.config import ConfigError
+
+log = logging.getLogger(__name__)
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Add = Callable[[int], None]  # counts bytes that have been processed
+
+MIN_BYTES = 2**24  # per process: fewer bytes would take less time than the start of a process
+SHOW_EVERY = 10.0  # seconds between two lines of progress
+FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter
+
+
+class Stopped(Exception):
+    """Another process has failed, so the result of this one is not needed."""
+
+
+class Progress:
+    """Logs the amount of data that has been processed, its speed and the remaining time."""
+
+    def __init__(self, name: str, total: int):
+        self._name, self._total, self._begin = name, total, time.monotonic()
+        self._shown, self._done = self._begin, 0
+
+    def add(self, size: int) -> None:
+        self.show(self._done + size)
+
+    def show(self, done: int, at_end: bool = False) -> None:
+        """Log a line if the last one is older than SHOW_EVERY seconds, or `at_end` if there has been one."""
+        self._done, now = done, time.monotonic()
+        if now - self._shown < SHOW_EVERY and not (at_end and self._shown > self._begin):
+            return
+        self._shown, seconds = now, now - self._begin
+        left = seconds * max(self._total - done, 0) / max(done, 1)
+        amount = f"{done / 1e9:.2f} of {self._total / 1e9:.2f} GB" if self._total > done else f"{done / 1e9:.2f} GB"
+        log.info(f"{self._name:<12}{amount}, {done / 1e6 / seconds:.1f} MB/s, {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def default_processes(ranks: int) -> int:
+    """Return the number of processes if `data.num_proc` is None: the cores of this host per rank, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // ranks, 1)
+
+
+def run_tasks(
+    name: str,
+    function: Callable[[Any, Task, Add], Result],
+    state: Any,
+    tasks: Sequence[Task],
+    sizes: Sequence[int],
+    num_proc: int,
+) -> list[Result]:
+    """Return `function(state, task, add)` for all tasks, in their order.
+
+    Args:
+        name: the name of the work, for the progress.
+        function: a function of a module. It calls `add` with the number of bytes that it has processed.
+        state: what all tasks share. It is sent to every process once.
+        tasks: the tasks.
+        sizes: the number of bytes of each task.
+        num_proc: the largest number of processes. A small corpus uses fewer.
+
+    Raises:
+        ConfigError: a process has ended. An exception of `function` is also raised.
+    """
+    progress = Progress(name, sum(sizes))
+    num_proc = min(num_proc, len(tasks), 1 + sum(sizes) // MIN_BYTES)
+    if num_proc <= 1:
+        results = [_run_counted(function, state, task, size, progress.add) for task, size in zip(tasks, sizes, strict=True)]
+    else:
+        results = _run_in_processes(progress, function, state, tasks, sizes, num_proc)
+    progress.show(sum(sizes), at_end=True)
+    return results
+
+
+def _run_counted(function: Callable[..., Result], state: Any, task: Any, size: int, add: Add) -> Result:
+    """Run a task. Afterwards, it has counted exactly `size` bytes."""
+    counted = 0
+
+    def count(number: int) -> None:
+        nonlocal counted
+        counted += number
+        add(number)
+
+    result = function(state, task, count)
+    add(size - counted)
+    return result
+
+
+def _run_in_processes(
+    progress: Progress, function: Callable[..., Any], state: Any, tasks: Sequence[Any], sizes: Sequence[int], num_proc: int
+) -> list[Any]:
+    # The server process imports the modules once and forks the processes. A fork of this process would copy its threads' locks.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in sys.modules if name.startswith("ringattn.train.")])
+    counter, stop = context.Value("q", 0), context.Event()
+    pool = ProcessPoolExecutor(num_proc, context, _begin_process, (state, counter, stop))
+    try:
+        futures = [pool.submit(_run_in_process, function, task, size) for task, size in zip(tasks, sizes, strict=True)]
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=1, return_when=FIRST_EXCEPTION)
+            progress.show(counter.value)
+            if any(future.exception() for future in done):
+                break
+        # The first of several errors is raised.
+        results = [future.result() for future in futures if future.done()]
+    except BrokenProcessPool:
+        raise ConfigError(
+            "a process that reads the corpus was killed, perhaps because the host has too little memory: lower data.num_proc, "
+            "and launch again, which continues the work"
+        ) from None
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+    for message in dict.fromkeys(message for _, messages in results for message in messages):
+        log.warning(message)
+    return [result for result, _ in results]
+
+
+# What `_begin_process` has received.
+_shared: tuple[Any, Any, Any] = (None, None, None)
+_messages = list[str]()
+
+
+class _Collector(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _messages.append(record.getMessage())
+
+
+def _begin_process(*shared: Any) -> None:
+    global _shared
+    _shared = shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger().handlers[:] = [_Collector(logging.WARNING)]
+    # Without this thread, the process would wait forever for a task if its parent process was killed.
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run_in_process(function: Callable[..., Any], task: Any, size: int) -> tuple[Any, list[str]]:
+    state, counter, stop = _shared
+    waiting = 0
+
+    def add(number: int, is_last: bool = False) -> None:
+        nonlocal waiting
+        waiting += number
+        if waiting >= FLUSH_BYTES or is_last:
+            with counter.get_lock():
+                counter.value += waiting
+            waiting = 0
+            if stop.is_set():
+                raise Stopped
+
+    result = _run_counted(function, state, task, size, add)
+    add(0, is_last=True)
+    messages = _messages[:]
+    _messages.clear()
+    return result, messages
