@@ -132,7 +132,7 @@ def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> T
         return None
     if run.config.model.experts is not None:
         return None  # On some GPUs, PyTorch's grouped matrix product waits for the host.
-    model = copy_for_one_rank(run.model, torch.bfloat16 if run.bf16 else torch.float32)
+    model = copy_for_one_rank(run.model, torch.bfloat16 if run.bf16 else torch.float32, run.device)
     if model is None:
         return None
     step = TokenStep(model, caches, _last_logits, run.config.parallel.kernel)

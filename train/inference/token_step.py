@@ -72,16 +72,16 @@ class TokenStep:
         return decode(q, k, v, cache, None, place, None, self.backend, sink_logits)
 
 
-def copy_for_one_rank(model: GPT, dtype: torch.dtype) -> GPT | None:
-    """Copy the model of a job with one rank to `dtype`. Return None if the copy would not fit into the GPU.
+def copy_for_one_rank(model: GPT, dtype: torch.dtype, device: torch.device) -> GPT | None:
+    """Copy the model of a job with one rank to `dtype` and `device`. Return None if the copy would not fit into the GPU.
 
     The hooks of FSDP, which convert the weights in every forward pass, cannot be captured in a CUDA graph.
     """
     weights = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
-    copied = sum(x.numel() for x in weights.values() if x.dtype != dtype) * dtype.itemsize
-    if model.embedding.is_cuda and copied > MAX_FRACTION * torch.cuda.mem_get_info()[0]:
+    copied = sum(x.numel() for x in weights.values() if (x.dtype, x.device) != (dtype, device)) * dtype.itemsize
+    if device.type == "cuda" and copied > MAX_FRACTION * torch.cuda.mem_get_info()[0]:
         return None
     with torch.device("meta"):
         copy = GPT(model.config, model.embedding.shape[0])
-    copy.load_state_dict({name: x.detach().to(dtype) for name, x in weights.items()}, assign=True)
+    copy.load_state_dict({name: x.detach().to(device, dtype) for name, x in weights.items()}, assign=True)
     return copy

@@ -20,6 +20,8 @@ PROMPT = 4
 KINDS = {"full": {}, "window": dict(window=3), "long window": dict(window=6)}
 KINDS |= {"mixed": dict(window=3, layer_types=["sliding", "full-nope"])}
 
+CPU = torch.device("cpu")
+
 
 def last_logits(hidden: Tensor, head: Tensor) -> Tensor:
     return hidden[0, -1:] @ head.T
@@ -49,7 +51,7 @@ def expected_logits(model: GPT, length: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_step_equals_the_model_without_a_cache(kind: str) -> None:
     model = random_model(**KINDS[kind])
-    step = TokenStep(copy_for_one_rank(model, torch.float32), prefill(model, "cpu"), last_logits, "auto")
+    step = TokenStep(copy_for_one_rank(model, torch.float32, CPU), prefill(model, "cpu"), last_logits, "auto")
     for position in range(PROMPT, len(TOKENS)):
         logits = step(TOKENS[position], position)
         torch.testing.assert_close(logits, expected_logits(model, position + 1), rtol=1e-4, atol=1e-4)
@@ -63,16 +65,19 @@ def test_a_replayed_step_equals_the_model_without_a_cache(kind: str) -> None:
     model = random_model(**KINDS[kind])
     expected = [expected_logits(model, n) for n in range(PROMPT + 1, len(TOKENS) + 1)]
     model = model.cuda()
-    step = TokenStep(copy_for_one_rank(model, torch.float32), prefill(model, "cuda"), last_logits, "auto")
+    step = TokenStep(
+        copy_for_one_rank(model, torch.float32, model.embedding.device), prefill(model, "cuda"), last_logits, "auto"
+    )
     step.capture(PROMPT)
     for position, logits in zip(range(PROMPT, len(TOKENS)), expected, strict=True):
         torch.testing.assert_close(step(TOKENS[position], position).cpu(), logits, rtol=1e-3, atol=1e-3)
 
 
-def test_the_copy_has_the_dtype_of_the_computation() -> None:
-    """Weights are shared if they already have the dtype."""
+def test_the_copy_has_the_dtype_and_the_device_of_the_computation() -> None:
+    """Weights are shared if they already have the dtype. Weights in host memory are copied to the device."""
     model = build()
-    assert copy_for_one_rank(model, torch.float32).embedding.data_ptr() == model.embedding.data_ptr()
-    copy = copy_for_one_rank(model, torch.bfloat16)
+    assert copy_for_one_rank(model, torch.float32, CPU).embedding.data_ptr() == model.embedding.data_ptr()
+    copy = copy_for_one_rank(model, torch.bfloat16, CPU)
     assert {x.dtype for x in copy.parameters()} == {torch.bfloat16}
     assert all(torch.equal(x, y.bfloat16()) for x, y in zip(copy.parameters(), model.parameters(), strict=True))
+    assert all(x.is_meta for x in copy_for_one_rank(model, torch.float32, torch.device("meta")).parameters())
