@@ -28,6 +28,8 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 # The received signals. A received signal is never removed, because it stops all jobs of a sweep.
 _received_signals: set[int] = set()
+# Whether another part of the run has asked for a stop.
+_is_stop_requested = False
 # Python writes each signal to this pipe at once, but calls its handler only when the main thread returns to Python. During a
 # save, that may take longer than torchrun waits.
 _signal_pipe: int | None = None
@@ -84,7 +86,7 @@ def handle_stop_signals() -> Generator[None]:
             with suppress(OSError):  # The terminal may be closed.
                 os.write(2, text.encode())
 
-    global _signal_pipe
+    global _signal_pipe, _is_stop_requested
     handled = [each for each in HANDLED_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
     previous = {number: signal.signal(number, record) or signal.SIG_DFL for number in handled}
     _signal_pipe, end = os.pipe()
@@ -97,19 +99,26 @@ def handle_stop_signals() -> Generator[None]:
         signal.set_wakeup_fd(previous_end)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        _signal_pipe = os.close(_signal_pipe)
+        _signal_pipe, _is_stop_requested = os.close(_signal_pipe), False
         os.close(end)
 
 
+def request_stop() -> None:
+    """Let `stop_requested` be true on this rank until the end of `handle_stop_signals`. Any thread may call this function."""
+    global _is_stop_requested
+    _is_stop_requested = True
+
+
 def stop_requested(time_limit_s: float | None) -> bool:
-    """Return whether this rank has received a signal, or `time_limit_s` seconds have passed since the launch.
+    """Return whether this rank has received a signal or `request_stop`, or `time_limit_s` seconds have passed since the launch.
 
     Any thread may call this function, which notices a signal even while the main thread is inside a long system call.
     """
     if _signal_pipe is not None:
         with suppress(BlockingIOError):  # The pipe is empty.
             _received_signals.update({*os.read(_signal_pipe, 1024)} & {*HANDLED_SIGNALS})
-    return bool(_received_signals) or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
+    is_requested = _is_stop_requested or bool(_received_signals)
+    return is_requested or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
 
 
 def any_rank_stop_requested(time_limit_s: float | None) -> bool:

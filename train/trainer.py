@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ringattn.train import optim, preemption
+from ringattn.train.checkpoint import background, state_dict, storage
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
-from ringattn.train.checkpoint import state_dict, storage
+from ringattn.train.checkpoint.progress import local_bytes
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.data.stream import StreamDataset
@@ -169,7 +170,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
     saved = done  # the step of the newest checkpoint
-    with closing(recorder), closing(profiler), preemption.handle_stop_signals():
+    with closing(recorder), closing(profiler), preemption.handle_stop_signals(), build_saver(run, done) as saver:
         repeat_evaluation(run, directory, done, recorder, wandb_run)
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
@@ -178,7 +179,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                     record, stop = take_step(run, step, consumed)
             except preemption.StoppedEarly:
                 if saved < step - 1:
-                    timed_save(run, directory, step - 1, consumed, recorder)
+                    timed_save(run, directory, step - 1, consumed, recorder, saver)
+                saver.wait()
                 end_stopped_run(run, directory, step - 1, wandb_run)
             seconds = time.perf_counter() - start
             if step == done + 1:
@@ -197,7 +199,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             # The step is saved first, so that a kill during the evaluation does not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
-                timed_save(run, directory, step, consumed, recorder)
+                timed_save(run, directory, step, consumed, recorder, saver)
                 saved = step
             # A run that must stop leaves the evaluation to the next launch, because it may be killed soon.
             if evaluates and not stop:
@@ -210,7 +212,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
                 if not is_saved:
-                    timed_save(run, directory, step, consumed, recorder)
+                    timed_save(run, directory, step, consumed, recorder, saver)
+                saver.wait()
                 end_stopped_run(run, directory, step, wandb_run)
 
 
@@ -252,10 +255,22 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
             end_stopped_run(run, directory, step, wandb_run)
 
 
-def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: metrics.Recorder) -> None:
-    """Call `save_checkpoint`, and add its seconds to the record of `step`, as `checkpoint_s`."""
+def build_saver(run: Run, done: int) -> background.Saver:
+    """Return the object that saves the checkpoints after step `done`. All ranks call this function."""
+    trainer = run.config.trainer
+    size = 3 * local_bytes(run.model.parameters())  # the parameters and two averages
+    every = trainer.checkpoint_every
+    saves_early = every > 0 and done + every - done % every < trainer.steps
+    is_background = background.choose(trainer.background_saves, size, saves_early)
+    return background.Saver(run.device, size if is_background else None, run.config.parallel.timeout_s)
+
+
+def timed_save(
+    run: Run, directory: Path, step: int, consumed: int, recorder: metrics.Recorder, saver: background.Saver
+) -> None:
+    """Call `save_checkpoint`, and add the seconds that this step waited to its record, as `checkpoint_s`."""
     start = time.perf_counter()
-    save_checkpoint(run, directory, step, consumed)
+    save_checkpoint(run, directory, step, consumed, saver)
     recorder.extend(step, checkpoint_s=time.perf_counter() - start)
 
 
@@ -339,8 +354,11 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     return meta["step"], meta["consumed"]
 
 
-def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
-    """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit."""
+def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: background.Saver | None = None) -> None:
+    """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit.
+
+    Without a `saver`, the checkpoint is complete when this function returns.
+    """
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
     # If the checkpoint contained None, a larger `trainer.steps` would change the warmup of the resumed run.
@@ -351,4 +369,5 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None
         positions: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(positions, dict(run.loader.positions(consumed)))
         meta["stream"] = run.data.saved_positions(positions, consumed)
-    storage.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)
+    save = saver.save if saver else storage.save
+    save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)

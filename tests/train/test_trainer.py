@@ -452,7 +452,8 @@ def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, r
         return write(*arguments)
 
     monkeypatch.setattr(storage, "_write_tensors", write_during_signal)
-    assert run_command_line(*settings, "name=a", "trainer.checkpoint_every=2", "trainer.steps=9") == 0
+    settings = [*settings, "name=a", "trainer.background_saves=false"]
+    assert run_command_line(*settings, "trainer.checkpoint_every=2", "trainer.steps=9") == 0
     assert "step 2 is saved" in capfd.readouterr().out
     assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
 

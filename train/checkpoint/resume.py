@@ -26,6 +26,7 @@ FREE = (
     *("data.path", "data.max_document_mb", "data.num_proc", "parallel.timeout_s", "trainer.device", "trainer.compile"),
     *("trainer.cuda_graphs", "trainer.resume", "trainer.init_from", "trainer.peak_tflops", "trainer.time_limit_s"),
     *("trainer.eval_every", "trainer.checkpoint_every", "trainer.save_final", "trainer.keep_checkpoints", "trainer.log_every"),
+    *("trainer.background_saves",),
     *("trainer.sample_tokens", "trainer.sample_prompt", "trainer.profile"),
 )
 

@@ -23,7 +23,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -77,7 +77,14 @@ class DiskFullError(CheckpointError):
     """A checkpoint cannot be written, because the disk is full."""
 
 
-def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
+def save(
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    meta: dict[str, Any],
+    keep: int,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
     """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints. All ranks call this
     function.
 
@@ -89,6 +96,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
         tensors: the tensors by name. Every rank writes its shard of a DTensor. One rank writes any other tensor.
         meta: values that JSON can represent. This function adds `format`, `step`, the sizes of the files and the checksums.
         keep: how many checkpoints to keep, at least 1.
+        group: a group of all ranks for the collectives of a background thread. None: the default group.
 
     Returns:
         The path of the checkpoint.
@@ -100,25 +108,25 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str,
     temporary = target.with_name(f".{target.name}.tmp")
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        with _sync_checkpoint_errors(temporary):
+        with _sync_checkpoint_errors(temporary, group):
             if others := [name for name, value in tensors.items() if not torch.is_tensor(value)]:
                 raise TypeError(f"{others[0]} is not a tensor")
             if is_rank_0:
                 _remove_hidden(directory)
         with _show_save(target, temporary, tensors):
-            with _sync_checkpoint_errors(temporary):
-                files = _write_tensors(temporary, tensors)
-            with _sync_checkpoint_errors(target):
+            with _sync_checkpoint_errors(temporary, group):
+                files = _write_tensors(temporary, tensors, group)
+            with _sync_checkpoint_errors(target, group):
                 if is_rank_0:
                     _wait_for_files(temporary, files)
                     _write_meta(temporary, {**meta, "format": FORMAT, "step": step, "files": files})
                     _publish(temporary, target)
-        with _sync_checkpoint_errors(target):
+        with _sync_checkpoint_errors(target, group):
             if is_rank_0:
                 _wait_for_files(target, files)
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError as error:
-        with sync_errors():
+        with sync_errors(group):
             if is_rank_0:  # The save may have failed because the disk is full, and these files take up space on the disk.
                 shutil.rmtree(temporary, ignore_errors=True)
                 if isinstance(error, DiskFullError):
@@ -303,9 +311,9 @@ def _free_space(directory: Path) -> float:
 
 
 @contextmanager
-def _sync_checkpoint_errors(path: Path) -> Generator[None]:
+def _sync_checkpoint_errors(path: Path, group: dist.ProcessGroup | None = None) -> Generator[None]:
     """Replace every error of the body by a CheckpointError on all ranks."""
-    with sync_errors(), _convert_errors(f"{path} failed", "check the disk and the files"):
+    with sync_errors(group), _convert_errors(f"{path} failed", "check the disk and the files"):
         yield
 
 
@@ -314,12 +322,12 @@ def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
-def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, int]:
     """Write the tensors and their index. Return the size in bytes of each file on rank 0, and {} on other ranks."""
     writer = _Writer(directory, sync_files=True)
-    # DCP prints a warning if there is no process group.
-    with warnings.catch_warnings(action="ignore"):
-        dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS))
+    # DCP prints a warning if there is no process group. A background thread must not change the filters of all threads.
+    with nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore"):
+        dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS), process_group=group)
     return getattr(writer, "sizes", {})
 
 

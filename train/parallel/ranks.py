@@ -87,8 +87,8 @@ def broadcast_object(value: Any) -> Any:
 
 
 @contextmanager
-def sync_errors() -> Generator[None]:
-    """Raise a ConfigError of one rank on all ranks. All ranks run the body.
+def sync_errors(group: dist.ProcessGroup | None = None) -> Generator[None]:
+    """Raise a ConfigError of one rank on all ranks. All ranks run the body. `group` contains all ranks.
 
     Otherwise, ranks would wait forever for a rank that could not read a file, for example. If several ranks have an error,
     every rank raises the error of the lowest one. Without a process group, an error is raised as usual.
@@ -101,7 +101,7 @@ def sync_errors() -> Generator[None]:
     errors: list[ConfigError | None] = [own]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, own)
+        dist.all_gather_object(errors, own, group)
     for error in filter(None, errors):
         raise error from own
 

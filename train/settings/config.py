@@ -456,6 +456,9 @@ class TrainerConfig(Frozen):
     # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
     # checkpoint, the trained model is lost, and another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
+    # Whether steps continue while a checkpoint is written, after a copy to host memory. If None, they do if a run saves before
+    # its last step and the copies need at most half of the available host memory.
+    background_saves: bool | None = None
     # The number of checkpoints that are kept.
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. With 0, the run evaluates only at the end.

@@ -175,7 +175,7 @@ def test_a_failed_save_does_not_fill_the_disk(tmp_path, monkeypatch):
 def after_writing(act: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call `act` with the directory of a checkpoint after its tensors were written."""
     write = storage._write_tensors
-    monkeypatch.setattr(storage, "_write_tensors", lambda path, tensors: (write(path, tensors), act(path))[0])
+    monkeypatch.setattr(storage, "_write_tensors", lambda path, *rest: (write(path, *rest), act(path))[0])
     monkeypatch.setattr(storage, "VISIBLE_S", 0.3)
 
 

@@ -111,6 +111,7 @@ def emulate() -> None:
     float8.convert = partial(float8.convert, emulate=True)
 
 
+@pytest.mark.slow
 def test_run_learns_as_without_fp8_and_resumes_without_it(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(float8, "check", None)
     monkeypatch.setattr(float8, "convert", float8.convert)

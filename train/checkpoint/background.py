@@ -1,0 +1,191 @@
+"""Save checkpoints in a background thread, while training continues.
+
+A step waits only while its tensors are copied to host memory. A thread then passes the copies to `storage.save`. The thread has
+a process group of its own, because ranks would otherwise mix up its collectives with those of the steps.
+
+If a save fails, the thread requests a stop, which all ranks notice in the same step. They then wait for the save and raise its
+error.
+"""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringattn.train import preemption
+from ringattn.train.checkpoint import storage
+from ringattn.train.checkpoint.progress import format_size
+from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.pinned import empty_pinned
+from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
+from ringattn.train.settings.config import ConfigError, round_up
+
+log = logging.getLogger(__name__)
+
+# The copies may need this fraction of the available host memory. The rest is for the loader and for the files' page cache.
+MEMORY_FRACTION = 0.5
+
+# Copies begin at multiples of this number of bytes, which suits every dtype.
+ALIGNMENT = 64
+
+# The bytes that the generators, the counters of steps and the alignment need at most.
+SLACK = 2**22
+
+
+def choose(wanted: bool | None, size: int, saves_early: bool) -> bool:
+    """Return whether a run saves in the background. All ranks call this function.
+
+    Args:
+        wanted: the setting `trainer.background_saves`.
+        size: the bytes of the tensors of a checkpoint on this rank.
+        saves_early: whether the run saves before its last step.
+
+    Raises:
+        ConfigError: on every rank, if `wanted` is True, but a rank has too little host memory.
+    """
+    available = _available_memory() / ranks_per_host()
+    fits = size <= MEMORY_FRACTION * available
+    problem = (
+        f"background saves need {format_size(size)} of host memory per rank, which is more than half of the "
+        f"{format_size(available)} available"
+    )
+    with sync_errors():
+        if wanted and not fits:
+            raise ConfigError(f"trainer.background_saves=true: {problem}; use more ranks, or leave the setting out")
+    all_fit = torch.tensor(int(fits), device="cpu")
+    dist.all_reduce(all_fit, dist.ReduceOp.MIN)
+    chosen = saves_early if wanted is None else wanted
+    if chosen and not all_fit:
+        log.info(f"{'checkpoint':<12}steps wait for saves, because {problem if not fits else 'another rank lacks host memory'}")
+    return chosen and bool(all_fit)
+
+
+def _available_memory() -> float:
+    """Return the bytes of host memory that are available, or infinity if unknown."""
+    with suppress(OSError, StopIteration):  # The file exists only on Linux.
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return float("inf")
+
+
+class Saver:
+    """Saves checkpoints, at most one at a time. All ranks create the object and call its methods together.
+
+    Leaving the context waits for the last save. If the context is left because of an error, an error of the save is only
+    logged.
+
+    Args:
+        device: the device of this rank.
+        size: the bytes of host memory to reserve for copies on this rank, or None to save in the foreground.
+        timeout_s: the timeout of a collective in seconds.
+    """
+
+    def __init__(self, device: torch.device, size: int | None, timeout_s: int) -> None:
+        self._device, self._is_background, self._in_flight = device, size is not None, _nothing()
+        timeout = timedelta(seconds=timeout_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self._is_background else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _begin_thread, (device,))
+        self._copies = HostCopies(device)
+        # Pinning 32 GiB takes 13 s, during which torch.compile is usually busy with the first step.
+        self._reserved = self._thread.submit(self._copies.reserve, 0 if size is None else size + SLACK)
+
+    def save(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> None:
+        """Wait for the previous save, and save a checkpoint. Arguments and errors as in `storage.save`.
+
+        In the background, the tensors may change as soon as this function returns, and `wait` raises the errors.
+        """
+        self.wait()
+        if not self._is_background:
+            storage.save(directory, step, tensors, meta, keep)
+            return
+        with sync_errors():
+            self._reserved.result()
+            copies = self._copies.copy(tensors)
+        self._in_flight = self._thread.submit(self._write, directory, step, copies, meta, keep)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise its error."""
+        in_flight, self._in_flight = self._in_flight, _nothing()
+        in_flight.result()
+
+    def _write(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> Path:
+        try:
+            if self._device.type != "cuda":
+                return storage.save(directory, step, tensors, meta, keep, self._group)
+            # DCP synchronises the current stream, which must not be that of the steps.
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                return storage.save(directory, step, tensors, meta, keep, self._group)
+        except BaseException:
+            preemption.request_stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        self._copies.reserve(0)
+        if self._is_background:
+            dist.destroy_process_group(self._group)
+        if kind is None:
+            self.wait()
+        elif error := self._in_flight.exception():
+            log.error(f"{'checkpoint':<12}{error}")
+
+
+def _begin_thread(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # The thread would otherwise initialise the first GPU.
+
+
+def _nothing() -> Future[Path | None]:
+    """Return the result of a save that has nothing to do."""
+    result = Future[Path | None]()
+    result.set_result(None)
+    return result
+
+
+class HostCopies:
+    """Copies of tensors in one block of host memory, which is pinned for a GPU and reused by every `copy`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._block = device, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def reserve(self, size: int) -> None:
+        """Allocate `size` bytes, and invalidate all copies."""
+        self._block = self._block.new_empty(0)
+        try:
+            self._block = empty_pinned(-(-size // 4), self._device).view(torch.uint8) if size else self._block
+        except InsufficientMemory:
+            log.warning(f"{'checkpoint':<12}{format_size(size)} of host memory cannot be pinned, so copies to it take longer")
+            self._block = self._block.new_empty(size)
+
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of tensors, and of this rank's shards of DTensors. They are valid until the next call."""
+        shards = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+        if (size := sum(round_up(shard.nbytes, ALIGNMENT) for shard in shards.values())) > len(self._block):
+            self.reserve(size)
+        copies, start = dict[str, Tensor](), 0
+        for name, shard in shards.items():
+            copy = self._block[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+            copy.copy_(shard.detach(), non_blocking=True)
+            start += round_up(shard.nbytes, ALIGNMENT)
+            copies[name] = _with_shard(tensors[name], copy)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def _with_shard(tensor: Tensor, shard: Tensor) -> Tensor:
+    """Return a DTensor like `tensor` that has this shard, which may be on another device. Return `shard` for other tensors."""
+    if not isinstance(tensor, DTensor):
+        return shard
+    create: Any = DTensor
+    return create(shard, tensor._spec, requires_grad=False)
