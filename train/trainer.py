@@ -25,6 +25,7 @@ from ringattn.train.inference.recall import evaluate_recall
 from ringattn.train.parallel.ranks import broadcast_object, set_deterministic, sync_errors
 from ringattn.train.reports import metrics, startup
 from ringattn.train.reports.description import communication_facts, describe, run_facts
+from ringattn.train.reports.packing_report import plot_documents, texts_of
 from ringattn.train.reports.profiling import Profiler
 from ringattn.train.reports.recall_results import to_metrics
 from ringattn.train.reports.summary import complete_summary, peak_memory_gib, plot_loss, write_results
@@ -69,6 +70,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         stack.enter_context(closing(run.loader))
         facts = run_facts(run)
         describe(run, directory, facts)
+        if dist.get_rank() == 0 and (texts := texts_of(run.data)):
+            plot_documents(texts, directory / "documents.png")
         done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
         if run.init_from:
             initial_weights.load(run.init_from, run.model)

@@ -155,3 +155,20 @@ def test_a_stream_is_described_and_evaluated(run_command_line, tmp_path, monkeyp
     (tmp_path / "text" / "0.jsonl").write_text('{"text": "other"}\n')
     assert run_command_line(*STREAM, "trainer.steps=5") == 1
     assert "was trained on another corpus" in capfd.readouterr().err
+
+
+def test_a_run_reports_the_packing_and_keeps_it(run_command_line, tmp_path, monkeypatch, capfd):
+    """A resumed run with another packing would read other sequences."""
+    monkeypatch.chdir(tmp_path)
+    Path("text").mkdir()
+    for index in range(40):
+        Path(f"text/{index}").write_text("word " * (1 + index % 11))
+    arguments = *SMALL, "data.path=text", "trainer.steps=2", "name=a"
+    assert run_command_line(*arguments, "data.packing=best-fit") == 0
+    output = capfd.readouterr().out
+    assert "documents   40 with 28 tokens in the median and at most 56, 0.0% are cut; 0.0% of the tokens" in output
+    assert "% padding" in output
+    assert Path("outputs/a/documents.png").exists()
+    assert run_command_line(*arguments, "data.packing=best-fit", "trainer.steps=3") == 0
+    assert run_command_line(*arguments, "data.packing=stream", "trainer.steps=4") == 1
+    assert "was trained on another corpus: data.packing=best-fit (now stream)" in capfd.readouterr().err

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.data import recall, sources
+from ringattn.train.data.best_fit import BestFitDataset
 from ringattn.train.data.documents import TokenisedDocuments, group_by_cost, random_order
 from ringattn.train.data.mixture import MixtureDataset, in_proportion
 from ringattn.train.data.prepared import open_prepared
@@ -87,6 +88,16 @@ class PackedDataset(TokenisedDocuments):
             sequences = f"shuffled in groups of {self.group_size}"
         return super().fingerprint | {"sequences": sequences}
 
+    @property
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The lengths of all parts of documents in the sequences of the first epoch, in the order of the stream, and whether
+        each part begins its document.
+        """
+        _, ends, _ = self._order_of(0)
+        bounds = np.arange(self._num_filled + 1) * self.seq_len
+        edges = np.unique(np.concatenate([bounds, ends[ends < bounds[-1]]]))
+        return np.diff(edges), np.isin(edges[:-1], ends) | (edges[:-1] == 0)
+
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         epoch, position = divmod(index, self.sequences_per_epoch)
         start = int(self._order_of(epoch)[2][position]) * self.seq_len
@@ -136,14 +147,16 @@ class PackedDataset(TokenisedDocuments):
 
 
 Sequences = PackedDataset | RecordDataset | recall.RecallDataset
-TrainingData = Sequences | MixtureDataset | StreamDataset
+TrainingData = Sequences | BestFitDataset | MixtureDataset | StreamDataset
 
 
 def load_training(config: DataConfig, tokenizer: Tokenizer) -> TrainingData:
     """Load the training sequences. All ranks must call this function. Errors as in `load`."""
     if config.mix:
-        sources = load_members(config, lambda member: load(member, tokenizer))
+        sources = load_members(config, lambda member: load_training(member, tokenizer))
         return MixtureDataset(sources, config.weights, config.group_size or 1)
+    if config.packing == "best-fit":
+        return BestFitDataset(_load_part(config, tokenizer), config.seq_len, config.seed, config.group_size or 1)
     return open_stream(config, tokenizer) if config.streaming else load(config, tokenizer)
 
 
@@ -156,12 +169,16 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
     if config.source == "recall":
         recall.check_vocabulary(tokenizer.vocab_size)
         return recall.RecallDataset(config.seq_len, config.seed)
-    documents = load_documents(config, tokenizer)
-    if config.resolved_eval_fraction > 0:
-        documents, _ = _split(documents, config, config.seq_len)
+    documents = _load_part(config, tokenizer)
     if config.format != "text":
         return _pack_records(documents, config, config.seed, config.group_size or 1)
     return PackedDataset(documents, config.seq_len, config.seed, shuffle, config.group_size or 1)
+
+
+def _load_part(config: DataConfig, tokenizer: Tokenizer) -> Documents:
+    """Return the tokenised documents that are not held out."""
+    documents = load_documents(config, tokenizer)
+    return _split(documents, config, config.seq_len)[0] if config.resolved_eval_fraction > 0 else documents
 
 
 def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]) -> dict[str, Loaded]:

@@ -18,6 +18,7 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.train.checkpoint import huggingface
+from ringattn.train.data.best_fit import BestFitDataset
 from ringattn.train.data.documents import TokenisedDocuments
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.records import RecordDataset
@@ -26,6 +27,7 @@ from ringattn.train.model import flops
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import causal_masks, choose_layout
+from ringattn.train.reports.packing_report import describe_packing, packing_facts, texts_of
 from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "vocab_size": run.tokenizer.vocab_size,
         "sequences_per_epoch": None if isinstance(run.data, StreamDataset) else run.data.sequences_per_epoch,
         "held_out_sequences": run.held_out.sequences_per_epoch if run.held_out else 0,
+        "packing": {name: packing_facts(text, config.data.mask_documents) for name, text in texts_of(run.data).items()},
         "dropped_records": run.data.num_dropped if isinstance(run.data, RecordDataset) else 0,
         "sequences_per_step": run.sequences_per_step,
         "tokens_per_step": run.tokens_per_step,
@@ -106,7 +109,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         ]
         data = f"{', '.join(shares)}{held_out}; {run.data.first_exhausted} runs out after "
         data += f"{run.data.sequences_per_epoch:,} sequences"
-    if isinstance(run.data, RecordDataset):
+    if isinstance(run.data, RecordDataset | BestFitDataset):
         data += f", {run.data.padding:.1%} padding"
     rows = config.model.vocab_size or 0
     padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
@@ -125,6 +128,8 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
         "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank",
     }
+    for name, numbers in facts["packing"].items():
+        entries[f"documents {name}".strip()] = describe_packing(numbers)
     if choices := run.plan.describe(config.model.layers):
         entries["memory"] += f", {choices}"
     if facts["cuda_graphs"]:

@@ -288,6 +288,10 @@ class DataConfig(Frozen):
     seq_len: int = 512
     # Whether a token attends only to its own document, or to all earlier tokens of the sequence.
     mask_documents: bool = True
+    # How documents fill sequences: "stream" (documents are joined and cut after every `seq_len` tokens) or "best-fit" (only
+    # documents with more than `seq_len` tokens are cut, and little padding is needed; Ding et al. 2024). The held-out text is
+    # always a stream.
+    packing: str = "stream"
     # The seed of the order of the documents, which differs from epoch to epoch.
     seed: int = 0
     # The number of consecutive sequences for which attention has a similar cost, so that data-parallel ranks do not wait for
@@ -580,6 +584,7 @@ CHOICES = {
     "data.exhausted": ("repeat", "end"),
     "data.on_error": ("raise", "skip"),
     "data.format": ("text", "chat", "prompt_completion"),
+    "data.packing": ("stream", "best-fit"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
     "parallel.layout": (*layout.KINDS, "auto"),
@@ -745,6 +750,9 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             f"if data.source={data.source}: choose data=jsonl, parquet or hub",
         ),
         ("data.column", data.format != "text", f"if data.format={data.format}: set data.messages_column, or data.format=text"),
+        ("data.packing", data.streaming, "with data.streaming: leave data.streaming out"),
+        ("data.packing", data.source == "recall", "if data.source=recall: choose another source"),
+        ("data.packing", data.format != "text", f"if data.format={data.format}, whose records are never cut: leave it out"),
         ("data.messages_column", data.format != "chat", f"if data.format={data.format}: set data.format=chat"),
         ("data.messages_column", data.source == "prepared", "if data.source=prepared: choose another source"),
         ("model.rope_trained_len model.rope_scaling", model.rope_factor is None, "without model.rope_factor: set it"),

@@ -1,0 +1,121 @@
+"""Pack pieces of documents into sequences so that few documents are cut (Ding et al. 2024, arXiv:2404.10830).
+
+    piece       a document with at most S tokens; longer documents are cut into pieces of S tokens and a shorter rest
+    sequence    pieces that together have at most S tokens; padding fills the rest
+    epoch       all sequences in a random order
+
+The pieces are packed from the longest to the shortest. Each piece goes to the sequence with the least space that suffices. The
+number of consumed sequences is the only state of the data, as in `packing`.
+"""
+
+from bisect import bisect_left, insort
+
+import numpy as np
+
+from ringattn.train.data.documents import TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.shards import Documents
+from ringattn.train.model.loss import IGNORE
+
+PACKING = 2**62  # the seed of an order that does not depend on the epoch
+
+
+class BestFitDataset(TokenisedDocuments):
+    """An endless series of sequences with few cut documents. Sequence number i depends only on the arguments and on i.
+
+    The label of the last token of a document is the token that begins every document.
+
+    Attributes:
+        padding: the fraction of all tokens of the sequences that is padding.
+        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
+        group_size: the number of consecutive sequences with a similar cost of attention, or 1.
+    """
+
+    def __init__(self, documents: Documents, seq_len: int, seed: int, group_size: int = 1):
+        """Pack the documents into sequences of `seq_len` tokens.
+
+        `seed` is the seed of the random orders. A `group_size` of more sequences than an epoch has is ignored.
+        """
+        super().__init__(documents, seq_len, seed)
+        counts = -(-self.lengths // seq_len)
+        self._number = np.repeat(np.arange(len(counts)), counts)  # of the document of each piece
+        self._start = seq_len * (np.arange(len(self._number)) - np.repeat(counts.cumsum() - counts, counts))
+        self._size = np.minimum(self.lengths[self._number] - self._start, seq_len)
+        order = random_order(np.random.Philox(key=[seed % 2**64, PACKING]), len(self._size))
+        sequence = pack_best_fit(self._size[order], seq_len)
+        # The pieces, sorted by sequence, and the index of the first piece of each sequence.
+        self._pieces = order[sequence.argsort(kind="stable")]
+        self._first = np.concatenate([[0], np.bincount(sequence).cumsum()])
+        count = len(self._first) - 1
+        self.padding = 1 - self.tokens_per_epoch / (count * seq_len)
+        self.group_size = group_size if group_size <= count else 1
+        self.sequences_per_epoch = count - count % self.group_size
+        self._epoch_order = (-1, order)
+
+    @property
+    def fingerprint(self) -> dict[str, int | str]:
+        return super().fingerprint | {"sequences": f"best fit, shuffled in groups of {self.group_size}"}
+
+    @property
+    def parts(self) -> tuple[np.ndarray, np.ndarray]:
+        """The lengths of all pieces, and whether each one begins its document. Pieces of a document are neighbours."""
+        return self._size, self._start == 0
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each piece and of the padding."""
+        epoch, position = divmod(index, self.sequences_per_epoch)
+        number = self._order_of(epoch)[position]
+        tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
+        begin, lengths = 0, list[int]()
+        for piece in self._pieces[self._first[number] : self._first[number + 1]].tolist():
+            start, size = int(self._start[piece]), int(self._size[piece])
+            document = self._documents[int(self._number[piece])]
+            following = document[start + 1 : start + 1 + size]
+            tokens[begin : begin + size] = document[start : start + size]
+            labels[begin : begin + size] = document[0]
+            labels[begin : begin + len(following)] = following
+            begin += size
+            lengths.append(size)
+        rest = (self.seq_len - begin,) if begin < self.seq_len else ()
+        return tokens, labels, (*lengths, *rest)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """Return the order of the sequences in an epoch."""
+        if self._epoch_order[0] != epoch:
+            random = np.random.Philox(key=[self.seed % 2**64, epoch])
+            order = random_order(random, len(self._first) - 1)
+            self._epoch_order = (epoch, group_by_cost(random, order, self.group_size, self._costs))
+        return self._epoch_order[1]
+
+    def _costs(self) -> np.ndarray:
+        """Return the cost of attention of each sequence: the sum of its squared lengths, including the padding."""
+        size = self._size[self._pieces]
+        padding = self.seq_len - np.add.reduceat(size, self._first[:-1])
+        return np.add.reduceat(size**2, self._first[:-1]) + padding**2
+
+
+def pack_best_fit(sizes: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the number of the sequence of each piece, int64 (pieces,).
+
+    Args:
+        sizes: (pieces,) int64, from 1 to `seq_len`. Pieces of equal size are packed in this order.
+        seq_len: the number of tokens per sequence.
+    """
+    order = (-sizes).argsort(kind="stable")
+    result = np.empty_like(sizes)
+    # The sequences with each amount of space, and the sorted amounts.
+    by_space, spaces, count = dict[int, list[int]](), list[int](), 0
+    for piece, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        index = bisect_left(spaces, size)
+        if index < len(spaces):
+            space = spaces[index]
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[index]
+        else:
+            space, sequence, count = seq_len, count, count + 1
+        result[piece] = sequence
+        if space > size:
+            if space - size not in by_space:
+                insort(spaces, space - size)
+            by_space.setdefault(space - size, []).append(sequence)
+    return result

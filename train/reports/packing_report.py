@@ -1,0 +1,71 @@
+"""Report how long the documents of a corpus are, and how many of them the packing into sequences cuts."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringattn.train.data.best_fit import BestFitDataset
+from ringattn.train.data.mixture import MixtureDataset
+from ringattn.train.data.packing import PackedDataset
+from ringattn.train.settings.config import replace_link
+
+Text = PackedDataset | BestFitDataset
+
+
+def texts_of(data: object) -> dict[str, Text]:
+    """Return the datasets of packed text by name, without chats and generated data."""
+    sources = data.sources if isinstance(data, MixtureDataset) else {"": data}
+    return {name: each for name, each in sources.items() if isinstance(each, Text)}
+
+
+def packing_facts(data: Text, mask_documents: bool) -> dict[str, float]:
+    """Return numbers about an epoch.
+
+    Returns:
+        `documents`, `median_length` and `longest` (tokens); `cut_documents`, the fraction of documents that are divided among
+        sequences; `tokens_after_cut`, the fraction of tokens in a sequence without the beginning of their document; and
+        `context`, the mean number of earlier tokens to which a token can attend without a window.
+    """
+    sizes, begins = data.parts
+    context = float((sizes * (sizes - 1)).sum()) / 2 / int(sizes.sum()) if mask_documents else (data.seq_len - 1) / 2
+    return {
+        "documents": len(data.lengths),
+        "median_length": float(np.median(data.lengths)),
+        "longest": int(data.lengths.max()),
+        "cut_documents": int((begins[:-1] & ~begins[1:]).sum()) / len(data.lengths),
+        "tokens_after_cut": int(sizes[~begins].sum()) / int(sizes.sum()),
+        "context": context,
+    }
+
+
+def describe_packing(facts: Mapping[str, float]) -> str:
+    return (
+        f"{facts['documents']:,} with {facts['median_length']:,.0f} tokens in the median and at most {facts['longest']:,}, "
+        f"{facts['cut_documents']:.1%} are cut; {facts['tokens_after_cut']:.1%} of the tokens are in a sequence without the "
+        f"beginning of their document; on average, a token can attend to {facts['context']:,.0f} earlier tokens"
+    )
+
+
+def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
+    """Plot histograms of the lengths of all documents, and of their parts in sequences, as a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes: Any = figure.subplots()
+    longest = max(int(text.lengths.max()) for text in texts.values())
+    # Every bin ends at a power of the square root of 2.
+    bins = 2 ** np.arange(0, np.log2(longest) + 1, 0.5)
+    for index, (name, text) in enumerate(texts.items()):
+        for lengths, style, kind in ((text.lengths, "-", "documents"), (text.parts[0], "--", "parts in sequences")):
+            # A long document has more tokens than many short ones, so the height of a bin is its share of the tokens.
+            shares = np.histogram(lengths, bins, weights=lengths / lengths.sum())[0]
+            axes.stairs(shares, bins, color=f"C{index}", linestyle=style, label=f"{name} {kind}".strip())
+    axes.axvline(next(iter(texts.values())).seq_len, color="0.5", linewidth=0.8, label="data.seq_len")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="length in tokens", ylabel="share of the tokens")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(replace_link(output), dpi=120)
