@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.memory import estimate
-from ringattn.train.parallel.memory.host_parameters import HostGroup
+from ringattn.train.parallel.memory.host_parameters import HostGroup, StagingBuffers
+from ringattn.train.parallel.memory.pinned import empty_pinned
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.shard import shard_model
 from ringattn.train.settings.config import ModelConfig
@@ -68,3 +70,23 @@ def _check() -> None:
                 p.grad = None
             for group in host_groups:
                 group.clear_gradients()
+
+
+@pytest.mark.gpu
+def test_weights_stay_in_their_buffer_until_late_kernels_have_read_them() -> None:
+    """Copies never stop the host. Without the wait for the previous reader of a buffer, its kernel would read later weights."""
+    device, size, results = torch.device("cuda", 0), 2**24, []
+    staging = StagingBuffers(device)
+    staging.reserve(size)
+    weights = [empty_pinned(size, device).fill_(group) for group in range(6)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for group in range(6):
+            staging.begin_group()
+            parts = [staging.copy(part, start) for start, part in zip((0, size // 2), weights[group].chunk(2), strict=True)]
+            torch.cuda._sleep(20_000_000)
+            results += [part.eq(group).all() for part in parts]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(results).all()
