@@ -227,8 +227,9 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
         changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
     if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
         raise ConfigError(f"{path} was trained with {', '.join(fixed)}: resume with the same settings, or choose another name")
-    # A completed run only generates samples, for which the mesh and the tokens per step do not matter.
-    relevant = [change for name, change in changes.items() if not name.startswith(("parallel.", "tokens_per_step"))]
+    # A completed run only generates samples, for which the mesh, the memory plan and the tokens per step do not matter.
+    irrelevant = ("parallel.", "memory.", "tokens_per_step")
+    relevant = [change for name, change in changes.items() if not name.startswith(irrelevant)]
     if relevant and meta["step"] >= config.trainer.steps:
         raise ConfigError(
             f"{path} has completed all {meta['step']} steps, with {', '.join(relevant)}: choose another name for this "

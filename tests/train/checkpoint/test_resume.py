@@ -182,11 +182,12 @@ def test_a_completed_run_does_not_change_its_settings():
         compare(now, before)
 
 
-def test_a_completed_run_may_be_sampled_from_on_other_ranks():
-    before, now = Config(), changed("parallel.ring", 1)
+@pytest.mark.parametrize(("name", "value"), [("parallel.ring", 1), ("memory.optimizer", "offload")])
+def test_a_completed_run_may_be_sampled_from_on_other_ranks(name, value):
+    before, now = Config(), changed(name, value)
     before = with_settings(before, {"trainer.steps": 5})
     now = with_settings(now, {"trainer.steps": 5})
-    assert "parallel.ring" in compare(now, before, tokens_per_step=200)
+    assert name in compare(now, before, tokens_per_step=200)
 
 
 def test_initial_weights_may_have_other_settings_but_not_other_heads():
