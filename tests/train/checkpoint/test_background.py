@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
 from functools import partial
 from pathlib import Path
 
@@ -78,6 +78,23 @@ def test_files_are_those_of_a_save_in_the_foreground(tmp_path):
             for tensor in state.values():
                 tensor.zero_()
     assert contents(tmp_path / "background" / "step_00000003") == contents(expected)
+
+
+@pytest.mark.gpu
+def test_copies_of_a_gpu_do_not_see_the_next_step(tmp_path):
+    """The tensors are overwritten by kernels that run after the copy, while the thread writes."""
+    device = torch.device("cuda", 0)
+    state = {f"model.{i}": torch.full((1 << 22,), float(i), device=device) for i in range(8)}
+    with one_rank():
+        expected = storage.save(tmp_path / "foreground", 1, state, {}, 2)
+        with Saver(device, sum(x.nbytes for x in state.values()), 60) as saver:
+            for _ in range(2):
+                saver.save(tmp_path / "background", 1, state, {}, 2)
+                assert saver._copies._block.is_pinned()
+                torch._foreach_add_(list(state.values()), 1)
+                saver.wait()
+                assert contents(tmp_path / "background" / expected.name) == contents(expected)
+                torch._foreach_sub_(list(state.values()), 1)
 
 
 def block_saves(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
@@ -174,8 +191,14 @@ def check_ranks(directory: Path) -> None:
     state = {"model.w": distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), "optim.step": torch.tensor(3.0)}
     expected = storage.save(directory / "foreground", 1, state, {}, 2)
     with Saver(CPU, 1024, 60) as saver:
+        save, has_reduced = storage.save, threading.Event()
+        if dist.get_rank() == 0:
+            storage.save = lambda *arguments: has_reduced.wait(60) and save(*arguments)
         saver.save(directory / "background", 1, state, {}, 2)
-        dist.all_reduce(torch.ones(1))  # a collective of a step at the same time
+        # A collective of a step: rank 1 calls it during its save, and rank 0 before its save.
+        time.sleep(0.2 * dist.get_rank())
+        dist.all_reduce(torch.ones(1))
+        has_reduced.set()
         saver.wait()
         assert contents(directory / "background" / expected.name) == contents(expected)
         if dist.get_rank() == 1:
@@ -210,35 +233,35 @@ def test_run_saves_the_same_checkpoints_as_in_the_foreground(corpus, tmp_path, m
     assert all("checkpoint_s" in each for each in records)
 
 
-def fail_in_step_2() -> Callable[..., object]:
-    """Let the save of step 2 fail on the last rank, while step 3 is running."""
-    write, take_step, is_step_3 = storage._write_tensors, trainer.take_step, threading.Event()
+def fail_in_save_of_step_10() -> None:
+    """Let the save of step 10 fail on the last rank, while step 11 is running."""
+    write, take_step, is_step_11 = storage._write_tensors, trainer.take_step, threading.Event()
 
     def write_or_fail(directory: Path, *rest: object) -> object:
-        if directory.name == ".step_00000002.tmp":
-            assert is_step_3.wait(20)
+        if directory.name == ".step_00000010.tmp":
+            assert is_step_11.wait(200)
             if dist.get_rank() == dist.get_world_size() - 1:
                 FileSystem.create_stream = open_full_device
         return write(directory, *rest)
 
     def take_step_and_tell(run, step, consumed):
-        if step == 3:
-            is_step_3.set()
+        if step == 11:
+            is_step_11.set()
+        if step == 12:  # The error would otherwise be noticed some steps later if the disk is slow.
+            time.sleep(0.5)
         return take_step(run, step, consumed)
 
     storage._write_tensors, trainer.take_step = write_or_fail, take_step_and_tell
-    return write_or_fail
 
 
 def train_until_error(corpus: str, directory: Path, ranks: int) -> None:
-    """All ranks raise the error in the next step, or after the step that was running."""
+    """All ranks raise the error long before the next save would wait for this one."""
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
-    fail_in_step_2()
-    config = with_settings(saving_job(corpus, ring=ranks), {"trainer.steps": 1000, "trainer.checkpoint_every": 2})
-    config = with_settings(config, {"trainer.keep_checkpoints": 2})
+    fail_in_save_of_step_10()
+    config = with_settings(saving_job(corpus, ring=ranks), {"trainer.steps": 100, "trainer.checkpoint_every": 10})
     with pytest.raises(DiskFullError, match="there is no earlier checkpoint"):
         trainer.train(config, directory / "run")
-    assert 2 <= len(metrics.read(directory / "run" / "metrics.jsonl")) <= 4
+    assert 10 <= len(metrics.read(directory / "run" / "metrics.jsonl")) <= 13
     assert not list((directory / "run" / "checkpoints").glob("*"))
 
 

@@ -128,6 +128,28 @@ def test_run_learns_as_without_fp8_and_resumes_without_it(corpus, tmp_path, monk
         assert evaluate(run) == evaluate(plain)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [256, 250])
+def test_compiled_blocks_have_the_errors_of_fp8_on_a_gpu(tokens):
+    """Compared with the same compiled blocks in bf16. The gradients of the keys pass through several layers."""
+    device, grads = torch.device("cuda", 0), {}
+    inputs, angles = torch.randn(1, tokens, 256), torch.rand(tokens, 1, 32)
+    for use in (False, True):
+        model = GPT(ModelConfig(layers=1, dim=256, heads=4, kv_heads=2), 64)
+        model.blocks[0].init_weights(torch.Generator().manual_seed(1))
+        if use:
+            float8.convert(model)
+        block = model.blocks[0].to(device, torch.bfloat16)
+        before, after = torch.compile(block.before), torch.compile(block.after)
+        x = inputs.to(device, torch.bfloat16).requires_grad_()
+        q, k, v = before(x, *(each.to(device) for each in (angles.cos(), angles.sin())))
+        out, _ = after(x, q + (k + v).repeat_interleave(2, -2))
+        out.backward(inputs.to(out))
+        grads[use] = [out, x.grad, *(parameter.grad for parameter in block.parameters())]
+    errors = [relative_error(x, y) for x, y in zip(grads[True], grads[False], strict=True)]
+    assert 0.001 < max(errors) < 0.3, errors
+
+
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same():
     block, x, angles = build(True).blocks[0], torch.randn(1, 24, 32), torch.rand(24, 1, 4)
