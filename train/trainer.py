@@ -227,8 +227,10 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
     """
     counts = consumed, consumed + run.sequences_per_step
     if isinstance(run.data, StreamDataset):
-        if repeated := run.data.repeated(*map(run.loader.positions, counts)):
-            log.info(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
+        repeated = run.data.repeated(*map(run.loader.positions, counts))
+        # Every data-parallel rank reports its own readers. Only warnings of other ranks than rank 0 are shown.
+        if repeated and run.mesh.sequence.get_local_rank() == 0:
+            log.warning(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
         return {}
     before, after = map(run.data.progress, counts)
     for name, (_, epochs) in after.items():

@@ -7,13 +7,18 @@ import random
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 
+from ringattn.train.data.documents import TOKENS
+from ringattn.train.data.packing import PackedDataset
 from ringattn.train.data.stream import StreamDataset, open_stream
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import DataConfig
+from ringattn.train.trainer import report_sources
 from tests.train.launch import SMALL, launch_ranks
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
@@ -43,6 +48,16 @@ def test_a_run_records_the_sources_and_repeats_or_ends(run_command_line, tmp_pat
     output = capfd.readouterr().out
     assert "the source a ran out, and step 12 began to read it again (epoch 2)" in output
     assert "a 13,824 tokens (1.09 epochs)" in output
+
+
+def test_a_text_that_repeats_is_reported(caplog):
+    caplog.set_level("INFO")
+    columns = {"tokens": [[1] * 50] * 2, "length": [50] * 2}
+    data = PackedDataset(datasets.Dataset.from_dict(columns, features=TOKENS), seq_len=9, seed=0)
+    run = SimpleNamespace(data=data, sequences_per_step=4)
+    assert [report_sources(run, step, 4 * (step - 1)) for step in range(1, 7)] == [{}] * 6
+    repeats = [message.split(maxsplit=1)[1] for message in caplog.messages]
+    assert repeats == [f"the text ran out, and step {step} began to read it again (epoch {step // 3 + 1})" for step in (3, 6)]
 
 
 STEPS, PER_STEP = 40, 8  # sequences per step

@@ -98,7 +98,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         data = f"generated sequences of {config.data.seq_len:,} tokens"
     if isinstance(run.data, StreamDataset):
         data = f"streamed by {run.data.num_readers} readers, which shuffle {config.data.shuffle_buffer:,} documents{held_out}"
-        if run.data.num_readers % (mesh["data_parallel"] * config.trainer.batch_size):
+        if mesh["data_parallel"] > 1 and run.data.num_readers % (mesh["data_parallel"] * config.trainer.batch_size):
             data += (
                 f", and {mesh['data_parallel']} data-parallel ranks do not divide the readers evenly: some read the same text"
             )

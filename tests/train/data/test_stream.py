@@ -99,6 +99,15 @@ def test_a_stream_resumes_from_any_position(folder):
         assert as_lists([resumed.sequence(index) for index in range(consumed, consumed + 40)]) == sequences[consumed:][:40]
 
 
+def test_a_stream_resumes_again_and_again(folder):
+    sequences, consumed, data = as_lists([stream(folder).sequence(index) for index in range(200)]), 0, stream(folder)
+    while consumed < 200:
+        count = min(7, 200 - consumed)
+        assert as_lists([data.sequence(consumed + index) for index in range(count)]) == sequences[consumed : consumed + count]
+        consumed += count
+        data = stream(folder).at(data.saved_positions([data.positions], consumed), consumed) if consumed >= 4 else data
+
+
 def preparations(data: StreamDataset, ranks: int) -> list[Preparation]:
     config = with_settings(Config(data=data.config), {"trainer.accumulate": PER_STEP // ranks})
     return [Preparation(config, replace(data), MeshShape(ranks, 1, 1), dp, ring=0) for dp in range(ranks)]
@@ -124,6 +133,18 @@ def test_batches_do_not_depend_on_the_number_of_ranks(ranks, folder):
         resumed = preparations(data.at(saved, 5 * PER_STEP), others)
         for step in range(5, 10):
             assert read_step(resumed, step * PER_STEP) == expected[step]
+
+
+def test_a_repetition_names_the_reader(folder):
+    """The second reader has the shortest files, so it is the first one to begin again."""
+    (folder / "1.jsonl").write_text("".join(json.dumps({"text": "x" * 20}) + "\n" for _ in range(10)))
+    data, before = stream(folder), dict[int, Position]()
+    for index in range(24):
+        data.sequence(index)
+        found = data.repeated(before, data.positions)
+        # 10 documents of 21 tokens fill four sequences and a part of the fifth.
+        assert found == ("reader 1 of 4 (epoch 2)" if index == 17 else "")
+        before = data.positions
 
 
 def test_incomplete_positions_are_rejected(folder):
