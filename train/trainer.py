@@ -16,6 +16,7 @@ from ringattn.train.checkpoint import background, state_dict, storage
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint.progress import local_bytes
+from ringattn.train.data.loader import Positions
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.data.stream import StreamDataset
@@ -227,10 +228,9 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
     """
     counts = consumed, consumed + run.sequences_per_step
     if isinstance(run.data, StreamDataset):
-        repeated = run.data.repeated(*map(run.loader.positions, counts))
         # Every data-parallel rank reports its own readers. Only warnings of other ranks than rank 0 are shown.
-        if repeated and run.mesh.sequence.get_local_rank() == 0:
-            log.warning(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
+        if run.mesh.sequence.get_local_rank() == 0:
+            report_stream(run.data, step, *map(run.loader.positions, counts))
         return {}
     before, after = map(run.data.progress, counts)
     for name, (_, epochs) in after.items():
@@ -241,6 +241,15 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
         return {}
     tokens = {f"tokens/{name}": progress.tokens for name, progress in after.items()}
     return tokens | {f"epochs/{name}": progress.epochs for name, progress in after.items()}
+
+
+def report_stream(data: StreamDataset, step: int, before: Positions, after: Positions) -> None:
+    """Log which readers have begun a new epoch in `step`, and how many faulty documents were skipped: 1, 2, 4, 8 and so on."""
+    if repeated := data.repeated(before, after):
+        log.warning(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
+    (earlier, _), (count, fault) = data.faults(before), data.faults(after)
+    if count.bit_length() > earlier.bit_length():
+        log.warning(f"{'skipped':<12}{count:,} faulty documents of the stream until step {step}, for example: {fault}")
 
 
 def is_evaluated(run: Run, step: int) -> bool:

@@ -9,16 +9,17 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 
-from ringattn.train.data.documents import TOKENS
+from ringattn.train.data import stream as streams
 from ringattn.train.data.packing import PackedDataset
+from ringattn.train.data.shards import Documents
 from ringattn.train.data.stream import StreamDataset, open_stream
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import DataConfig
 from ringattn.train.trainer import report_sources
+from tests.train.data.rows import Rows
 from tests.train.launch import SMALL, launch_ranks
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
@@ -52,8 +53,7 @@ def test_a_run_records_the_sources_and_repeats_or_ends(run_command_line, tmp_pat
 
 def test_a_text_that_repeats_is_reported(caplog):
     caplog.set_level("INFO")
-    columns = {"tokens": [[1] * 50] * 2, "length": [50] * 2}
-    data = PackedDataset(datasets.Dataset.from_dict(columns, features=TOKENS), seq_len=9, seed=0)
+    data = PackedDataset(Documents.of(Rows([[1] * 50] * 2)), seq_len=9, seed=0)
     run = SimpleNamespace(data=data, sequences_per_step=4)
     assert [report_sources(run, step, 4 * (step - 1)) for step in range(1, 7)] == [{}] * 6
     repeats = [message.split(maxsplit=1)[1] for message in caplog.messages]
@@ -61,6 +61,7 @@ def test_a_text_that_repeats_is_reported(caplog):
 
 
 STEPS, PER_STEP = 40, 8  # sequences per step
+PIECE_BYTES = 8000  # Each file is one piece.
 STREAM = [
     *(each for each in SMALL if each not in ("data=text", "data.eval_fraction=0", "trainer.batch_size=2")),
     *("data=jsonl", "data.path=text", "data.streaming=true", "data.shuffle_buffer=30", "data.eval_path=held_out.jsonl"),
@@ -88,7 +89,7 @@ def observe(rank: int) -> None:
 
     The variable KILL contains the rank to kill, and the number of sequences after which its last second begins.
     """
-    torch.set_num_threads = lambda count: None
+    torch.set_num_threads, streams.MIN_PIECE_BYTES = lambda count: None, PIECE_BYTES
     read, count = StreamDataset.sequence, 0
     victim, after = json.loads(os.environ["KILL"])
     file = open(f"read-{rank}.jsonl", "a")  # noqa: SIM115  # the process is killed
@@ -112,8 +113,9 @@ def launch_observed(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, v
     return succeeded, stdout
 
 
-def check_sequences(folder: Path) -> None:
+def check_sequences(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that all launches have read the sequences of an uninterrupted stream, and every sequence at least once."""
+    monkeypatch.setattr(streams, "MIN_PIECE_BYTES", PIECE_BYTES)
     config = DataConfig("jsonl", path=str(folder / "text"), streaming=True, shuffle_buffer=30, seq_len=64)
     data = open_stream(config, BytesTokenizer())
     expected = {index: digest(data.sequence(index)) for index in range(STEPS * PER_STEP)}
@@ -141,7 +143,7 @@ def test_a_killed_stream_continues_with_the_same_batches(ranks, tmp_path, monkey
     results = [launch_observed(ranks, killed, monkeypatch, *kill)[0] for kill in kills]
     assert False in results  # A launch that ends before it is killed succeeds.
     assert launch_observed(ranks, killed, monkeypatch, -1, 0)[0]
-    check_sequences(killed)
+    check_sequences(killed, monkeypatch)
     assert losses(killed) == losses(reference)
     assert len(losses(reference)) == STEPS
 
@@ -154,11 +156,12 @@ def test_a_stream_continues_on_another_number_of_ranks(tmp_path, monkeypatch):
         _, output = launch_observed(ranks, tmp_path, monkeypatch, 0 if ranks != 2 else -1, 90 // ranks)
         resumed += "on another number of ranks" in output
     assert resumed == 2
-    check_sequences(tmp_path)
+    check_sequences(tmp_path, monkeypatch)
 
 
 def test_a_stream_is_described_and_evaluated(run_command_line, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(streams, "MIN_PIECE_BYTES", PIECE_BYTES)
     write_text(tmp_path)
     assert run_command_line(*STREAM, "trainer.steps=3") == 0
     output = capfd.readouterr().out

@@ -104,7 +104,7 @@ def _lines_before(file: str, begin: int) -> int:
 
 
 class Corpus:
-    """The documents of a source, divided into pieces.
+    """The documents of a source, divided into pieces of about `piece_bytes` bytes.
 
     Attributes:
         pieces: the pieces, in the order of the documents.
@@ -116,7 +116,7 @@ class Corpus:
         Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
     """
 
-    def __init__(self, config: DataConfig):
+    def __init__(self, config: DataConfig, piece_bytes: int = PIECE_BYTES):
         self._config, self._rows = config, load_hub(config) if config.source == "hub" else None
         self.identity, self.known_sizes = "", None
         if self._rows is not None:
@@ -126,11 +126,11 @@ class Corpus:
                 name: split.num_examples for name, split in (self._rows.info.splits or dict[str, Any]()).items()
             }
             count, size = self._rows.num_rows, int(self._rows.data.nbytes)
-            step = max(count * PIECE_BYTES // max(size, 1), 1)
+            step = max(count * piece_bytes // max(size, 1), 1)
             ranges = [(start, min(start + step, count)) for start in range(0, count, step)]
             self.pieces = [Piece((), size * (end - start) // count, start, end) for start, end in ranges]
         else:
-            self.pieces = list(_pieces_of_files(config))
+            self.pieces = list(_pieces_of_files(config, piece_bytes))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"pieces": []}  # Every task contains its piece.
@@ -180,11 +180,6 @@ def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] 
     sizes, tasks = select_rows(config, corpus.pieces, counts)
     entries = (entry for piece, first, last in tasks for entry in slice_rows(corpus.read(piece), first, last))
     return without_faults(entries), sizes
-
-
-def read_file(file: str, config: DataConfig) -> Iterator[Entry]:
-    """Read the documents of a file of JSON lines or of a Parquet file. The iterator raises ConfigError for a fault."""
-    return without_faults(_json_rows(file, config) if config.source == "jsonl" else _parquet_rows(file, config))
 
 
 def without_faults(entries: Iterator[Entry]) -> Iterator[Entry]:
@@ -239,13 +234,14 @@ def _attempt(read: Callable[..., Content], *arguments: Any) -> Content:
         return error
 
 
-def _pieces_of_files(config: DataConfig) -> Iterator[Piece]:
+def _pieces_of_files(config: DataConfig, piece_bytes: int) -> Iterator[Piece]:
     """Divide large files, and join small ones."""
     states = list(map(State.of, library_files() if config.source in ("stdlib", "packages") else files(config)))
-    limit = 2**62 if config.source == "packages" else PIECE_BYTES
+    limit = 2**62 if config.source == "packages" else piece_bytes
     group, size = list[State](), 0
     for state in states:
-        parts = _pieces_of_file(state, config) if config.source in ("jsonl", "parquet") else [Piece((state,), state.size)]
+        is_divisible = config.source in ("jsonl", "parquet")
+        parts = _pieces_of_file(state, config, piece_bytes) if is_divisible else [Piece((state,), state.size)]
         is_divided = len(parts) > 1
         if group and (is_divided or size + parts[0].size > limit):
             yield Piece(tuple(group), size)
@@ -259,25 +255,34 @@ def _pieces_of_files(config: DataConfig) -> Iterator[Piece]:
         yield Piece(tuple(group), size)
 
 
-def _pieces_of_file(state: State, config: DataConfig) -> list[Piece]:
-    """Divide a file at multiples of PIECE_BYTES, or at row groups. Files that cannot be divided are one piece."""
+def _pieces_of_file(state: State, config: DataConfig, piece_bytes: int) -> list[Piece]:
+    """Divide a file at multiples of `piece_bytes`, or at row groups. Files that cannot be divided are one piece."""
     try:
         if config.source == "parquet":
             with pyarrow.parquet.ParquetFile(state.path) as reader:
                 sizes = [reader.metadata.row_group(index).total_byte_size for index in range(reader.num_row_groups)]
             ends = list(itertools.accumulate(sizes))
-            groups = itertools.groupby(range(len(sizes)), key=lambda index: ends[index] // PIECE_BYTES)
+            groups = itertools.groupby(range(len(sizes)), key=lambda index: ends[index] // piece_bytes)
             parts = [list(indices) for _, indices in groups]
             return [Piece((state,), sum(sizes[i] for i in part), part[0], part[-1] + 1) for part in parts] or [
                 Piece((state,), 0)
             ]
         if _compression(state.path):
             return [Piece((state,), state.size * COMPRESSION)]
-        begins = range(0, state.size, PIECE_BYTES)
-        parts = [(begin, min(begin + PIECE_BYTES, state.size)) for begin in begins]
+        begins = range(0, state.size, piece_bytes)
+        parts = [(begin, min(begin + piece_bytes, state.size)) for begin in begins]
         return [Piece((state,), end - begin, begin, end) for begin, end in parts] or [Piece((state,), 0)]
     except (ConfigError, *READ_ERRORS):  # `Corpus.read` describes the fault.
         return [Piece((state,), state.size)]
+
+
+def begins_line(piece: Piece) -> bool:
+    """Return whether any line begins in a piece of a file of JSON lines. A long line may cover whole pieces."""
+    if not piece.begin:
+        return True
+    with open(piece.files[0].path, "rb") as stream:
+        stream.seek(piece.begin - 1)
+        return piece.begin - 1 + _skip_line(stream) < (piece.end or 0)
 
 
 def find_change(piece: Piece) -> ConfigError | None:
@@ -388,9 +393,8 @@ def check_hub_columns(rows: Any, config: DataConfig) -> None:
 
 
 def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
-    """Read the documents of a Dataset or an IterableDataset. The iterator raises ConfigError for a fault."""
-    batches = rows.select_columns(config.columns).with_format("arrow").iter(64)
-    return without_faults(_arrow_rows(config.description, batches, config, first=0))
+    """Read the documents of a Dataset or an IterableDataset. A fault does not end the iterator."""
+    return _arrow_rows(config.description, rows.select_columns(config.columns).with_format("arrow").iter(64), config, first=0)
 
 
 def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: int) -> Iterator[Entry]:

@@ -1,6 +1,6 @@
 """Stream a corpus: read, tokenise and pack the documents during training, without preparing the corpus before.
 
-    piece       a file, or a part of a large file
+    piece       a part of a large file, or several small files
     reader      reads every R-th piece, in a random order that differs from epoch to epoch
     block       the next documents of a reader, which are shuffled (the shuffle buffer)
     sequence i  the next S tokens of reader i mod R
@@ -36,6 +36,8 @@ BLOCK_CHARACTERS = 2**26
 CHUNK_CHARACTERS = 2**18
 # The bytes of each file that identify its content.
 SAMPLED_BYTES = 2**16
+# Smaller pieces would have too few documents.
+MIN_PIECE_BYTES = 2**20
 
 
 class Position(NamedTuple):
@@ -47,6 +49,8 @@ class Position(NamedTuple):
         piece, entry: the pieces of this epoch, and the entries of the next piece, that were read before the block.
         block: the number of the block.
         document, token: the consumed documents of the block, and the consumed tokens of the next document.
+        faulty: the number of faulty documents that were skipped before the block.
+        fault: the message about the latest of them.
     """
 
     sequences: int = 0
@@ -56,6 +60,8 @@ class Position(NamedTuple):
     block: int = 0
     document: int = 0
     token: int = 0
+    faulty: int = 0
+    fault: str = ""
 
 
 class Reader:
@@ -70,10 +76,12 @@ class Reader:
     def __init__(self, stream: "StreamDataset", number: int, position: Position):
         self._stream, self._number, self._position = stream, number, position
         self._pieces = stream.pieces[number :: stream.num_readers]
-        self._entries = self._read(position.epoch, position.piece, position.entry)
+        self._next = place = position.epoch, position.piece, position.entry
+        self._entries = self._read(*place)
         self._texts, self._tokenised = list[str](), deque[np.ndarray]()
-        self._next = (position.epoch, position.piece, position.entry)
-        self._load_block(position.block, position.document, position.token)
+        self._faulty, self._fault = position.faulty, position.fault
+        self._load_block(position.block)
+        self._position = position
 
     @property
     def position(self) -> Position:
@@ -112,9 +120,10 @@ class Reader:
         if self._position.document == len(self._texts):
             self._load_block(self._position.block + 1)
 
-    def _load_block(self, block: int, document: int = 0, token: int = 0) -> None:
+    def _load_block(self, block: int) -> None:
         """Read and shuffle the documents of a block."""
         stream, texts, size, begin, empty_epochs = self._stream, list[str](), 0, self._next, 0
+        faults = self._faulty, self._fault
         while len(texts) < stream.block_documents and size < BLOCK_CHARACTERS:
             self._next, text = next(self._entries)
             if text:
@@ -128,7 +137,7 @@ class Reader:
                     raise ConfigError(f"a part of {stream.config.description} contains no text: remove empty files")
         random = np.random.Philox(key=[stream.seed, 2**63 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
-        self._position = Position(self._position.sequences, *begin, block, document, token)
+        self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
         """Read the texts from a place on: an epoch, the piece in the order of this epoch, and the entry of this piece.
@@ -140,11 +149,20 @@ class Reader:
             order = random_order(np.random.Philox(key=[self._stream.seed, (self._number << 48) + epoch]), len(self._pieces))
             for index in range(piece, len(order)):
                 entries = islice(self._stream.read(self._pieces[order[index]]), entry, None)
-                for number, text in enumerate(entries, entry + 1):
-                    yield (epoch, index, number), text
+                for number, content in enumerate(entries, entry + 1):
+                    yield (epoch, index, number), self._check(content)
                 entry = 0
             epoch, piece = epoch + 1, 0
             yield (epoch, 0, 0), None
+
+    def _check(self, content: sources.Content) -> str:
+        """Return the text of an entry, or "" if it has no text. A faulty entry is an error, or counted and skipped."""
+        if not isinstance(content, ConfigError):
+            return str(content or "")
+        if self._stream.config.on_error == "raise":
+            raise content
+        self._faulty, self._fault = self._faulty + 1, str(content)
+        return ""
 
 
 @dataclass
@@ -189,6 +207,11 @@ class StreamDataset(NumberedSequences):
         """The positions of the readers that have been used."""
         return {number: reader.position for number, reader in self._readers.items()}
 
+    @staticmethod
+    def faults(positions: Mapping[int, Position]) -> tuple[int, str]:
+        """Return the number of faulty documents that were skipped, and the message about one of them."""
+        return sum(each.faulty for each in positions.values()), max((each.fault for each in positions.values()), default="")
+
     def repeated(self, before: Mapping[int, Position], after: Mapping[int, Position]) -> str:
         """Return which readers have begun a new epoch between two positions, as text, or "" if there are none."""
         begun = {number: each.epoch + 1 for number, each in after.items() if each.epoch > before.get(number, Position()).epoch}
@@ -211,12 +234,11 @@ class StreamDataset(NumberedSequences):
         end = np.array([self.tokenizer.eos][self.tokenizer.bos == self.tokenizer.eos :], np.int32)
         return [np.concatenate([begin, tokens, end]) for tokens in self.tokenizer.encode_batch(texts)]
 
-    def read(self, piece: Any) -> Iterator[str]:
-        """Read the texts of a piece. A row without text is ""."""
-        for _, content in self.corpus.read(piece):
-            yield content or ""
+    def read(self, piece: Any) -> Iterator[sources.Content]:
+        """Read the contents of a piece. The content of a faulty document is an error."""
+        return (content for _, content in self.corpus.read(piece))
 
-    def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[int]]:
+    def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[Any]]:
         """Return the positions of all readers after the first `consumed` sequences, as a checkpoint stores them.
 
         `found` contains the positions of each rank. Of the ranks that run the same reader, some may not have advanced it yet.
@@ -224,7 +246,7 @@ class StreamDataset(NumberedSequences):
         latest = dict[int, Position]()
         for number, position in (item for positions in found for item in positions.items()):
             latest[number] = max(latest.get(number, position), position)
-        saved = {str(number): list(position) for number, position in sorted(latest.items())}
+        saved: dict[str, list[Any]] = {str(number): list(position) for number, position in sorted(latest.items())}
         self.check_positions(saved, consumed)
         return saved
 
@@ -264,19 +286,25 @@ class FileCorpus:
     """Files of JSON lines or Parquet files.
 
     Attributes:
-        pieces: the parts of the corpus.
+        pieces: the parts of the corpus. A small corpus has smaller parts, so that several ranks can read it.
         identity: a checksum of the names, the sizes and the beginnings of the files.
     """
 
     def __init__(self, config: DataConfig):
-        self._config, self.pieces, self.identity = config, sources.files(config), 0
-        for name in map(Path, self.pieces):
+        names, self.identity = list(map(Path, sources.files(config))), 0
+        for name in names:
             with open(name, "rb") as file:
                 known = [name.name, name.stat().st_size, file.read(SAMPLED_BYTES)]
             self.identity = zlib.crc32(repr(known).encode(), self.identity)
+        share = sum(name.stat().st_size for name in names) // MAX_READERS
+        self._corpus = sources.Corpus(config, min(max(share, MIN_PIECE_BYTES), sources.PIECE_BYTES))
+        # A reader whose pieces contain no text could not produce sequences.
+        self.pieces = [each for each in self._corpus.pieces if config.source != "jsonl" or sources.begins_line(each)]
 
-    def read(self, piece: str) -> Iterator[sources.Entry]:
-        return sources.read_file(piece, self._config)
+    def read(self, piece: sources.Piece) -> Iterator[sources.Entry]:
+        yield from self._corpus.read(piece)
+        if error := sources.find_change(piece):
+            raise error
 
 
 class HubCorpus:

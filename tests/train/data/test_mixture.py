@@ -14,6 +14,7 @@ from ringattn.train.data.loader import Preparation
 from ringattn.train.data.mixture import MixtureDataset, count_before, in_proportion
 from ringattn.train.data.packing import PackedDataset, load_held_out, load_training
 from ringattn.train.data.shards import Documents
+from ringattn.train.data.tokenisation import tokenise
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, MixSource, check, with_settings
@@ -113,6 +114,16 @@ def test_held_out_text_has_the_shares_of_the_mixture(tmp_path):
     counts = np.bincount(held_out.batch(range(held_out.sequences_per_epoch)).tokens.flatten(), minlength=257)
     for name, weight in WEIGHTS.items():
         assert counts[ord(name)] / counts[:256].sum() == pytest.approx(weight, abs=0.02)
+
+
+def test_a_prepared_text_can_be_a_source(tmp_path):
+    config = data_config(tmp_path)
+    prepared = tokenise(DataConfig("jsonl", path=config.mix[0].path), BytesTokenizer(), folder=tmp_path / "prepared")
+    mix = [MixSource("a", 0.6, "prepared", str(prepared)), *config.mix[1:]]
+    mixed = with_settings(Config(data=config), {"data.mix": mix})
+    check(mixed, world_size=1)
+    expected, data = (load_training(each, BytesTokenizer()).batch(range(400)) for each in (config, mixed.data))
+    assert torch.equal(data.tokens, expected.tokens)
 
 
 def test_in_proportion_uses_as_many_documents_as_possible():

@@ -44,7 +44,9 @@ def stream(folder: Path, **settings: object) -> StreamDataset:
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    """Five files, each of which is one piece."""
+    monkeypatch.setattr(streams, "MIN_PIECE_BYTES", 2500)
     (tmp_path / "text").mkdir()
     write_files(tmp_path / "text", documents())
     return tmp_path / "text"
@@ -90,7 +92,7 @@ def test_the_seed_and_the_buffer_determine_the_order(folder):
 
 def test_a_stream_resumes_from_any_position(folder):
     sequences = as_lists([stream(folder).sequence(index) for index in range(400)])
-    for consumed in (1, 2, 3, 4, 19, 57, 100, 233, 341):
+    for consumed in (1, 2, 3, 19, 100, 341):
         before = stream(folder)
         for index in range(consumed):
             before.sequence(index)
@@ -137,7 +139,8 @@ def test_batches_do_not_depend_on_the_number_of_ranks(ranks, folder):
 
 def test_a_repetition_names_the_reader(folder):
     """The second reader has the shortest files, so it is the first one to begin again."""
-    (folder / "1.jsonl").write_text("".join(json.dumps({"text": "x" * 20}) + "\n" for _ in range(10)))
+    # The spaces make the file so large that it is a piece of its own.
+    (folder / "1.jsonl").write_text("".join(json.dumps({"text": "x" * 20}) + " " * 220 + "\n" for _ in range(10)))
     data, before = stream(folder), dict[int, Position]()
     for index in range(24):
         data.sequence(index)
@@ -160,14 +163,15 @@ def test_incomplete_positions_are_rejected(folder):
         data.at(saved, 14)
 
 
-def test_parquet_and_compressed_files_give_the_same_sequences(folder, tmp_path):
+def test_parquet_and_compressed_files_give_the_same_sequences(folder, tmp_path, monkeypatch):
     expected = as_lists([stream(folder).sequence(index) for index in range(100)])
     (tmp_path / "parquet").mkdir()
     for number, texts in enumerate(documents()):
-        pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "parquet" / f"{number}.parquet", row_group_size=7)
+        pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "parquet" / f"{number}.parquet")
         file = folder / f"{number}.jsonl"
         file.with_name(f"{number}.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
         file.unlink()
+    monkeypatch.setattr(streams, "MIN_PIECE_BYTES", 1)  # These files are smaller, and cannot be divided.
     for data in (stream(tmp_path / "parquet", source="parquet"), stream(folder)):
         assert as_lists([data.sequence(index) for index in range(100)]) == expected
 
@@ -179,7 +183,7 @@ def test_rows_without_text_are_skipped_and_empty_files_are_errors(folder):
         file.write_text("\n".join([*lines[:7], "", '{"text": ""}', '{"text": null}', *lines[7:]]) + "\n")
     data = stream(folder)
     assert as_lists([data.sequence(index) for index in range(100)]) == expected
-    (folder / "1.jsonl").write_text('{"text": ""}\n' * 3)
+    (folder / "1.jsonl").write_text(f'{{"text": ""}}{" " * 800}\n' * 3)
     with pytest.raises(ConfigError, match="contains no text"):
         stream(folder).sequence(1)
 
@@ -192,6 +196,57 @@ def test_a_fault_is_reported_with_its_line(folder):
     with pytest.raises(LoaderError, match=r"0.jsonl, line 31: the byte 0xe9 is not UTF-8"):
         for step in range(100):
             loader.get(step * PER_STEP)
+
+
+def test_faulty_documents_are_skipped_and_counted(folder):
+    """With `on_error=skip`, the sequences are those without the faulty lines, also after a resume."""
+    expected = as_lists([stream(folder).sequence(index) for index in range(160)])
+    with (folder / "0.jsonl").open("ab") as file:
+        file.write(b'{"text": "\xe9"}\n{"text": 1}\n')
+    data = stream(folder, on_error="skip")
+    assert as_lists([data.sequence(index) for index in range(80)]) == expected[:80]
+    data = stream(folder, on_error="skip").at(data.saved_positions([data.positions], 80), 80)
+    assert as_lists([data.sequence(index) for index in range(80, 160)]) == expected[80:]
+    count, fault = data.faults(data.positions)
+    assert count == 2 * data.positions[0].epoch + 2 * (data.positions[0].piece > 0) > 0
+    assert fault.startswith(f"{folder / '0.jsonl'}, line 3")
+
+
+def test_a_file_that_changes_is_an_error(folder):
+    data = stream(folder, shuffle_buffer=4)
+    data.sequence(1)
+    (folder / "1.jsonl").write_text('{"text": "other"}\n')
+    with pytest.raises(ConfigError, match=r"1.jsonl has changed while it was read"):
+        for index in range(1, 400, 4):
+            data.sequence(index)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_a_large_file_is_divided_among_the_readers(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "MIN_PIECE_BYTES", 1000)
+    texts = [f"{i}:" + "x" * 30 for i in range(300)]
+    if source == "jsonl":
+        (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        pa.parquet.write_table(pa.table({"text": texts}), tmp_path / "all.parquet", row_group_size=20)
+    data = stream(tmp_path, source=source)
+    assert data.num_readers == 8
+    tokens = [np.concatenate([data.sequence(i)[0] for i in range(number, 8 * 40, 8)]) for number in range(8)]
+    found = [bytes(each[each != EOS].astype(np.uint8)).decode().split("x" * 30) for each in tokens]
+    assert sorted({text for part in found for text in part if ":" in text and "x" not in text}) == sorted(
+        f"{i}:" for i in range(300)
+    )
+    assert all(len(set(found[0]) & set(part) - {""}) <= 1 for part in found[1:])
+
+
+def test_a_line_that_is_longer_than_a_piece_has_one_reader(tmp_path, monkeypatch):
+    """The line covers four pieces of 100 bytes, in three of which no line begins. The last piece has only an end of a line."""
+    monkeypatch.setattr(streams, "MIN_PIECE_BYTES", 100)
+    texts = ["a" * 20, "b" * 400, "c" * 80]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = stream(tmp_path)
+    assert [piece.begin for piece in data.pieces] == [0, 400]
+    assert {token for index in range(40) for token in data.sequence(index)[0].tolist()} == {EOS, *b"abc"}
 
 
 def test_the_fingerprint_depends_on_the_text_and_the_settings(folder, tmp_path):
