@@ -50,7 +50,6 @@ from ringattn.kernels.hopper.common import (
     arrive_at,
     as_left,
     load_work_tile,
-    step_start,
     sync_at,
     tile_view,
     tma_load,
@@ -417,13 +416,23 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
             for part in gl.static_range(VALUE_PARTS):
                 _load_part(dout, rows, part, q_full, douts.index(consumer * VALUE_PARTS + part))
         for step in range(num_masked + num_unmasked):
-            own = batch, step_start(loop, step, STEP_KEYS), head // CONFIG.group
+            own = batch, _step_start(loop, step, STEP_KEYS), head // CONFIG.group
             _load_into_ring(k, own, k_ring, count, PARTS, CONFIG.k_slots)
             _load_into_ring(v, own, v_ring, count, VALUE_PARTS, CONFIG.v_slots)
             count += 1
         q_phase ^= 1
         index += gl.num_programs(0)
         batch, head, first, end, loop = load_work_tile(work_tiles, index)
+
+
+@gluon.jit
+def _step_start(loop, step, STEP: gl.constexpr):
+    """Return the first key of a step. The masked tiles come first, which needs fewer registers than the order of the keys."""
+    begin, num_masked_prefix, num_unmasked, num_masked = loop
+    tile = gl.where(
+        step < num_masked, step + gl.where(step < num_masked_prefix, 0, num_unmasked), num_masked_prefix + step - num_masked
+    )
+    return begin + tile * STEP
 
 
 @gluon.jit
@@ -507,7 +516,7 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             if not CONFIG.pass_after_scores:
                 arrive_at(1 - CONSUMER)
             ds = _compute_query_ds(
-                scores, dp, scalars, row_bounds, step_start(loop, 0, STEP_KEYS), num_masked > 0, v_empty, count,
+                scores, dp, scalars, row_bounds, _step_start(loop, 0, STEP_KEYS), num_masked > 0, v_empty, count,
                 log2_scale, dtype, CONSUMER, CONFIG,
             )  # fmt: skip
             for step in range(1, num_masked + num_unmasked):
@@ -521,7 +530,7 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
                     arrive_at(1 - CONSUMER)
                 _release(k_empty, count - 1, PARTS, CONFIG.k_slots)
                 ds = _compute_query_ds(
-                    scores, dp, scalars, row_bounds, step_start(loop, step, STEP_KEYS), step < num_masked,
+                    scores, dp, scalars, row_bounds, _step_start(loop, step, STEP_KEYS), step < num_masked,
                     v_empty, count, log2_scale, dtype, CONSUMER, CONFIG,
                 )  # fmt: skip
             mbarrier.arrive(q_empty, count=1)

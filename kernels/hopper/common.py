@@ -226,14 +226,22 @@ def load_work_tile(work_tiles, index):
 
 @gluon.jit
 def step_start(loop, step, STEP: gl.constexpr):
-    """Return the first key of a step of the KV loop. The masked tiles come first, so a step is masked if `step <
-    num_masked`.
-    """
-    begin, num_masked_prefix, num_unmasked, num_masked = loop
-    tile = gl.where(
-        step < num_masked, step + gl.where(step < num_masked_prefix, 0, num_unmasked), num_masked_prefix + step - num_masked
-    )
-    return begin + tile * STEP
+    begin, _, _, _ = loop
+    return begin + step * STEP
+
+
+@gluon.jit
+def num_steps(loop):
+    """Return the number of steps of the KV loop. Even a work tile whose rows attend to no key has one step."""
+    _, _, num_unmasked, num_masked = loop
+    return gl.maximum(num_masked + num_unmasked, 1)
+
+
+@gluon.jit
+def is_masked(loop, step):
+    """Return whether the scores of a step must be masked."""
+    _, num_masked_prefix, num_unmasked, _ = loop
+    return (step < num_masked_prefix) | (step >= num_masked_prefix + num_unmasked)
 
 
 @gluon.jit

@@ -67,6 +67,7 @@ class ForwardConfig(hopper_common.KernelConfig):
     loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile during its last product
     stages_per_step: ClassVar[int] = 1  # stages that a consumer releases per step
     extra_steps: ClassVar[int] = 0  # steps in which a consumer takes turns, in addition to those of the KV loop
+    skips_steps: ClassVar[bool] = False  # whether a consumer skips steps to whose keys none of its rows attends
 
     @property
     def queries(self) -> int:
@@ -99,6 +100,7 @@ class NarrowConfig(ForwardConfig):
     joint_release: bool
 
     stores_by_tma: ClassVar[bool] = True
+    skips_steps: ClassVar[bool] = True
 
     @property
     def q_in_registers(self) -> bool:
@@ -137,8 +139,11 @@ class WideConfig(ForwardConfig):
     key_dim: int
     overlap: bool
 
-    loads_early: ClassVar[bool] = True
     stages_per_step: ClassVar[int] = 2
+
+    @property
+    def skips_steps(self) -> bool:
+        return not self.overlap
 
     @property
     def tail(self) -> int:

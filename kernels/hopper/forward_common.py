@@ -19,6 +19,7 @@ from ringattn.kernels.hopper.common import (
     ROWS,
     arrive_at,
     load_work_tile,
+    num_steps,
     step_start,
     sync_at,
     tile_view,
@@ -83,9 +84,11 @@ def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Load a work tile and the bounds of this consumer's rows.
 
-    Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds). row_bounds is
-    (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the initial
-    reference max. all_initialised states whether the first step sets the reference max of every row that attends to any key.
+    Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds, steps).
+    row_bounds is (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the
+    initial reference max. all_initialised states whether the first step of the consumer sets the reference max of every row
+    that attends to any key. steps is (first, end), the steps whose keys the consumer's rows attend to. With `skips_steps`, the
+    consumer computes only these steps, of which there is at least one.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -94,14 +97,23 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     offset = gl.minimum(batch, num_masks - 1) * num_queries
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
-    start = step_start(loop, 0, CONFIG.keys)
+    last_row = gl.minimum(first_row + ROWS, end) - 1
+    first_step, end_step = gl.to_tensor(0), num_steps(loop)
+    if CONFIG.skips_steps:
+        begin, _, _, _ = loop
+        first_lo = gl.load(lo + offset + first_row, mask=first_row < end, other=0)
+        last_hi = gl.load(hi + offset + last_row, mask=first_row < end, other=0)
+        first_step = gl.minimum(gl.maximum(first_lo - begin, 0) // CONFIG.keys, end_step - 1)
+        end_step = gl.maximum(gl.minimum((last_hi - begin + CONFIG.keys - 1) // CONFIG.keys, end_step), first_step + 1)
+    start = step_start(loop, first_step, CONFIG.keys)
     # Bounds never decrease from row to row. If the first tile overlaps the intervals of the first row and the last row, every
     # non-empty interval contains a key of this tile.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
-    last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
+    last_lo = gl.load(lo + offset + last_row, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
     ref_max = load_ref_max(results, (batch, head, first_row, end), CONFIG)
-    return index, batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
+    row_bounds = row_lo, row_hi, all_initialised, ref_max
+    return index, batch, head, first_row, end, loop, row_bounds, (first_step, end_step)
 
 
 @gluon.jit
@@ -163,8 +175,7 @@ def _compute_work_tiles(
                 tile = next_tile
             overflowed |= rows
         else:
-            _, _, num_unmasked, num_masked = tile[5]
-            position = SKIP(barriers, num_masked + num_unmasked, position, state_stage, CONSUMER, CONFIG)
+            position = SKIP(barriers, num_steps(tile[5]), position, state_stage, CONSUMER, CONFIG)
             if CONFIG.loads_early:
                 tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
             state_stage = gl.to_tensor(-1)
@@ -196,14 +207,20 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
 
 
 @gluon.jit
-def skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows. A consumer that skips a work tile still releases all stages and
-    takes all turns, because other warps wait for this.
+def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Skip a work tile with `count` steps in which this consumer has no rows."""
+    mbarrier.arrive(barriers[1], count=1)
+    return skip_steps(barriers, count + CONFIG.extra_steps, position, CONSUMER, CONFIG)
+
+
+@gluon.jit
+def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Skip the next `count` steps. The consumer still releases all stages and takes all turns, because other warps wait for
+    this.
     """
-    _, q_empty, full, empty = barriers
+    _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
-    mbarrier.arrive(q_empty, count=1)
-    for _step_index in range(gl.maximum(num_steps, 1) + CONFIG.extra_steps):
+    for _step_index in range(count):
         wait_for_ping_pong(CONSUMER, CONFIG)
         pass_ping_pong(CONSUMER, CONFIG)
         for _stage_index in gl.static_range(STAGES):
@@ -225,7 +242,7 @@ def run_partitions(
         LOAD: LOAD(loading, (batch entry, head, first row), loop, slot, position, CONFIG) -> next position.
         COMPUTE: COMPUTE(computing, tile, slot, position, state_stage, CONSUMER, UPDATE_REF_MAX, CONFIG) -> (next tile, next
             position, state_stage, mask of overflowed rows). A tile is from `load_consumer_tile`.
-        SKIP: SKIP(barriers, num_steps, position, state_stage, CONSUMER, CONFIG) -> next position, if a consumer has no rows.
+        SKIP: SKIP(barriers, count, position, state_stage, CONSUMER, CONFIG) -> next position, if a consumer has no rows.
         loading: (tensors, work_tiles, buffers, barriers). The first two barriers are q_full and q_empty.
         computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringattn.kernels import fp8
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax, softmax_fp8
-from ringattn.kernels.hopper.common import ROWS, allocate_barriers, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barriers, is_masked, num_steps, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
@@ -83,14 +83,13 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     q, _, _ = tiles
     queries, ring, _ = buffers
     batch, head, _ = rows
-    _, _, num_unmasked, num_masked = loop
     mbarrier.expect(barriers[0], CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, barriers[0], CONFIG)
-    # Even a work tile whose rows attend to no key has one step. TMA loads zeros beyond the last key.
+    # TMA loads zeros beyond the last key.
     start = step_start(loop, 0, CONFIG.keys)
     heads = batch, head // CONFIG.group
     position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
-    for step in range(1, num_masked + num_unmasked):
+    for step in range(1, num_steps(loop)):
         block = start // BLOCK
         start = step_start(loop, step, CONFIG.keys)
         position = _load_stage(tiles, start, block, heads, ring, barriers, position, 1, 1, CONFIG)
@@ -211,16 +210,16 @@ def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
 def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG: gl.constexpr):
     """Return (probabilities as `softmax_fp8.pack` expects them, ref_max, alpha)."""
     lo, hi, _, _ = row_bounds
-    _, _, num_unmasked, num_masked = loop
+    _, num_masked_prefix, _, _ = loop
     k_scale, v_scale_bits = block_scales
     v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
-    # If the rows of a work tile attend to no key, all scores of its only step are masked.
-    if (step < num_masked) | (num_masked + num_unmasked == 0):
+    if is_masked(loop, step):
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # In step num_masked, every row attends to all keys of the tile. After this step, every ref_max is set.
-    if step <= num_masked:
+    # In the first unmasked step, every row attends to all keys of the tile. After this step, every ref_max is set. Later masked
+    # steps often contain the largest scores of a row.
+    if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
     levels, ref_max, further_alpha = softmax_fp8.limit_levels(levels, ref_max)
@@ -245,13 +244,12 @@ def _overlapped_steps(
     _queries, ring, ones = buffers
     _q_full, q_empty, full, empty = barriers
     batch, key_head = heads
-    _, _, num_unmasked, num_masked = loop
     rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, 0, factors, block_scales, CONFIG)
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
     product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
-    for step in range(1, num_masked + num_unmasked):
+    for step in range(1, num_steps(loop)):
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step, CONFIG.keys), CONFIG)
         p = softmax_fp8.as_left_operand(words, CONFIG)
@@ -306,8 +304,7 @@ def _sequential_steps(
     _queries, ring, _ones = buffers
     _q_full, q_empty, full, empty = barriers
     batch, key_head = heads
-    _, _, num_unmasked, num_masked = loop
-    last = gl.maximum(num_masked + num_unmasked, 1) - 1
+    last = num_steps(loop) - 1
     l = gl.zeros_like(ref_max)
     o = _zero_parts(CONFIG)
     for step in range(last):
@@ -341,7 +338,7 @@ def _compute_tile(
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, results, buffers, barriers, log2_scale, operands = arguments
-    _, batch, head, first_row, end, loop, row_bounds = tile
+    _, batch, head, first_row, end, loop, row_bounds, _ = tile
     queries, ring, _ones = buffers
     _, _, full, empty = barriers
     query = queries.index(CONSUMER)

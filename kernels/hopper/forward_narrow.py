@@ -54,7 +54,7 @@ from ringattn.kernels.hopper.column_parts import (
     wait_for_parts,
     zero_parts,
 )
-from ringattn.kernels.hopper.common import ROWS, allocate_barriers, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barriers, num_steps, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import (
     finish_work_tile,
     load_state_scalars,
@@ -81,13 +81,11 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     queries, keys, values = buffers
     q_full, _, k_full, k_empty, v_full, v_empty = barriers
     batch, head, first = rows
-    _, _, num_unmasked, num_masked = loop
     stage, phase = position
     mbarrier.expect(q_full, CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, q_full, CONFIG)
     key_head = head // CONFIG.group
-    # Even a work tile whose rows attend to no key has one step.
-    for step in range(gl.maximum(num_masked + num_unmasked, 1)):
+    for step in range(num_steps(loop)):
         start = step_start(loop, step, CONFIG.keys)
         mbarrier.wait(k_empty.index(stage), phase)
         mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
@@ -117,7 +115,7 @@ def _step(
         carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). l already includes p of the previous step, but
             the parts of o do not include P V of that step.
         row_bounds, loop: from `load_consumer_tile`.
-        step: at least 1.
+        step: after the consumer's first step.
     """
     _, keys, values = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
@@ -148,7 +146,7 @@ def _step(
 
 @gluon.jit
 def _first_step(
-    query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
+    query, buffers, barriers, row_bounds, loop, step, state_stage, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     _, keys, _ = buffers
@@ -164,7 +162,7 @@ def _first_step(
     release_keys(k_empty, stage, CONFIG)
     if CONFIG.q_slots == 2:
         mbarrier.arrive(q_empty, count=1)
-    weights, ref_max, l = softmax.first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX, CONFIG)
+    weights, ref_max, l = softmax.first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX, CONFIG)
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     o = zero_parts(CONFIG.columns)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
@@ -172,14 +170,22 @@ def _first_step(
 
 
 @gluon.jit
-def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Do the same as `forward_common.skip_tile`, but for separate rings of K and V. Also release all state stages."""
-    _, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    stage, phase = position
+def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Do the same as `forward_common.skip_tile`, but also release all state stages."""
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
-    mbarrier.arrive(q_empty, count=1)
-    for _step_index in range(gl.maximum(num_steps, 1)):
+    mbarrier.arrive(barriers[1], count=1)
+    stage, phase = _skip_steps(barriers, count, position, CONSUMER, CONFIG)
+    _, stage, phase = _wait_for_state_stages(barriers, stage, phase, -1, CONFIG)
+    return stage, phase
+
+
+@gluon.jit
+def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Do the same as `forward_common.skip_steps`, but for separate rings of K and V."""
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    stage, phase = position
+    for _step_index in range(count):
         mbarrier.wait(k_full.index(stage), phase)
         wait_for_ping_pong(CONSUMER, CONFIG)
         pass_ping_pong(CONSUMER, CONFIG)
@@ -187,7 +193,6 @@ def _skip_tile(barriers, num_steps, position, state_stage, CONSUMER: gl.constexp
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
         stage, phase = advance_stage(stage, phase, CONFIG)
-    _, stage, phase = _wait_for_state_stages(barriers, stage, phase, -1, CONFIG)
     return stage, phase
 
 
@@ -218,21 +223,27 @@ def _compute_tile(
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, results, buffers, barriers, log2_scale, _ = arguments
-    index, batch, head, first_row, end, loop, row_bounds = tile
+    index, batch, head, first_row, end, loop, row_bounds, steps = tile
     queries, keys, values = buffers
     q_empty, v_full, v_empty = barriers[1], barriers[4], barriers[5]
-    stage, phase = position
     row_range = batch, head, first_row, end
-    _, _, num_unmasked, num_masked = loop
+    first_step, end_step = steps
     query_tile = queries.index(slot % CONFIG.q_slots * CONFIG.consumers + CONSUMER)
     if CONFIG.q_in_registers:
         query = load_left(query_tile, CONFIG.keys, CONFIG.columns)
     else:
         query = split_tile(query_tile, CONFIG.columns)
+    if CONFIG.state_stages > 0 and first_step > 0:
+        # The producer needs this stage for one of the steps that are skipped.
+        hopper_common.tma_store_wait(0)
+        release_state_stage(barriers, state_stage, CONFIG)
+        state_stage = gl.to_tensor(-1)
+    stage, phase = _skip_steps(barriers, first_step, position, CONSUMER, CONFIG)
     carry = _first_step(
-        query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG
-    )
-    for step in range(1, num_masked + num_unmasked):
+        query, buffers, barriers, row_bounds, loop, first_step, state_stage, stage, phase, log2_scale,
+        CONSUMER, UPDATE_REF_MAX, CONFIG,
+    )  # fmt: skip
+    for step in range(first_step + 1, end_step):
         carry = _step(query, buffers, barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG)
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     if CONFIG.q_slots == 1:
@@ -244,6 +255,7 @@ def _compute_tile(
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
+    stage, phase = _skip_steps(barriers, num_steps(loop) - end_step, (stage, phase), CONSUMER, CONFIG)
     # Sums and maxima of the four threads of a row are combined only once per work tile.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)

@@ -32,7 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ringattn.kernels.hopper import softmax
-from ringattn.kernels.hopper.common import ROWS, allocate_barriers, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barriers, num_steps, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
@@ -42,6 +42,7 @@ from ringattn.kernels.hopper.forward_common import (
     load_consumer_tile,
     pass_ping_pong,
     run_partitions,
+    skip_steps,
     skip_tile,
     wait_for_ping_pong,
 )
@@ -98,12 +99,11 @@ def _load_values(tiles, buffers, barriers, batch, key_head, start, position, CON
 def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     tiles, _, buffers, barriers = arguments
     batch, head, _ = rows
-    _, _, num_unmasked, num_masked = loop
     key_head = head // CONFIG.group
     _load_queries(tiles, buffers, barriers[0], rows, CONFIG)
     start = step_start(loop, 0, CONFIG.keys)
     position = _load_keys(tiles, buffers, barriers, batch, key_head, start, position, CONFIG)
-    for step in range(1, num_masked + num_unmasked):
+    for step in range(1, num_steps(loop)):
         previous_start = start
         start = step_start(loop, step, CONFIG.keys)
         if CONFIG.overlap:
@@ -190,7 +190,7 @@ def _step(
         query: see `_issue_scores`.
         carry: (p, ref_max, l, o, position). l already includes p of the previous step, but o does not include P V of that step.
         row_bounds, loop: from `load_consumer_tile`.
-        step: at least 1.
+        step: after the consumer's first step.
     """
     _, _, _, empty = barriers
     p, ref_max, l, o, position = carry
@@ -212,7 +212,7 @@ def _step(
 
 @gluon.jit
 def _first_step(
-    query, buffers, barriers, row_bounds, loop, position, log2_scale,
+    query, buffers, barriers, row_bounds, loop, step, position, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     _, _, full, empty = barriers
@@ -223,7 +223,7 @@ def _first_step(
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(empty.index(stage), count=1)
-    weights, ref_max, l = softmax.first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX, CONFIG)
+    weights, ref_max, l = softmax.first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX, CONFIG)
     p = gl.convert_layout(weights.to(in_registers.dtype), CONFIG.p_layout)
     o = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
     return p, ref_max, l, o, position
@@ -235,16 +235,20 @@ def _compute_tile(
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     _, _, _, _, _, results, buffers, barriers, log2_scale, _ = arguments
-    index, batch, head, first_row, end, loop, row_bounds = tile
+    index, batch, head, first_row, end, loop, row_bounds, steps = tile
     queries, query_tails, _, _ = buffers
     _, q_empty, full, empty = barriers
     row_range = batch, head, first_row, end
-    _, _, num_unmasked, num_masked = loop
+    first_step, end_step = steps
     in_shared = queries.index(CONSUMER)
     in_registers = in_shared.slice(0, REGISTER_COLUMNS, dim=1).load(CONFIG.q_layout)
     query = in_registers, in_shared, query_tails.index(CONSUMER)
-    carry = _first_step(query, buffers, barriers, row_bounds, loop, position, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG)
-    for step in range(1, num_masked + num_unmasked):
+    if CONFIG.skips_steps:
+        position = skip_steps(barriers, first_step, position, CONSUMER, CONFIG)
+    carry = _first_step(
+        query, buffers, barriers, row_bounds, loop, first_step, position, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG
+    )
+    for step in range(first_step + 1, end_step):
         carry = _step(query, buffers, barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG)
     p, ref_max, l, o, position = carry
     mbarrier.arrive(q_empty, count=1)
@@ -254,6 +258,8 @@ def _compute_tile(
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = warpgroup_mma_wait(0, deps=(o,))
     mbarrier.arrive(empty.index(value_stage), count=1)
+    if CONFIG.skips_steps:
+        position = skip_steps(barriers, num_steps(loop) - end_step, position, CONSUMER, CONFIG)
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)
     overflowed = finish_work_tile(ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX, CONFIG)

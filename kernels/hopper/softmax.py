@@ -18,7 +18,7 @@ that no step exchanges numbers between threads.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ringattn.kernels.hopper.common import ROWS, step_start
+from ringattn.kernels.hopper.common import ROWS, is_masked, step_start
 
 # UNSET_REF_MAX is the reference max of a row that has not attended to any key. It is finite, so that exp2(-inf - UNSET_REF_MAX)
 # is 0 instead of NaN.
@@ -173,16 +173,15 @@ def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def first_probabilities(scores, row_bounds, loop, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the first step of a work tile. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
+def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute the first step of a consumer. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
     If no row attends to a key, all scores are masked, so it is harmless that the step may read beyond the last key.
     """
     lo, hi, _, ref_max = row_bounds
-    _, _, num_unmasked, num_masked = loop
-    if (num_masked > 0) | (num_unmasked == 0):
-        scores = mask_scores(scores, lo, hi, step_start(loop, 0, CONFIG.keys), CONFIG)
+    if is_masked(loop, step):
+        scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(scores, CONFIG.keys).type.layout))
     zero_sum = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     ref_max = gl.convert_layout(ref_max, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zero_sum
@@ -200,16 +199,16 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     multiply o by alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
-    _, _, _, num_masked = loop
+    _, num_masked_prefix, num_unmasked, num_masked = loop
     alpha = ref_max
-    if step < num_masked:
+    if is_masked(loop, step):
         scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
     # A row's first key may be in any masked step. The first unmasked step sets all remaining reference maxima, because every
     # row attends to the keys of an unmasked step.
-    elif (step <= num_masked) & ~all_initialised:
+    elif (step <= gl.where(num_unmasked > 0, num_masked_prefix, num_masked)) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
     return p, ref_max, l, alpha

@@ -13,6 +13,7 @@ from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.contract import (
+    check_chain,
     check_faults_are_caught,
     check_forward,
     check_heads_beyond_32_bits,
@@ -103,6 +104,19 @@ def test_tiles_end_at_document_boundaries(dtype, dims, hopper):
     problem = make_problem(*packed_intervals(documents), 2 * size + 179, dtype, 3, (4, 2), dims, hopper)
     assert problem.intervals.tiles(128, 128).shape[1] > (2 * size + 179) / 128 + 1
     check_forward(problem, hopper_forward)
+
+
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
+def test_consumers_skip_steps_of_other_consumers(dims, hopper):
+    """Each consumer attends to other keys than the other consumers of its work tile, in more steps than there are stages.
+
+    There are more work tiles than SMs, so the first steps that a consumer skips follow a previous work tile.
+    """
+    lo = (torch.arange(24 * 64) // 64 * 450)[None].int()
+    problem = make_problem(lo, lo + 450, 24 * 450, torch.bfloat16, 1, (24, 4), dims, hopper)
+    check_forward(problem, hopper_forward)
+    check_chain(problem, [0, 5000, 24 * 450], False, hopper_forward)
+    check_chain(problem, [0, 5000, 24 * 450], True, hopper_forward)
 
 
 @pytest.mark.parametrize("dims", DIMS, indirect=True)
