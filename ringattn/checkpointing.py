@@ -28,10 +28,11 @@ class SavedAttention:
     """The results of all calls of attention in a checkpointed function.
 
     After the forward pass, `take` removes the tensors, so that they can be stored elsewhere, such as on the host. `put` must
-    return them before the recomputation.
+    return them before the recomputation. If `keeps` is False, nothing is saved, and the recomputation runs attention again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
+        self.keeps = keeps
         self.calls: list[tuple[tuple[Any, ...], list[int]]] = []
 
     def take(self) -> list[Tensor]:
@@ -100,13 +101,18 @@ class _Context:
     def run(self, attend: Attend) -> tuple[Any, ...]:
         raise NotImplementedError
 
+    def run_outside(self, attend: Attend) -> tuple[Any, ...]:
+        return attend() if self.outer is None else self.outer.run(attend)
+
     def __exit__(self, *_: object) -> None:
         _innermost.set(self.outer)
 
 
 class _Save(_Context):
     def run(self, attend: Attend) -> tuple[Any, ...]:
-        results = attend() if self.outer is None else self.outer.run(attend)
+        results = self.run_outside(attend)
+        if not self.saved.keeps:
+            return results
         # The autograd graph refers to this context. Saved tensors that refer to the graph would therefore form a cycle.
         detached = _detached(results)
         self.saved.calls.append((detached, _versions(detached)))
@@ -122,6 +128,8 @@ class _Reuse(_Context):
 
     def run(self, attend: Attend) -> tuple[Any, ...]:
         calls = self.saved.calls
+        if not self.saved.keeps:
+            return self.run_outside(attend)
         if self.index == len(calls):
             raise RuntimeError(
                 f"the forward pass called attention {len(calls)} times but its recomputation calls it more often: a "

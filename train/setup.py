@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from ringattn.train.model import float8, flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
-from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import Capacity, Needs
 from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.chunks import chunk_blocks
 from ringattn.train.parallel.memory.host_updates import HostUpdates
@@ -36,6 +37,7 @@ from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
+from ringattn.train.parallel.timing import Gpu, Machine
 from ringattn.train.settings.config import Config, ConfigError, check, with_settings
 from ringattn.train.settings.token_budget import resolve_token_budget
 
@@ -61,7 +63,7 @@ class TrainingResources(Resources):
     """The further parts that only a training run needs."""
 
     data: TrainingData
-    memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
+    memory_needed: Needs  # the estimated bytes that this rank needs
     graphed: bool  # whether a training step is replayed from CUDA graphs
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
     data_ready: float  # the time at which the data was loaded, on the clock of `time.monotonic`
@@ -131,17 +133,16 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
-    chosen = choose_plan(config, mesh.shape, tokenizer.vocab_size, bf16, compiled, device)
-    plan, needed = broadcast_object(chosen)
+    machine = machine_of(config, device, tokenizer.vocab_size, bf16)
+    chosen = choose_plan(config, mesh.shape, machine)
+    plan, needs = broadcast_object(chosen)
     with sync_errors():
-        estimate.check(needed, device)
-        optimizer_bytes = estimate.host_optimizer_bytes(config, mesh.shape, tokenizer.vocab_size, bf16, plan)
-        estimate.check_host(optimizer_bytes + estimate.host_bytes(config, mesh.shape, bf16, plan))
+        machine.capacity.check(needs)
         situation = config, mesh.shape, device, compiled and plan == MemoryPlan(), bf16
-        chosen = choose_graphs(*situation, tokenizer.vocab_size, needed)
-    graphed, needed = broadcast_object(chosen)
+        chosen = choose_graphs(*situation, tokenizer.vocab_size, needs, machine.capacity)
+    graphed, needs = broadcast_object(chosen)
     with sync_errors():
-        estimate.check(needed, device)
+        machine.capacity.check(needs)
     with sync_errors():
         data = load_training(config.data, tokenizer)
     # In each call of `load`, the other ranks wait for rank 0. Rank 0 must therefore report an error of the first call before
@@ -167,7 +168,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         compiled=compiled,
         plan=plan,
         graphed=graphed,
-        memory_needed=needed,
+        memory_needed=needs,
         data=data,
         held_out=held_out,
         data_ready=time.monotonic(),
@@ -205,8 +206,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         compile_blocks(model)
     if found.plan.chunk:
         chunk_blocks(model, found.plan.chunk)
-    host_bytes = estimate.host_bytes(config, mesh.shape, found.bf16, found.plan)
-    checkpoint_activations(model, found.plan, device, host_bytes)
+    checkpoint_activations(model, found.plan, device, found.memory_needed.host["activations"])
     host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
     graphs = None
     if found.graphed:
@@ -338,7 +338,7 @@ def choose_fastest_mesh(config: Config) -> Config:
         check(resolve_token_budget(ring, dist.get_world_size()), dist.get_world_size())
         device, bf16, _ = choose_device(config, training=True)
         machine = machine_of(config, device, tokenizer_of(config.data).vocab_size, bf16)
-        if machine is None:
+        if machine.gpu is None:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPUs"
             raise ConfigError(
                 f"parallel=fastest requires a GPU whose speed is known, but this job runs on {name}: set parallel.ring and "
@@ -350,12 +350,12 @@ def choose_fastest_mesh(config: Config) -> Config:
     return with_settings(config, {"parallel.ring": shape.sequence, "parallel.ulysses": shape.ulysses})
 
 
-def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool) -> prediction.Machine | None:
-    """Return the ranks of this job for a prediction, or None if the speed of the device is not known."""
-    if (gpu := prediction.Gpu.of(device)) is None:
-        return None
+def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool) -> Machine:
+    """Return the ranks of this job for a prediction."""
     ranks = dist.get_world_size(), ranks_per_host()
-    return prediction.Machine(device, gpu, *ranks, vocab_size, bf16, uses_compile(config, device))
+    cores = len(os.sched_getaffinity(0)) / ranks_per_host()
+    compiled, capacity = uses_compile(config, device), Capacity.of(device)
+    return Machine(device, Gpu.of(device), *ranks, vocab_size, bf16, compiled, capacity, cores)
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> backends.Choice:

@@ -59,8 +59,13 @@ def attention_flops(device: torch.device) -> float:
     """Return the approximate speed of 16-bit attention, in FLOP/s."""
     if device.type != "cuda":
         return 5e10
+    return attention_flops_of(torch.cuda.get_device_capability(device)[0])
+
+
+def attention_flops_of(capability: int) -> float:
+    """Return `attention_flops` of the GPUs with this major compute capability."""
     # 8 is Ampere and Ada, 9 is Hopper, 10 is Blackwell.
-    return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(torch.cuda.get_device_capability(device)[0], 6e13)
+    return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(capability, 6e13)
 
 
 class HopCost(NamedTuple):

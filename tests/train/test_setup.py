@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -12,6 +13,7 @@ from ringattn.train import setup as run_setup
 from ringattn.train import step
 from ringattn.train.model.gpt import Block
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, Capacity
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import (
@@ -58,7 +60,7 @@ def test_text_that_differs_between_hosts_is_an_error(tmp_path):
 
 def check_fastest_mesh() -> None:
     """On every rank: all ranks use the mesh that rank 0 chooses."""
-    run_setup.machine_of = lambda *args: "machine"
+    run_setup.machine_of = lambda *args: SimpleNamespace(gpu=True)
     run_setup.prediction.fastest_shape = lambda config, machine: MeshShape(2 - dist.get_rank(), 1, 1)
     config = Config(parallel=ParallelConfig(mesh="fastest", ring=2, ulysses=2))
     config = with_settings(config, {"trainer.tokens_per_step": 1024, "trainer.batch_size": 1, "trainer.device": "cpu"})
@@ -149,10 +151,12 @@ def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
 
 @pytest.mark.slow
 def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
-    monkeypatch.setattr(estimate, "is_tight", lambda needed, device: True)
+    plan, config = MemoryPlan(recomputed_blocks=2), job(corpus, 1, MemoryConfig(optimizer="keep"))
+    needed = estimate.peak_bytes(config, MeshShape(1, 1, 1), 257, False, False, plan)
+    gpu = Capacity(sum(needed.values()) / COMFORTABLE_FRACTION, host=0)
+    monkeypatch.setattr(Capacity, "of", lambda device: gpu)
     with one_rank():
-        assert run_setup.build(job(corpus, 1)).plan == MemoryPlan(recomputed_blocks=2)
-        assert run_setup.build(job(corpus, 1, MemoryConfig(activations="keep"))).plan == MemoryPlan()
+        assert run_setup.build(config).plan == plan
 
 
 def test_error_names_the_vocabulary_of_the_tokenizer(corpus):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ringattn.train import preemption
 from ringattn.train.checkpoint import storage
 from ringattn.train.checkpoint.progress import format_size
-from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.parallel.memory.pinned import empty_pinned
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
 from ringattn.train.settings.config import ConfigError, round_up

@@ -24,7 +24,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.checkpoint.storage import FULL_DISK
 from ringattn.train.data.loader import LoaderError
-from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.settings.config import SETTINGS, ConfigError
 from ringattn.train.step import Diverged
 

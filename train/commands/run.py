@@ -38,7 +38,7 @@ from ringattn.train.commands.errors import (
     terminate_on_error,
 )
 from ringattn.train.commands.launch_settings import resolve_settings
-from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.reports import startup

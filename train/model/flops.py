@@ -53,7 +53,9 @@ def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | Non
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 FLOP/s of a device, or None if PEAK_FLOPS does not contain it."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_flops_of(name: str) -> float | None:
+    """Return the dense bf16 FLOP/s of the GPU with this name, or None if PEAK_FLOPS does not contain it."""
     return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, name)), None)

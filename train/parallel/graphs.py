@@ -26,6 +26,7 @@ from ringattn.planning.rank_plan import Plan, use_plans
 from ringattn.train.model.gpt import GPT, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import Capacity, Needs
 from ringattn.train.parallel.mesh import Masks, Mesh, MeshShape, attention, causal_masks, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
@@ -84,18 +85,19 @@ def choose_graphs(
     compiled: bool,
     bf16: bool,
     vocab_size: int,
-    needed: dict[str, float],
-) -> tuple[bool, dict[str, float]]:
+    needs: Needs,
+    capacity: Capacity,
+) -> tuple[bool, Needs]:
     """Return whether a run uses CUDA graphs, and how many bytes a rank needs with this choice, by purpose.
 
-    `needed` contains the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and
+    `needs` contains the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and
     errors as in `uses_graphs`.
     """
     if not uses_graphs(config, shape, device, compiled, bf16):
-        return False, needed
-    with_graphs = needed | {"CUDA graphs": graph_bytes(config, shape, vocab_size, bf16)}
-    if config.trainer.cuda_graphs is None and not estimate.fits(with_graphs, device):
-        return False, needed
+        return False, needs
+    with_graphs = needs._replace(device=needs.device | {"CUDA graphs": graph_bytes(config, shape, vocab_size, bf16)})
+    if config.trainer.cuda_graphs is None and not capacity.fits(with_graphs):
+        return False, needs
     return True, with_graphs
 
 

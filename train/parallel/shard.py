@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import save_attention
+from ringattn.checkpointing import SavedAttention
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.activations import HostActivations, offload_blocks
@@ -67,15 +68,21 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
     """Save only the inputs and the attention outputs of the blocks that `plan` recomputes, on the GPU or in host memory.
 
-    Attention never runs twice. All-to-alls may run twice, because they take little time and saving their results would need
-    much memory. `host_bytes` is the size of the host memory that is allocated for the offloaded blocks.
+    Attention runs twice only in the blocks for which the plan says so. All-to-alls may run twice, because they take little time
+    and saving their results would need much memory. `host_bytes` is the size of the host memory that is allocated for the
+    offloaded blocks.
     """
     blocks = cast("list[Any]", model.blocks)
-    for block in blocks[plan.offloaded_blocks : plan.recomputed_blocks]:
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=save_attention
+    for index in range(plan.offloaded_blocks, plan.recomputed_blocks):
+        rerun = partial(save_attention, SavedAttention(keeps=False))
+        blocks[index].forward = partial(
+            checkpoint,
+            blocks[index].forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=rerun if index < plan.attention_blocks else save_attention,
         )
     if plan.offloaded_blocks:
         host = HostActivations(device)
         host.reserve(host_bytes)
-        offload_blocks(blocks, plan.offloaded_blocks, host)
+        offload_blocks(blocks, plan.offloaded_blocks, host, plan.attention_blocks)

@@ -26,6 +26,7 @@ from ringattn.train.data.stream import StreamDataset
 from ringattn.train.model import flops
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import describe_bytes
 from ringattn.train.parallel.mesh import causal_masks, choose_layout
 from ringattn.train.reports.packing_report import describe_packing, packing_facts, texts_of
 from ringattn.train.setup import Run, machine_of
@@ -82,7 +83,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         # This number is for a sequence that consists of one document.
         "flops_per_token": flops.step_flops(run.model, seq_len, pairs) / seq_len,
         "peak_tflops_per_rank": run.peak_flops / 1e12 if run.peak_flops else None,
-        "estimated_memory_gib": sum(run.memory_needed.values()) / estimate.GIB,
+        "estimated_memory_gib": sum(run.memory_needed.device.values()) / estimate.GIB,
         "init_from": str(run.init_from) if run.init_from else None,
         "git_commit": git_commit(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "triton", "ringattn")},
@@ -126,16 +127,19 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "kernel": f"{facts['kernel']}: {facts['kernel_reason']}" + (", deterministic" if facts["deterministic"] else ""),
         "precision": facts["precision"] + FP8_DESCRIPTIONS[facts["fp8_attention"]] + FLOAT8_DESCRIPTION * facts["float8"],
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
-        "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank",
+        "memory": f"about {describe_bytes(run.memory_needed.device)} per rank",
     }
+    if host := describe_bytes(run.memory_needed.host):
+        entries["host memory"] = f"about {host} per rank"
+    if choices := run.plan.describe(config.model.layers):
+        entries["memory plan"] = choices
     for name, numbers in facts["packing"].items():
         entries[f"documents {name}".strip()] = describe_packing(numbers)
-    if choices := run.plan.describe(config.model.layers):
-        entries["memory"] += f", {choices}"
     if facts["cuda_graphs"]:
         entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
     machine = machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)
-    if machine and not config.data.streaming and dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
+    is_predictable = machine.gpu is not None and not config.data.streaming
+    if is_predictable and dist.get_rank() == 0 and run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
         entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
     documents, held_out = run.data, run.held_out
     are_texts = isinstance(documents, TokenisedDocuments) and isinstance(held_out, TokenisedDocuments)

@@ -102,7 +102,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device, run.uncounted_bytes),
-        "estimated_memory_gib": sum(run.memory_needed.values()) / estimate.GIB,
+        "estimated_memory_gib": sum(run.memory_needed.device.values()) / estimate.GIB,
         "start_up_s": startup.seconds(),
     }
 

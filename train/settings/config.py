@@ -374,12 +374,13 @@ class MemoryConfig(Frozen):
     """Where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
 
     # The intermediate results of the blocks: "keep" (they stay in the memory of the GPU), "recompute" (the backward recomputes
-    # the blocks, except for attention), "offload" (the same, but the inputs and attention results of all blocks except the last
-    # are in host memory) or "auto" (the backward recomputes only as many blocks as are necessary to leave 15% of a GPU's memory
-    # free).
+    # the blocks, except for attention), "recompute-all" (with attention), "offload" (as "recompute", but the inputs and the
+    # attention results of all blocks except the last are in host memory), "offload-inputs" (as "recompute-all", but the inputs
+    # are in host memory) or "auto" (the fastest combination that fits; blocks may differ).
     activations: str = "auto"
     # The fp32 weights of the blocks, their gradients and the state of AdamW: "keep" (they stay in the memory of the GPU),
-    # "offload" (they are in host memory, where the CPU updates them during the next forward pass) or "auto" ("keep").
+    # "offload" (they are in host memory, where the CPU updates them during the next forward pass) or "auto" (those
+    # of as many blocks are in host memory as is fastest).
     optimizer: str = "auto"
     # The two moments of AdamW: "fp32", or "8bit" (those of matrices have 8 bits per element, by torchao; they need a quarter of
     # the memory and stay in the memory of the GPU).
@@ -591,7 +592,7 @@ CHOICES = {
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,
     "parallel.kernel": backends.BACKENDS,
-    "memory.activations": ("auto", "keep", "recompute", "offload"),
+    "memory.activations": ("auto", "keep", "recompute", "recompute-all", "offload", "offload-inputs"),
     "memory.optimizer": ("auto", "keep", "offload"),
     "memory.moments": ("fp32", "8bit"),
     "optim.schedule": ("cosine", "wsd"),
@@ -859,8 +860,9 @@ def _check_training(config: Config) -> Iterator[str]:
     if config.data.source == "recall" and not config.data.mask_documents:
         # Otherwise a key would have several values, because all documents of a sequence contain the same keys.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
-    if config.memory.activations == "offload" and config.model.layers == 1:
-        yield "memory.activations=offload requires at least two layers, because the last one stays on the GPU: leave it out"
+    if config.memory.activations.startswith("offload") and config.model.layers == 1:
+        given = f"memory.activations={config.memory.activations}"
+        yield f"{given} requires at least two layers, because the last one stays on the GPU: leave it out"
     if config.memory.moments == "8bit":
         if config.memory.optimizer == "offload":
             yield "memory.moments=8bit is impossible with memory.optimizer=offload, which requires fp32: leave one of them out"

@@ -20,7 +20,7 @@ from ringattn.comm.p2p import P2PTransport
 from ringattn.train import trainer
 from ringattn.train.commands import run
 from ringattn.train.commands.launch_settings import resolve_settings
-from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.settings.config import check
 from tests.train.launch import ROOT, SMALL, launch, launch_ranks, own_errors, write_corpus
 from tests.train.settings.test_resolution import write_checkpoint

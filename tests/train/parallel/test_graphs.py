@@ -17,6 +17,7 @@ from ringattn.train.inference.losses import evaluate
 from ringattn.train.model import loss as loss_module
 from ringattn.train.parallel import graphs
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
@@ -79,15 +80,14 @@ def test_attention_of_pytorch_is_not_captured(kernel):
     assert not graphs.uses_graphs(config, MeshShape(1, 2, 1), CUDA, compiled=True, bf16=True)
 
 
-def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested(monkeypatch):
+def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested():
     config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
-    situation = MeshShape(1, 4, 1), CUDA, True, True, 257, {"activations": 1.5 * estimate.GIB}
+    situation = MeshShape(1, 4, 1), CUDA, True, True, 257, Needs({"activations": 1.5 * GIB}, {})
     found = []
     for gib, wanted in ((3, None), (2, None), (2, True)):
-        monkeypatch.setattr(estimate, "_total_memory", lambda device, gib=gib: gib * estimate.GIB)
         config = with_settings(config, {"trainer.cuda_graphs": wanted})
-        graphed, needed = graphs.choose_graphs(config, *situation)
-        found.append((graphed, list(needed)))
+        graphed, needs = graphs.choose_graphs(config, *situation, Capacity(gib * GIB, 0))
+        found.append((graphed, list(needs.device)))
     names = ["activations", "CUDA graphs"]
     assert found == [(True, names), (False, names[:1]), (True, names)]
 

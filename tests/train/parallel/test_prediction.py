@@ -1,14 +1,13 @@
 """Predictions of steps: how close they are to measured times, the mesh that they choose, and the line before training."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from ringattn.train.commands.run import CONFIGS
-from ringattn.train.parallel import prediction
-from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel import prediction, timing
+from ringattn.train.parallel.memory.capacity import GIB, Capacity, InsufficientMemory
+from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import (
     Config,
@@ -28,13 +27,14 @@ GPUS = {"H100": ("NVIDIA H100 80GB HBM3", 79.2), "H200": ("NVIDIA H200", 139.8)}
 def machine(monkeypatch):
     """A function that returns some of these GPUs, which this machine does not have."""
 
-    def build(gpu: str, ranks: int, ranks_per_host: int = 8) -> prediction.Machine:
+    def build(gpu: str, ranks: int, ranks_per_host: int = 8, host_gib: float = 0) -> timing.Machine:
         name, gib = GPUS[gpu]
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * estimate.GIB))
         device = torch.device("cuda", 0)
-        return prediction.Machine(device, prediction.Gpu.of(device), ranks, ranks_per_host, 257, bf16=True, compiled=True)
+        return timing.Machine(
+            device, timing.Gpu.of(device), ranks, ranks_per_host, 257, True, True, Capacity(gib * GIB, host_gib * GIB)
+        )
 
     return build
 
@@ -70,14 +70,14 @@ def job(model: str, seq_len: int, tokens_per_step: int | None = None, activation
 )
 def test_predictions_are_close_to_measured_times(gpu, model, seq_len, shape, options, share, seconds, machine):
     shape = MeshShape(*shape)
-    predicted = prediction.step_seconds(job(model, seq_len, **options), shape, machine(gpu, shape.ranks), {None: share})
+    predicted = prediction.predict(job(model, seq_len, **options), shape, machine(gpu, shape.ranks), {None: share}).seconds
     assert predicted == pytest.approx(seconds, rel=0.1)
 
 
 def test_micro_steps_determine_the_time(machine):
     """Two sequences per step on one rank take twice as long as one, except for the time per step."""
     gpus = machine("H200", 1)
-    one, two = (prediction.step_seconds(job("124m", 65_536, n * 65_536), MeshShape(1, 1, 1), gpus) for n in (1, 2))
+    one, two = (prediction.predict(job("124m", 65_536, n * 65_536), MeshShape(1, 1, 1), gpus).seconds for n in (1, 2))
     assert 1.9 * one < two < 2 * one
 
 
@@ -86,9 +86,9 @@ def test_the_host_determines_the_time_of_a_short_step(ring, steps_of_passes, mac
     """The host needs time for every block and for every step of a ring pass."""
     config = job("tiny", 1024)
     config = with_settings(config, {"trainer.cuda_graphs": False})
-    block = prediction.HOST_BLOCK + steps_of_passes * prediction.HOST_HOP
-    expected = prediction.HOST_STEP + prediction.HOST_GROUP + config.model.layers * block
-    predicted = prediction.step_seconds(config, MeshShape(1, ring, 1), machine("H200", ring))
+    block = timing.HOST_BLOCK + steps_of_passes * timing.HOST_HOP
+    expected = timing.HOST_STEP + timing.HOST_GROUP + config.model.layers * block
+    predicted = prediction.predict(config, MeshShape(1, ring, 1), machine("H200", ring)).seconds
     assert predicted == pytest.approx(expected, rel=1e-3)
 
 
@@ -99,8 +99,8 @@ def test_attention_of_all_layers_is_predicted(machine):
     full = with_settings(config, {"model.layer_types": ["full"]})
 
     def attention(config: Config, shares: prediction.Shares) -> float:
-        seconds = prediction.step_seconds(config, MeshShape(1, 2, 1), gpus, shares)
-        return seconds - prediction.step_seconds(config, MeshShape(1, 2, 1), gpus, {None: 0.0, 4096: 0.0})
+        seconds = prediction.predict(config, MeshShape(1, 2, 1), gpus, shares).seconds
+        return seconds - prediction.predict(config, MeshShape(1, 2, 1), gpus, {None: 0.0, 4096: 0.0}).seconds
 
     of_full, of_sliding = attention(full, {}), attention(config, {})
     assert 5 * of_sliding < of_full
@@ -118,7 +118,7 @@ def test_every_rank_updates_its_shard_of_the_parameters(ranks, machine):
     seconds = []
     for accumulate in (1, 2):
         config = with_settings(config, {"trainer.accumulate": accumulate})
-        seconds.append(prediction.step_seconds(config, MeshShape(1, ranks, 1), gpus) - prediction.HOST_STEP)
+        seconds.append(prediction.predict(config, MeshShape(1, ranks, 1), gpus).seconds - timing.HOST_STEP)
     assert 2 * seconds[0] - seconds[1] == pytest.approx(40 * 1.44e9 / ranks / (0.7 * 4.8e12), rel=0.01)
 
 
@@ -139,7 +139,7 @@ def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machi
     shape = prediction.fastest_shape(config, gpus)
     assert (shape.dp, shape.ranks) == (dp, ranks)
     for other in prediction.possible_shapes(config, ranks):
-        if estimate.fits(gpus.choose_plan(config, other)[1], gpus.device):
+        if gpus.capacity.fits(choose_plan(config, other, gpus)[1]):
             speed, highest = (prediction.tokens_per_second(config, each, gpus) for each in (shape, other))
             assert highest <= prediction.EQUAL_TIMES * speed
 
@@ -150,12 +150,12 @@ def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
     config = with_settings(config, {"trainer.cuda_graphs": True})
     gpus = machine("H100", 4)
     shapes = MeshShape(1, 4, 1), MeshShape(4, 1, 1)
-    assert [gpus.choose_plan(config, shape)[0].recomputed_blocks > 0 for shape in shapes] == [False, True]
-    assert all(prediction.step_seconds(config, shape, gpus) > 0 for shape in shapes)
+    assert [choose_plan(config, shape, gpus)[0].recomputed_blocks > 0 for shape in shapes] == [False, True]
+    assert all(prediction.predict(config, shape, gpus).seconds > 0 for shape in shapes)
 
 
 def test_no_mesh_fits(machine):
-    with pytest.raises(estimate.InsufficientMemory, match="each rank would need about"):
+    with pytest.raises(InsufficientMemory, match="each rank would need about"):
         prediction.fastest_shape(job("8b", 131_072, 131_072), machine("H100", 1))
 
 
@@ -182,28 +182,30 @@ def test_meshes_suit_the_heads_and_the_length(machine):
 def test_line_before_training(machine, monkeypatch):
     """The line has the fastest mesh with as many sequences per step, and the fastest one with another number."""
     times = {(1, 4, 1): 0.5, (1, 1, 4): 0.4, (1, 2, 2): 0.45, (2, 2, 1): 0.6, (2, 1, 2): 0.7, (4, 1, 1): 0.51}
-    monkeypatch.setattr(prediction, "step_seconds", lambda config, shape, *rest: times[shape])
+    monkeypatch.setattr(prediction, "predict", lambda config, shape, *rest: timing.StepTime(times[shape], 0.01))
     config, gpus = job("52m", 32_768), machine("H200", 4)
     assert prediction.describe_step(config, MeshShape(1, 4, 1), gpus, {}) == (
-        "about 0.5 s per step, 66,000 tokens/s; "
+        "about 0.5 s per step (0.01 s exposed), 66,000 tokens/s, MFU 2%; "
         "Ulysses over 4 (parallel.ring=4 parallel.ulysses=4): about 1.2 times the tokens/s; "
         "4 data-parallel ranks with one sequence each (parallel.ring=1): about 3.9 times the tokens/s, 4 sequences per step"
     )
     assert prediction.describe_step(config, MeshShape(4, 1, 1), gpus, {}) == (
-        "about 0.51 s per step, 260,000 tokens/s; no other mesh of these GPUs is predicted to be faster"
+        "about 0.51 s per step (0.01 s exposed), 260,000 tokens/s, MFU 7%; "
+        "no other mesh of these GPUs is predicted to be faster"
     )
 
 
 def test_line_leaves_out_meshes_that_do_not_fit(machine, monkeypatch):
     """If all steps took as long, four data-parallel ranks would be the fastest mesh."""
-    monkeypatch.setattr(prediction, "step_seconds", lambda *arguments: 1.0)
-    line = prediction.describe_step(job("8b", 131_072), MeshShape(1, 4, 1), machine("H100", 4), {})
+    monkeypatch.setattr(prediction, "predict", lambda *arguments: timing.StepTime(1.0, 0.0))
+    line = prediction.describe_step(job("8b", 131_072, None, "recompute"), MeshShape(1, 4, 1), machine("H100", 4), {})
     assert line.endswith(
         "; 2 data-parallel groups, each ring of 2 (parallel.ring=2): about 2 times the tokens/s, 2 sequences per step"
     )
 
 
 def test_unknown_devices_have_no_prediction(monkeypatch):
-    assert prediction.Gpu.of(torch.device("cpu")) is None
+    assert timing.Gpu.of(torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce")
-    assert prediction.Gpu.of(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert timing.Gpu.of(torch.device("cuda", 0)) is None

@@ -115,20 +115,23 @@ class HostActivations:
                 remaining, start = remaining[len(host) :], start + len(host)
 
 
-def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations) -> None:
+def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, attention_blocks: int = 0) -> None:
     """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
 
-    `count` is at least 1 and less than the number of blocks. Call this function after the other blocks are checkpointed.
+    The first `attention_blocks` blocks also recompute attention. `count` is at least 1 and less than the number of blocks. Call
+    this function after the other blocks are checkpointed.
     """
     for index, block in enumerate(blocks[:count]):
-        block.forward = partial(_run_offloaded, block.forward, index, host)
+        block.forward = partial(_run_offloaded, block.forward, index, host, index >= attention_blocks)
     blocks[count].forward = partial(_run_after_offloaded, blocks[count].forward, count, host)
 
 
-def _run_offloaded(forward: Forward, index: int, host: HostActivations, x: Tensor, *rest: Any) -> Results:
+def _run_offloaded(
+    forward: Forward, index: int, host: HostActivations, keeps_attention: bool, x: Tensor, *rest: Any
+) -> Results:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
-    saved, inputs = SavedAttention(), [x]
+    saved, inputs = SavedAttention(keeps_attention), [x]
 
     def run() -> Results:
         if inputs:

@@ -1,38 +1,130 @@
-"""Choose the memory plan of a run."""
+"""Choose the memory plan of a run: among the plans that fit, the one with the shortest predicted step."""
 
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-
-import torch
+from functools import cache
 
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, USABLE_FRACTION, Limit, Needs
 from ringattn.train.parallel.memory.chunks import CHUNK
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.timing import SLOW_GPU, Machine, kernels_alone, step_time
 from ringattn.train.settings.config import Config
 
+# Plans whose predicted times differ by at most this factor count as equally fast.
+EQUAL_TIMES = 1.005
 
-def choose_plan(
-    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, device: torch.device
-) -> tuple[MemoryPlan, dict[str, float]]:
-    """Return the memory plan of a run, and the bytes that a rank then needs, see `estimate.peak_bytes`.
+# A plan that leaves some memory of a GPU free is chosen unless it takes more than this many times as long.
+COMFORTABLE_TIMES = 1.03
 
-    With `memory.activations=auto`, no more blocks are recomputed than necessary to leave some memory of a GPU free.
+# About this many numbers of blocks with an offloaded optimizer are compared.
+HOST_CHOICES = 8
+
+
+def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[MemoryPlan, Needs]:
+    """Return the memory plan of a run, and the bytes that a rank then needs.
+
+    Plans are compared without the communication of attention, which is the same for all of them. If no plan fits, the result is
+    the plan that needs the least memory.
     """
-    layers = config.model.layers
-    ranges = {"auto": (0, layers), "keep": (0, 0), "recompute": (layers, layers), "offload": (layers, layers)}
-    least, most = ranges[config.memory.activations]
-    plan = MemoryPlan(
-        recomputed_blocks=least,
-        offloaded_blocks=layers - 1 if config.memory.activations == "offload" else 0,
-        chunk=config.memory.chunk or 0,
-        host_blocks=layers if config.memory.optimizer == "offload" else 0,
+    attention = kernels_alone(config, shape, machine.gpu or SLOW_GPU)
+    common = estimate.PlanIndependent.of(config, shape)
+
+    @cache
+    def needs(plan: MemoryPlan) -> Needs:
+        return estimate.needs(config, shape, machine.vocab_size, machine.bf16, machine.compiled, plan, common)
+
+    def seconds(plan: MemoryPlan) -> float:
+        return step_time(config, shape, machine, plan, attention).seconds
+
+    def best(fraction: float) -> MemoryPlan | None:
+        limit = machine.capacity.limit(fraction)
+        candidates = _candidates(config, shape, machine.bf16, needs, limit)
+        times = {plan: seconds(plan) for plan in candidates if limit.fits(needs(plan))}
+        # Among equally fast plans, the first is the simplest.
+        return next((plan for plan, time in times.items() if time <= EQUAL_TIMES * min(times.values())), None)
+
+    comfortable = best(COMFORTABLE_FRACTION)
+    if comfortable is not None and seconds(comfortable) <= COMFORTABLE_TIMES * seconds(MemoryPlan()):
+        return comfortable, needs(comfortable)
+    usable = best(USABLE_FRACTION)
+    if usable is None:
+        plans = _candidates(config, shape, machine.bf16, needs, machine.capacity.limit())
+        chosen = min(plans, key=lambda plan: machine.capacity.share(needs(plan)))
+    elif comfortable is None or comfortable.attention_blocks > usable.attention_blocks:
+        chosen = usable
+    else:
+        is_slow = seconds(comfortable) > COMFORTABLE_TIMES * seconds(usable)
+        chosen = usable if is_slow else comfortable
+    return chosen, needs(chosen)
+
+
+def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]:
+    """Yield the possible chunks and numbers of blocks whose optimizer is offloaded, simple plans first."""
+    layers, rows = config.model.layers, estimate.tokens_per_rank(config, shape)
+    group = estimate.blocks_per_group(config.model, bf16)
+    # Whole groups are offloaded, beginning with the last one.
+    groups = -(-layers // group)
+    step = -(-groups // HOST_CHOICES)
+    some = [layers - first * group for first in range(groups - 1, 0, -step)]
+    # 8-bit moments are always on the GPU.
+    optimizer = "keep" if config.memory.moments == "8bit" else config.memory.optimizer
+    host = {"keep": [0], "offload": [layers], "auto": [0, *some, layers]}[optimizer]
+    chunks = [0, CHUNK] if config.memory.chunk is None and rows > CHUNK else [config.memory.chunk or 0]
+    for host_blocks in host:
+        yield from (MemoryPlan(host_blocks=host_blocks, chunk=chunk) for chunk in chunks)
+
+
+def _candidates(
+    config: Config, shape: MeshShape, bf16: bool, needs: Callable[[MemoryPlan], Needs], limit: Limit
+) -> Iterator[MemoryPlan]:
+    """Yield the plans that may be the best within this limit, simple plans first. Not all of them fit.
+
+    Recomputing or offloading more blocks always needs less memory of the GPU, and recomputing never needs more of the host.
+    """
+    layers, activations = config.model.layers, config.memory.activations
+    for base in _bases(config, shape, bf16):
+        whole = replace(base, recomputed_blocks=layers)
+        if activations != "auto":
+            yield base if activations == "keep" else _fixed_plan(whole, activations)
+            continue
+
+        def with_offload(plan: MemoryPlan) -> MemoryPlan:
+            """Return a plan that offloads as few blocks as possible."""
+            most = min(plan.recomputed_blocks, layers - 1)
+            plans = [replace(plan, offloaded_blocks=count) for count in range(most + 1)]
+            return _first(plans, lambda plan: limit.fits_device(needs(plan)))
+
+        def fits(plan: MemoryPlan) -> bool:
+            return limit.fits(needs(plan))
+
+        if base.host_blocks and sum(needs(base).host.values()) > limit.host:
+            continue
+        if base == MemoryPlan() and fits(base):
+            yield base  # Every other plan is slower.
+            return
+        recomputing = [replace(base, recomputed_blocks=count) for count in range(layers + 1)]
+        yield _first(recomputing, fits)
+        best = _first(recomputing, lambda plan: fits(with_offload(plan)))
+        yield with_offload(whole)
+        yield with_offload(best)
+        if not fits(with_offload(best)):
+            rerunning = [replace(best, attention_blocks=count) for count in range(layers + 1)]
+            yield with_offload(_first(rerunning, lambda plan: fits(with_offload(plan))))
+
+
+def _fixed_plan(plan: MemoryPlan, activations: str) -> MemoryPlan:
+    """Return a plan that recomputes all blocks, with the other choices that the setting `memory.activations` makes."""
+    layers = plan.recomputed_blocks
+    return replace(
+        plan,
+        attention_blocks=layers if activations in ("recompute-all", "offload-inputs") else 0,
+        offloaded_blocks=layers - 1 if activations.startswith("offload") else 0,
     )
-    needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
-    while plan.recomputed_blocks < most and estimate.is_tight(needed, device):
-        plan = replace(plan, recomputed_blocks=plan.recomputed_blocks + 1)
-        needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
-    is_long = estimate.tokens_per_rank(config, shape) > CHUNK
-    if config.memory.chunk is None and is_long and plan.recomputed_blocks == layers and estimate.is_tight(needed, device):
-        plan = replace(plan, chunk=CHUNK)
-        needed = estimate.peak_bytes(config, shape, vocab_size, bf16, compiled, plan)
-    return plan, needed
+
+
+def _first(plans: Sequence[MemoryPlan], is_true: Callable[[MemoryPlan], bool]) -> MemoryPlan:
+    """Return the first plan for which `is_true` holds, or else the last plan. It must hold for all later plans, too."""
+    return plans[min(bisect_left(plans, True, key=is_true), len(plans) - 1)]

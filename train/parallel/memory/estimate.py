@@ -1,28 +1,21 @@
-"""Estimate the memory that a rank needs. A run that does not fit is rejected before it allocates any large tensor."""
+"""Estimate the memory that a rank needs under a memory plan."""
 
-import os
+from typing import NamedTuple
 
 import torch
 
+from ringattn import Mask
+from ringattn.planning.workload import head_chunks_for_memory
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import chunk_size
+from ringattn.train.parallel.memory.capacity import GIB, Bytes, Needs
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.parallel.ranks import ranks_per_host
-from ringattn.train.settings.config import MOMENT_BLOCK, Config, ConfigError, ModelConfig
-
-GIB = 2**30
+from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
 
 # If all blocks together have at most this many bytes, their parameters stay gathered between the forward and the backward pass.
 # Sharding the parameters again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
-
-# The fraction of a GPU's memory that a run may need before blocks are recomputed. Memory is fragmented, and torch's allocator
-# does not own the receive buffers of a ring over NVLink.
-COMFORTABLE_FRACTION = 0.85
-
-# A run is rejected if its estimate exceeds this fraction of a GPU's memory. CUDA and NCCL need 2 to 4 GiB.
-USABLE_FRACTION = 0.95
 
 # FSDP gathers consecutive blocks together, until their parameters reach this many bytes. The host would take longer to launch a
 # smaller all-gather than the interconnect takes to transfer it.
@@ -57,6 +50,11 @@ def used_block_parameters(model: ModelConfig) -> int:
     return _attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
 
 
+def projection_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters of the matrices before attention."""
+    return model.dim * sum(_attention_dims(model))
+
+
 def _attention_parameters(model: ModelConfig) -> int:
     return model.dim * 2 * (model.heads + model.kv_heads) * model.resolved_head_dim
 
@@ -76,60 +74,63 @@ def tokens_per_rank(config: Config, shape: MeshShape) -> int:
     return -(-config.data.seq_len // shape.sequence)
 
 
+class PlanIndependent(NamedTuple):
+    """Numbers that are the same for all plans of a run."""
+
+    head_chunks: int  # in how many chunks of heads attention certainly runs
+    rotary_dims: int  # the elements per token of the cosines and sines of all layers
+
+    @classmethod
+    def of(cls, config: Config, shape: MeshShape) -> "PlanIndependent":
+        model = config.model
+        ropes = {model.layer(index).rope for index in range(model.layers)}
+        return cls(_head_chunks(config, shape), sum(rope.dim for rope in ropes))
+
+
 def peak_bytes(
-    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, plan: MemoryPlan
-) -> dict[str, float]:
+    config: Config,
+    shape: MeshShape,
+    vocab_size: int,
+    bf16: bool,
+    compiled: bool,
+    plan: MemoryPlan,
+    common: PlanIndependent | None = None,
+) -> Bytes:
     """Estimate the peak of torch's allocator on a rank, in bytes by purpose.
 
-    A step reaches its peak at one of five moments: in the backward pass of the loss, of the last feed-forward network or of the
-    last attention layer, or when FSDP reduces the gradients of the last group of blocks or of the other parameters. The
-    estimate depends only on shapes, and includes neither fragmentation nor the receive buffers of a ring over NVLink.
+    A step reaches its peak in the backward pass of the loss, in that of a block's feed-forward network or attention, or when
+    FSDP reduces the gradients of the last group of blocks or of the other parameters. The estimate depends only on shapes, and
+    includes neither fragmentation nor the receive buffers of a ring over NVLink.
 
     Args:
+        config: the settings of the run.
         shape: the numbers of ranks. With all-to-alls, each block saves its attention output before and after the all-to-all.
         vocab_size: the number of tokens of the tokenizer.
         bf16: whether the model computes in bf16.
         compiled: whether torch.compile is used. Compiled code saves only the inputs of matrix products.
         plan: where the rank keeps the data.
+        common: the result of `PlanIndependent.of`, if it is known.
     """
-    model, size, ranks = config.model, 2 if bf16 else 4, shape.ranks
+    common = common or PlanIndependent.of(config, shape)
+    model, size, ranks, layers = config.model, 2 if bf16 else 4, shape.ranks, config.model.layers
     logits_dim = padded_vocabulary(model, vocab_size)
     head = logits_dim * model.dim
-    vocab, blocks = head * (1 if model.tie_embeddings else 2), model.layers * block_parameters(model)
-    group = blocks_per_group(model, bf16) * block_parameters(model)
+    block = block_parameters(model)
+    vocab, blocks, group = head * (1 if model.tie_embeddings else 2), layers * block, blocks_per_group(model, bf16) * block
     resharded = reshard_after_forward(model, bf16)
     # The parameters outside the blocks are gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
     prefetched = size * group if resharded else 0
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
     # Weights in host memory pass through two fp32 buffers.
-    moments = 8 if config.memory.moments == "fp32" else 2 * (1 + 4 / MOMENT_BLOCK)
-    state = ((4 + moments) * kept + (8 * group if plan.host_blocks else 0)) / ranks
+    state = (_state_bytes(config) * kept + (8 * group if plan.host_blocks else 0)) / ranks
     # With a single micro-step, no gradients exist before the backward pass.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
-    rows = tokens_per_rank(config, shape)
-    tokens = config.trainer.batch_size * rows
-    query_dim, key_value_dim = _attention_dims(model)
-    saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
+    tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
+    saved = _Saved.of(config, shape, bf16, compiled, plan)
     # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
-    rotary_dims = sum(rope.dim for rope in {model.layer(index).rope for index in range(model.layers)})
-    at_once = tokens * min(plan.chunk or rows, rows) / rows
-    # q, k and v exist for all tokens. With chunks, blocks that are not recomputed save only these in addition.
-    attention_inputs = size * (query_dim + key_value_dim)
-    recomputed = tokens * attention_inputs + at_once * (saved - checkpointed - attention_inputs)
-    if at_once < tokens:
-        saved = checkpointed + attention_inputs
-    blocks_saved = model.layers * saved - plan.recomputed_blocks * (saved - checkpointed)
-    # If only the last block is not offloaded, the block before it returns to the GPU while the last one runs backward.
-    blocks_saved -= min(plan.offloaded_blocks, model.layers - 2) * checkpointed
-    activations = tokens * (blocks_saved + 4 * rotary_dims + 24)
-    # At its peak, a step computes the gradients of the last block.
-    recomputed = recomputed if plan.recomputed_blocks == model.layers else 0
-    feed_forward = size * at_once * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
-
-    # With chunks, the gradients of the weights are summed in fp32, and the gradients of two inputs exist for all tokens.
-    sums = 4 * block_parameters(model) + size * tokens * (model.dim + query_dim) if at_once < tokens else 0
+    shared = tokens * (4 * common.rotary_dims + 24)
 
     chunk = min(tokens, chunk_size(logits_dim))
     # The logits of a chunk, their gradient and the gradient of the previous chunk exist at the same time. Later, the gradient
@@ -138,10 +139,8 @@ def peak_bytes(
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:
         chunk_bytes = max(chunk_bytes, 14 * logits)
-    # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
-    attention = tokens * (12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim)
 
-    def moment(backward: float, gathered: float, gradients: float = gradients, activations: float = activations):
+    def moment(backward: float, gathered: float, activations: float, gradients: float = gradients) -> Bytes:
         return {
             "parameters and optimizer state": state,
             "gradients": gradients,
@@ -150,39 +149,52 @@ def peak_bytes(
             "intermediate results of the backward pass": backward,
         }
 
-    moments = [
-        # The loss needs the last hidden states, their norm and its gradient, and the gradient of the head in fp32.
-        moment(3 * size * tokens * model.dim + 4 * head + chunk_bytes, gathered + prefetched),
-        # The last feed-forward network needs the gradients of the head, of the residual stream and of the hidden layer.
-        moment(
-            size * (head + tokens * model.dim + at_once * (_routed_dim(model) + hidden_dim(model))) + recomputed + sums,
-            gathered + 3 * prefetched,
-        ),
-        moment(
-            size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
-        ),
-    ]
+    # The loss needs the last hidden states, their norm and its gradient, and the gradient of the head in fp32.
+    loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
+    moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
+    parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)
+    # The blocks after which the kind of the blocks, and therefore the growth of the memory, changes.
+    changes = {layers - 1, plan.recomputed_blocks - 1, plan.offloaded_blocks, plan.offloaded_blocks - 1, 0}
+    for index in changes & set(range(layers)):
+        # The blocks after this one have gradients instead of activations.
+        later = max(gradients, 4 * block * max(layers - 1 - index - plan.host_blocks, 0) / ranks)
+        activations = tokens * (saved.resident(index + 1) + saved.in_flight(index)) + shared
+        for part in parts:
+            backward = size * head + part + tokens * saved.recomputed(index)
+            moments.append(moment(backward, gathered + 3 * prefetched, activations, later))
     # FSDP frees the parameters of a group before it casts the group's gradients to fp32.
     if group == blocks:  # One group contains all parameters.
-        moments.append(moment((size + 4) * (vocab + blocks), 0, activations=0))
+        moments.append(moment((size + 4) * (vocab + blocks), 0, shared))
     else:
         block_gradients = max(gradients, 4 * max(kept - vocab, 0) / ranks)
         # FSDP reduces the gradients of the last two groups of blocks at the same time, and then all other gradients.
-        moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
-        moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
+        moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, 0, block_gradients))
+        moments.append(moment((size + 4) * vocab, 0, 0, block_gradients))
     return max(moments, key=lambda needed: sum(needed.values()))
 
 
-def host_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -> float:
-    """Return the bytes of host memory that a rank needs for the data of a plan."""
-    outputs = 2 if shape.ulysses > 1 else 1
-    _, checkpointed = _saved_bytes_per_token(config.model, 2 if bf16 else 4, outputs, compiled=False)
-    return plan.offloaded_blocks * checkpointed * config.trainer.batch_size * tokens_per_rank(config, shape)
+def host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
+    """Return the bytes of host memory that a rank needs for the data of a plan, by purpose."""
+    parameters = _host_parameters(config.model, vocab_size, bf16, plan) / shape.ranks
+    return {
+        "parameters and optimizer state": 12 * parameters,
+        "gradients": 4 * parameters,
+        "activations": sum(offloaded_bytes(config, shape, bf16, plan)),
+    }
 
 
-def host_optimizer_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
-    """Return the bytes of host memory that a rank needs for fp32 weights, gradients and two moments."""
-    return 16 * _host_parameters(config.model, vocab_size, bf16, plan) / shape.ranks
+def needs(
+    config: Config,
+    shape: MeshShape,
+    vocab_size: int,
+    bf16: bool,
+    compiled: bool,
+    plan: MemoryPlan,
+    common: PlanIndependent | None = None,
+) -> Needs:
+    """Return `peak_bytes` and `host_bytes`."""
+    peak = peak_bytes(config, shape, vocab_size, bf16, compiled, plan, common)
+    return Needs(peak, host_bytes(config, shape, vocab_size, bf16, plan))
 
 
 def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
@@ -191,6 +203,95 @@ def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: Memo
     # A single FSDP group contains all parameters.
     others = vocab if plan.host_blocks and has_one_group(model, bf16) else 0
     return plan.host_blocks * block_parameters(model) + others
+
+
+def offloaded_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -> list[float]:
+    """Return the bytes of each offloaded block in the host memory of a rank."""
+    saved = _Saved.of(config, shape, bf16, True, plan)
+    tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
+    return [tokens * saved.checkpointed(index) for index in range(plan.offloaded_blocks)]
+
+
+def _state_bytes(config: Config) -> float:
+    """Return the bytes per parameter of the fp32 weights and the moments of AdamW."""
+    return 4 + (8 if config.memory.moments == "fp32" else 2 * (1 + 4 / MOMENT_BLOCK))
+
+
+class _Saved(NamedTuple):
+    """The bytes per token that blocks save between their forward and their backward pass."""
+
+    plan: MemoryPlan
+    kept: float  # of a block that is not recomputed
+    attention: float  # of a block that recomputes everything but attention
+    inputs: float  # of a block that recomputes everything
+
+    @classmethod
+    def of(cls, config: Config, shape: MeshShape, bf16: bool, compiled: bool, plan: MemoryPlan) -> "_Saved":
+        model, size, outputs = config.model, 2 if bf16 else 4, 2 if shape.ulysses > 1 else 1
+        kept, checkpointed = _saved_bytes_per_token(model, size, outputs, compiled)
+        if plan.num_chunks(tokens_per_rank(config, shape)) > 1:
+            # Chunks save the inputs and the outputs of attention, and recompute everything else.
+            kept = checkpointed + size * sum(_attention_dims(model))
+        return cls(plan, kept, checkpointed, size * model.dim)
+
+    def checkpointed(self, index: int) -> float:
+        return self.inputs if index < self.plan.attention_blocks else self.attention
+
+    def resident(self, count: int) -> float:
+        """Return the bytes of the first `count` blocks on the device."""
+        blocks = range(self.plan.offloaded_blocks, min(count, self.plan.recomputed_blocks))
+        inputs = len(range(blocks.start, min(blocks.stop, self.plan.attention_blocks)))
+        checkpointed = inputs * self.inputs + (len(blocks) - inputs) * self.attention
+        return max(count - self.plan.recomputed_blocks, 0) * self.kept + checkpointed
+
+    def in_flight(self, index: int) -> float:
+        """Return the bytes of offloaded blocks that are on the device during the backward pass of a block."""
+        return sum(self.checkpointed(i) for i in (index, index - 1) if 0 <= i < self.plan.offloaded_blocks)
+
+    def recomputed(self, index: int) -> float:
+        """Return the bytes that the recomputation of a block adds."""
+        return self.kept - self.checkpointed(index) if index < self.plan.recomputed_blocks else 0
+
+
+def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan) -> float:
+    """Return the bytes that the backward pass of a feed-forward network adds to the tensors that the block has saved."""
+    model, rows = config.model, tokens_per_rank(config, shape)
+    tokens, query_dim = config.trainer.batch_size * rows, model.heads * model.resolved_head_dim
+    if (count := plan.num_chunks(rows)) == 1:
+        # It needs the gradients of the residual stream and of the hidden layer.
+        return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
+    # For all tokens, it needs the gradients of the output, of the input and of attention. For a chunk, it needs the tensors of
+    # the feed-forward network and their gradients. The gradients of the weights are summed in fp32.
+    chunk = 6 * model.dim + 4 * hidden_dim(model) + 3 * _routed_dim(model)
+    sums = 4 * (block_parameters(model) - projection_parameters(model))
+    return size * tokens * (2 * model.dim + query_dim) + size * -(-tokens // count) * chunk + sums
+
+
+def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan, head_chunks: int) -> float:
+    """Return the bytes that the backward pass of attention adds to the tensors that the block has saved."""
+    model, rows = config.model, tokens_per_rank(config, shape)
+    tokens, (query_dim, key_value_dim) = config.trainer.batch_size * rows, _attention_dims(model)
+    # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
+    temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
+    if head_chunks > 1:
+        # A chunk of heads has its own q, k, v, out and dout. The gradients of all heads are complete at the end.
+        temporary = (temporary + size * (3 * query_dim + key_value_dim)) / head_chunks + size * (query_dim + key_value_dim)
+    freed = 0  # by the feed-forward network
+    if plan.num_chunks(rows) == 1:
+        freed = size * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
+    return tokens * (size * (model.dim + query_dim) + temporary - freed)
+
+
+def _head_chunks(config: Config, shape: MeshShape) -> int:
+    """Return the number of chunks of heads in which attention certainly runs. Documents may have few pairs."""
+    model = config.model
+    if config.data.mask_documents:
+        return 1
+    sizes = config.trainer.batch_size, 1, model.heads, model.resolved_head_dim
+    q = torch.empty(sizes, device="meta")
+    k = q[:, :, : model.kv_heads]
+    pairs = min(Mask.causal(window).pairs(config.data.seq_len)[0] for window in set(model.windows))
+    return head_chunks_for_memory(q, k, k, pairs / shape.sequence)
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
@@ -219,47 +320,3 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     checkpointed_elements = model.dim + attention_outputs * query_dim
     lse = 4 * model.heads
     return size * elements + lse, size * checkpointed_elements + lse
-
-
-class InsufficientMemory(ConfigError):
-    """A job needs more memory than its ranks have."""
-
-
-def is_tight(needed: dict[str, float], device: torch.device) -> bool:
-    """Return whether a run that needs this memory would leave too little free memory on a GPU."""
-    return device.type == "cuda" and sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
-
-
-def fits(needed: dict[str, float], device: torch.device) -> bool:
-    """Return whether this memory fits into the GPU, or into this rank's share of the host."""
-    return sum(needed.values()) <= USABLE_FRACTION * _total_memory(device)
-
-
-def check(needed: dict[str, float], device: torch.device) -> None:
-    """Raise InsufficientMemory unless the estimated memory fits."""
-    if not fits(needed, device):
-        usable = USABLE_FRACTION * _total_memory(device) / GIB
-        parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
-        owner = "its GPU" if device.type == "cuda" else "its share of this host"
-        raise InsufficientMemory(
-            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f} usable: "
-            "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out memory.activations=keep and "
-            "trainer.cuda_graphs=true"
-        )
-
-
-def check_host(needed: float) -> None:
-    """Raise InsufficientMemory unless the host has this many bytes for the data of each of its ranks."""
-    usable = USABLE_FRACTION * _total_memory(torch.device("cpu"))
-    if needed > usable:
-        raise InsufficientMemory(
-            f"each rank would need {needed / GIB:.1f} GiB of host memory for offloaded data, but its share of this host has "
-            f"{usable / GIB:.1f} usable: use more ranks, a shorter data.seq_len, or leave out offload in the settings of memory"
-        )
-
-
-def _total_memory(device: torch.device) -> float:
-    """Return the bytes of a GPU, or of this rank's share of the host."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_host()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.train.parallel.memory.estimate import GIB, InsufficientMemory
+from ringattn.train.parallel.memory.capacity import GIB, InsufficientMemory
 
 
 def empty_pinned(count: int, device: torch.device) -> Tensor:

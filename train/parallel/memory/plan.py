@@ -9,23 +9,29 @@ class MemoryPlan:
 
     # How many blocks, beginning with the first, the backward recomputes, except for attention.
     recomputed_blocks: int = 0
-    # How many of these blocks, beginning with the first, have their inputs and attention results in host memory. The last block
-    # has not, because the backward pass begins with it.
+    # How many of these blocks, beginning with the first, also recompute attention.
+    attention_blocks: int = 0
+    # How many of the recomputed blocks, beginning with the first, have their inputs and attention results in host memory. The
+    # last block has not, because the backward pass begins with it.
     offloaded_blocks: int = 0
     # How many blocks, up to the last, have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
-    # How many tokens of a sequence a rank processes at once, except in attention. 0: all.
+    # The tokens of a sequence that a rank processes at once, except in attention. 0: all.
     chunk: int = 0
+
+    def num_chunks(self, tokens: int) -> int:
+        """Return into how many chunks a rank divides its tokens of a sequence."""
+        return -(-tokens // self.chunk) if self.chunk else 1
 
     def describe(self, layers: int) -> str:
         """Return the choices that differ from the default, for a model with this number of blocks."""
-        choices = []
-        if self.recomputed_blocks:
-            choices.append(f"the backward pass recomputes {self.recomputed_blocks} of {layers} blocks except for attention")
-        if self.offloaded_blocks:
-            choices.append(f"the inputs and attention results of {self.offloaded_blocks} blocks are in host memory")
-        if self.host_blocks:
-            choices.append(f"the optimizer of {self.host_blocks} blocks is in host memory")
-        if self.chunk:
-            choices.append(f"at most {self.chunk:,} tokens are processed at once")
-        return ", ".join(choices)
+        texts = {
+            f"the backward pass recomputes {self.recomputed_blocks} of {layers} blocks except for attention": (
+                self.recomputed_blocks
+            ),
+            f"and attention in {self.attention_blocks} of them": self.attention_blocks,
+            f"the inputs and attention results of {self.offloaded_blocks} blocks are in host memory": self.offloaded_blocks,
+            f"the optimizer of {self.host_blocks} blocks is in host memory": self.host_blocks,
+            f"{self.chunk:,} tokens at once": self.chunk,
+        }
+        return ", ".join(text for text, is_chosen in texts.items() if is_chosen)

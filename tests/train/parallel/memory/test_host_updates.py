@@ -13,6 +13,7 @@ from torch import Tensor
 from ringattn.train import setup as run_setup
 from ringattn.train import step, trainer
 from ringattn.train.parallel.memory import estimate
+from ringattn.train.parallel.memory.capacity import Needs
 from ringattn.train.parallel.memory.host_updates import HostUpdates
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.settings.config import with_settings
@@ -37,7 +38,7 @@ def run_steps(
     """
     values = {name.replace("__", "."): value for name, value in settings.items()}
     config = with_settings(job(corpus, dp, ring=1), {"optim.clip": CLIP} | values)
-    plan = MemoryPlan(host_blocks=host_blocks), {"all": 0.0}
+    plan = MemoryPlan(host_blocks=host_blocks), Needs({}, {"activations": 0.0})
     with patch.object(run_setup, "choose_plan", lambda *_: plan):
         run = run_setup.build(config)
     assert len(run.host_updates.groups) == host_blocks

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringattn.train.parallel.memory.estimate import InsufficientMemory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.parallel.memory.pinned import empty_pinned
 
 GPU = torch.device("cuda", 0)

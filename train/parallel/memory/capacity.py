@@ -1,0 +1,120 @@
+"""Compare the memory that a rank needs with the memory that it has."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ringattn.train.parallel.ranks import ranks_per_host
+from ringattn.train.settings.config import ConfigError
+
+GIB = 2**30
+
+# The fraction of a GPU's memory that a run may need before blocks are recomputed or offloaded. Memory is fragmented, and the
+# allocator of torch does not own the receive buffers of a ring over NVLink.
+COMFORTABLE_FRACTION = 0.85
+
+# A run is rejected if its estimate exceeds this fraction of the memory. CUDA and NCCL need 2 to 4 GiB of a GPU.
+USABLE_FRACTION = 0.95
+
+# The bytes of host memory that Python, CUDA and the data loader of a rank need.
+PROCESS_BYTES = 5 * GIB
+
+# The files in which Linux writes the limit of a container's memory.
+LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+
+Bytes = dict[str, float]  # by purpose
+
+
+class InsufficientMemory(ConfigError):
+    """A job needs more memory than its ranks have."""
+
+
+class Needs(NamedTuple):
+    """The bytes that a rank needs, by purpose: on its device, and in host memory for offloaded data."""
+
+    device: Bytes
+    host: Bytes
+
+    @property
+    def total(self) -> float:
+        return sum(self.device.values()) + sum(self.host.values())
+
+
+class Limit(NamedTuple):
+    """The bytes that a run may need."""
+
+    gpu: float | None  # None on CPUs, on which the host memory contains everything
+    host: float
+
+    def fits_device(self, needs: Needs) -> bool:
+        return self.gpu is None or sum(needs.device.values()) <= self.gpu
+
+    def fits(self, needs: Needs) -> bool:
+        host = needs.total if self.gpu is None else sum(needs.host.values())
+        return self.fits_device(needs) and host <= self.host
+
+
+class Capacity(NamedTuple):
+    """The bytes of memory that a rank has."""
+
+    gpu: float | None  # None on CPUs, on which the host memory contains everything
+    host: float  # the rank's share of its host
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Capacity":
+        gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        return cls(gpu, host_memory() / ranks_per_host())
+
+    def limit(self, fraction: float = USABLE_FRACTION) -> "Limit":
+        """Return how many bytes a run may need if it may use this fraction of a GPU."""
+        if self.gpu is None:
+            return Limit(None, USABLE_FRACTION * self.host)
+        return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0))
+
+    def share(self, needs: Needs) -> float:
+        """Return which fraction of the scarcer memory is needed."""
+        if self.gpu is None:
+            return needs.total / self.host
+        return max(sum(needs.device.values()) / self.gpu, sum(needs.host.values()) / max(self.limit().host, 1))
+
+    def fits(self, needs: Needs) -> bool:
+        return self.limit().fits(needs)
+
+    def check(self, needs: Needs) -> None:
+        """Raise InsufficientMemory unless the bytes fit."""
+        if self.fits(needs):
+            return
+        limit = self.limit()
+        if self.gpu is None or limit.gpu is None:
+            both = {name: needs.device.get(name, 0) + needs.host.get(name, 0) for name in (*needs.device, *needs.host)}
+            raise _error(both, limit.host, "its share of this host")
+        if not limit.fits_device(needs):
+            raise _error(needs.device, limit.gpu, "its GPU")
+        raise _error(needs.host, limit.host, "its share of this host")
+
+
+def describe_bytes(needed: Bytes) -> str:
+    """Return the GiB in total and by purpose, or "" if there are none."""
+    parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items() if count >= 0.05 * GIB)
+    total = f"{sum(needed.values()) / GIB:.1f} GiB"
+    return "" if not any(needed.values()) else total + f" ({parts})" * bool(parts)
+
+
+def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
+    return InsufficientMemory(
+        f"each rank would need about {describe_bytes(needed)}, but {owner} has {usable / GIB:.1f} usable: use "
+        "more ranks, a shorter data.seq_len, a smaller model or batch, or leave out settings of memory and "
+        "trainer.cuda_graphs=true"
+    )
+
+
+def host_memory() -> float:
+    """Return the bytes of memory of this host, or of the container in which this process runs."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in LIMITS:
+        with suppress(OSError, ValueError):  # The file exists only in some containers, and may contain "max".
+            total = min(total, int(Path(path).read_text()))
+    return total
