@@ -1,0 +1,187 @@
+"""Predict which mesh and which memory plan train a model at a sequence length, without a GPU.
+
+    python -m scripts.tools.plan_training --model 8b --seq-len 1048576 --gpus 1 4 8
+    python -m scripts.tools.plan_training --model 8b --seq-len 262144 --gpus 2 --gpu h100 --host-gib 500 trainer.float8=true
+
+For each number of GPUs, the script prints the mesh (data parallel, ring, Ulysses) with the highest predicted tokens/s, its
+memory plan, the bytes by purpose and place, the seconds per step, the seconds in which the GPUs do not compute, and the MFU. If
+the fastest mesh trains several sequences per step, the script also prints the fastest mesh with one sequence. If nothing fits,
+the script says what would fit. The same code chooses the memory plan of a run (`train/parallel/memory`).
+
+All figures are predictions for bf16 with torch.compile, for sequences of one document. They follow from these measurements:
+
+- attention: the speed of the kernels and of the interconnect on one to four H200s (`ringattn/planning/cost_model.py`)
+- matrix products, fused kernels, collectives and the time of the host: runs on one to four H100s and H200s
+  (`train/parallel/timing.py`, tests/train/parallel/test_prediction.py)
+- copies to the host at 51 GB/s per direction and GPU, and updates of 4.3e9 parameters/s on 16 cores: one H200
+- memory: the peaks of runs on H100s and H200s (tests/train/parallel/memory/test_estimate.py)
+
+The speed of the network between hosts is an assumption (40 GB/s per GPU), and so are figures of GPUs other than H100 and H200.
+Further arguments are settings of train/run.py, such as memory.optimizer=keep.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+
+from ringattn.train.commands.run import CONFIGS
+from ringattn.train.parallel import prediction
+from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs, describe_bytes
+from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.plan import MemoryPlan
+from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.timing import MATMUL_EFFICIENCY, Gpu, Machine, StepTime, step_time
+from ringattn.train.settings.config import Config, check_values, with_settings
+from ringattn.train.settings.literal import to_config
+from scripts import command
+
+# The names of GPUs, their major compute capabilities, and their memory in GiB as CUDA reports it.
+GPUS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 9, 79.2),
+    "h200": ("NVIDIA H200", 9, 139.8),
+    "b200": ("NVIDIA B200", 10, 178.4),
+    "a100": ("NVIDIA A100-SXM4-80GB", 8, 79.2),
+}
+# The host memory per GPU and the cores per GPU of the machines on which we measured.
+HOST_GIB_PER_GPU, CORES_PER_GPU = 125, 16
+MOST_GPUS = 4096  # in the search for a number of GPUs that suffices
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a job and their hosts."""
+
+    gpu: str  # a key of GPUS
+    gpus: int
+    gpus_per_host: int
+    host_gib: float | None  # None: HOST_GIB_PER_GPU
+
+    def machine(self, vocab_size: int) -> Machine:
+        name, capability, gib = GPUS[self.gpu]
+        per_host = min(self.gpus, self.gpus_per_host)
+        host = HOST_GIB_PER_GPU if self.host_gib is None else self.host_gib / per_host
+        gpu, capacity = Gpu.named(name, capability), Capacity(gib * GIB, host * GIB)
+        device = torch.device("cuda")
+        return Machine(device, gpu, self.gpus, self.gpus_per_host, vocab_size, True, True, capacity, CORES_PER_GPU)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A mesh with its memory plan and its predicted step."""
+
+    shape: MeshShape
+    plan: MemoryPlan
+    needs: Needs
+    time: StepTime
+    speed: float  # tokens/s of all GPUs
+
+
+def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
+    """Yield the meshes that fit, with their memory plans."""
+    for shape in prediction.possible_shapes(config, machine.ranks):
+        plan, needs = choose_plan(config, shape, machine)
+        if machine.capacity.fits(needs):
+            yield shape, plan, needs
+
+
+def results(config: Config, machine: Machine) -> list[Result]:
+    """Return the meshes that fit, the one with the most tokens/s first."""
+    found = []
+    for shape, plan, needs in fitting(config, machine):
+        time = step_time(config, shape, machine, plan, prediction.attention_of_layers(config, shape, machine))
+        tokens = config.data.seq_len * config.trainer.batch_size * shape.dp * prediction.num_micro_steps(config, shape)
+        found.append(Result(shape, plan, needs, time, tokens / time.seconds))
+    return sorted(found, key=lambda each: -each.speed)
+
+
+def describe(config: Config, machine: Machine, result: Result) -> str:
+    """Return the lines about a mesh."""
+    sequences = round(result.speed * result.time.seconds / config.data.seq_len)
+    flops = result.speed / config.data.seq_len * prediction.model_flops(config, machine.vocab_size) / machine.ranks
+    gpu, host = machine.capacity.gpu or 0, machine.capacity.host
+    peak = machine.gpu.matmul / MATMUL_EFFICIENCY if machine.gpu else 0
+    lines = {
+        "mesh": f"{prediction.describe_shape(result.shape)}, {sequences} sequence{'s' * (sequences > 1)} per step",
+        "memory plan": result.plan.describe(config.model.layers) or "everything stays on the GPU",
+        "GPU memory": f"{describe_bytes(result.needs.device)} of {gpu / GIB:.1f} GiB per GPU",
+        "host memory": f"{describe_bytes(result.needs.host) or '0 GiB'} of {host / GIB:.1f} GiB per GPU",
+        "step": f"{result.time.seconds:.4g} s, {result.time.exposed:.2g} s exposed, {result.speed:,.0f} tokens/s, "
+        f"{flops / 1e12:.0f} TFLOP/s per GPU, MFU {flops / peak:.1%}",
+    }
+    return "".join(f"  {name:<13}{text}\n" for name, text in lines.items())
+
+
+def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]:
+    """Return what would fit if a job does not."""
+
+    def fits(cluster: Cluster, config: Config = config) -> bool:
+        return any(True for _ in fitting(config, cluster.machine(vocab_size)))
+
+    seq_len, found = config.data.seq_len, list[str]()
+    counts = [2**n for n in range(MOST_GPUS.bit_length()) if 2**n > cluster.gpus]
+    if (count := next((n for n in counts if fits(replace(cluster, gpus=n))), None)) is not None:
+        found.append(f"{count} GPUs")
+    lengths = [seq_len * part // 16 for part in range(15, 0, -1)]
+    if (length := first(lengths, lambda n: fits(cluster, with_settings(config, {"data.seq_len": n})))) is not None:
+        found.append(f"{length:,} tokens")
+    per_host = min(cluster.gpus, cluster.gpus_per_host)
+    sizes = [per_host * n for n in range(HOST_GIB_PER_GPU, 4001, 25)]
+    if (size := first(sizes, lambda n: fits(replace(cluster, host_gib=n)))) is not None:
+        found.append(f"hosts with {size:,} GiB")
+    return found
+
+
+def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
+    """Return the first value for which `is_true` holds, by bisection."""
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_true(values[middle]) else (middle + 1, high)
+    return values[low] if low < len(values) else None
+
+
+def report(config: Config, cluster: Cluster) -> str:
+    """Return the lines about one number of GPUs."""
+    vocab_size = config.model.vocab_size or 257
+    machine = cluster.machine(vocab_size)
+    lines = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)}\n"
+    if not (found := results(config, machine)):
+        what = "; ".join(alternatives(config, cluster, vocab_size)) or "none of more GPUs, a shorter length or larger hosts"
+        return f"{lines}  does not fit. Each of these would fit: {what}\n"
+    chosen = [found[0]] + [each for each in found if each.shape.dp == 1][:1] * (found[0].shape.dp > 1)
+    return lines + "\n".join(describe(config, machine, each) for each in chosen)
+
+
+def compose(model: str, seq_len: int, settings: list[str]) -> Config:
+    """Return the settings of a run."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    overrides = [f"model={model}", f"data.seq_len={seq_len}", "data.mask_documents=false", "trainer.device=cuda", "name=plan"]
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = to_config(hydra.compose("train", [*overrides, *settings]))
+    check_values(config)
+    return config
+
+
+def main(argv: list[str]) -> None:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--model", default="8b", help="a file in configs/model/; default: 8b")
+    parser.add_argument("--seq-len", type=command.at_least(1), required=True, help="the tokens of a sequence")
+    parser.add_argument("--gpus", type=command.at_least(1), nargs="+", default=[1, 4, 8], help="default: 1 4 8")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
+    parser.add_argument("--gpus-per-host", type=command.at_least(1), default=8, help="default: 8")
+    parser.add_argument("--host-gib", type=float, help=f"the memory of a host; default: {HOST_GIB_PER_GPU} per GPU")
+    parser.add_argument("settings", nargs=argparse.REMAINDER, help="settings of train/run.py")
+    args = parser.parse_args(argv)
+    config = compose(args.model, args.seq_len, args.settings)
+    print(f"Predictions for {args.model} with {args.seq_len:,} tokens per sequence on {GPUS[args.gpu][0]}\n")
+    for count in args.gpus:
+        print(report(config, Cluster(args.gpu, count, args.gpus_per_host, args.host_gib)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

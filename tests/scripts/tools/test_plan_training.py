@@ -1,0 +1,54 @@
+"""The planner of training runs: its output, and what it proposes if nothing fits."""
+
+import re
+
+import pytest
+
+from scripts.tools import plan_training
+from scripts.tools.plan_training import Cluster, compose, first, report
+
+
+def lines(text: str, name: str) -> list[str]:
+    return re.findall(rf"^  {name} +(.*)$", text, re.MULTILINE)
+
+
+def test_the_plan_of_a_million_tokens_on_four_gpus(capsys):
+    plan_training.main(["--model", "8b", "--seq-len", "1048576", "--gpus", "4"])
+    output = capsys.readouterr().out
+    assert output.startswith("Predictions for 8b with 1,048,576 tokens per sequence on NVIDIA H200\n\n4 GPUs\n")
+    assert len(lines(output, "mesh")) == 1
+    (memory,), (step,) = lines(output, "GPU memory"), lines(output, "step")
+    total, *parts = (float(x) for x in re.findall(r" ?([\d.]+) GiB \(| ([\d.]+)[,)]", memory) for x in x if x)
+    assert sum(parts) == pytest.approx(total, abs=0.3)
+    seconds, tflops, mfu = (float(re.search(text, step)[1]) for text in (r"([\d.]+) s, ", r"(\d+) TFLOP/s", r"MFU ([\d.]+)%"))
+    assert tflops == pytest.approx(9.894 * mfu, rel=0.01)
+    assert 380 < seconds < 480
+
+
+def test_settings_of_the_command_line_are_used():
+    config = compose("8b", 8192, ["memory.activations=recompute", "trainer.batch_size=2"])
+    assert (config.model.dim, config.data.seq_len, config.trainer.batch_size) == (4096, 8192, 2)
+    text = report(config, Cluster("h200", 8, 8, None))
+    assert all("recomputes 32 of 32" in plan for plan in lines(text, "memory plan"))
+
+
+def test_the_fastest_mesh_with_one_sequence_is_also_printed():
+    text = report(compose("52m", 32_768, []), Cluster("h200", 2, 8, None))
+    assert [mesh.split(", ")[1] for mesh in lines(text, "mesh")] == ["2 sequences per step", "1 sequence per step"]
+
+
+@pytest.mark.slow
+def test_if_nothing_fits_the_script_says_what_would():
+    config = compose("8b", 1_048_576, [])
+    text = report(config, Cluster("h200", 1, 8, None))
+    gpus, length, host = re.search(r"would fit: (\d+) GPUs; ([\d,]+) tokens; hosts with ([\d,]+) GiB", text).groups()
+    fitting = [
+        (config, Cluster("h200", int(gpus), 8, None)),
+        (compose("8b", int(length.replace(",", "")), []), Cluster("h200", 1, 8, None)),
+        (config, Cluster("h200", 1, 8, float(host.replace(",", "")))),
+    ]
+    assert all("s exposed" in report(*each) for each in fitting)
+
+
+def test_bisection_finds_the_first_value():
+    assert [first(list(range(10)), lambda n, limit=limit: n >= limit) for limit in (0, 4, 9, 10)] == [0, 4, 9, None]
