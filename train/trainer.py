@@ -272,7 +272,8 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
 def build_saver(run: Run, done: int) -> background.Saver:
     """Return the object that saves the checkpoints after step `done`. All ranks call this function."""
     trainer = run.config.trainer
-    size = 3 * local_bytes(run.model.parameters())  # the parameters and two averages
+    states = (tensor for state in run.optimizer.state.values() for tensor in state.values())
+    size = local_bytes([*run.model.parameters(), *states])
     every = trainer.checkpoint_every
     saves_early = every > 0 and done + every - done % every < trainer.steps
     is_background = background.choose(trainer.background_saves, size, saves_early)
