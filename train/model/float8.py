@@ -5,7 +5,7 @@ the exported model. The experts and their router do not use FP8.
 """
 
 import logging
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,16 +59,25 @@ def convert(model: GPT, emulate: bool = False) -> None:
         torchao.convert_to_float8_training(block, config=config, module_filter_fn=_is_outside_experts)
         for layer in block.children():
             if isinstance(layer, nn.Linear):
-                patched: Any = layer
-                patched.forward = partial(_forward, layer, layer.forward)
+                layer.__class__ = _training_linear(type(layer))
+
+
+@cache
+def _training_linear(float8_linear: Any) -> Any:
+    """Return a subclass of torchao's layer that computes without FP8 if there are no gradients.
+
+    All layers have the same class, and no attribute of their own, so that torch.compile compiles a block once for all layers.
+    """
+
+    class TrainingLinear(float8_linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if torch.is_grad_enabled() else F.linear(x, self.weight, self.bias)
+
+    return TrainingLinear
 
 
 def _is_outside_experts(_: nn.Module, name: str) -> bool:
     return not name.startswith("experts.")
-
-
-def _forward(layer: nn.Linear, float8_forward: Any, x: Tensor) -> Tensor:
-    return float8_forward(x) if torch.is_grad_enabled() else F.linear(x, layer.weight, layer.bias)
 
 
 def _import_torchao() -> Any:
