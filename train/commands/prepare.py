@@ -4,8 +4,8 @@
     ringattn-train data=prepared data.path=FOLDER ...
 
 The settings of the text are those of the training: data, data.path, data.subset, data.split, data.format, data.column,
-data.messages_column, data.max_document_mb, data.on_error, data.tokenizer, data.eos_token, data.special_tokens and
-data.num_proc, the number of processes. docs/settings.md explains them.
+data.messages_column, data.join, data.max_document_mb, data.on_error, data.tokenizer, data.eos_token, data.special_tokens
+and data.num_proc, the number of processes. docs/settings.md explains them.
 
 If the command is killed, the same command continues where it stopped. docs/prepared-data.md describes the files.
 """
@@ -29,7 +29,7 @@ from ringattn.train.settings.config import Config, ConfigError, check
 log = logging.getLogger(__name__)
 
 SETTINGS = (
-    *("source", "path", "subset", "split", "format", "column", "messages_column", "max_document_mb", "on_error"),
+    *("source", "path", "subset", "split", "format", "column", "messages_column", "join", "max_document_mb", "on_error"),
     *("tokenizer", "eos_token", "special_tokens", "num_proc"),
 )
 

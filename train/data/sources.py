@@ -143,9 +143,12 @@ class Corpus:
                 rows: Any = self._rows
                 selected = rows.select_columns(config.columns).select(range(piece.begin, piece.end or 0))
                 yield from _arrow_rows(config.description, selected.with_format("arrow").iter(64), config, piece.begin)
+            case "stdlib" | "text" if config.join == "folder":
+                for folder, members in itertools.groupby(names, key=_folder_of(config)):
+                    yield from _joined(folder, list(members), config)
             case "stdlib":
                 for name in names:
-                    yield name, Path(name).read_text("utf-8-sig", "replace")
+                    yield name, _read_library_file(name, config.max_document_mb)
             case "packages":
                 for text in library_packages(names):
                     yield "a package", text
@@ -227,6 +230,45 @@ def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterat
         row += content is not None
 
 
+def _folder_of(config: DataConfig) -> Callable[[str], str]:
+    """Return a function that maps a file to the folder directly in `data.path`, or in the standard library, that contains it.
+
+    A file outside of these folders is its own folder.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    root = library if config.source == "stdlib" else Path(config.path or "").expanduser().resolve()
+    if not root.is_dir():
+        raise ConfigError(f"data.path={config.path} is not a folder, but data.join=folder joins the folders in data.path")
+
+    def folder_of(file: str) -> str:
+        return str(root / Path(file).relative_to(root).parts[0]) if Path(file).is_relative_to(root) else file
+
+    return folder_of
+
+
+def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Entry]:
+    """Yield the faults of the files in a folder, and one document with all other files. A line names each file."""
+    read: Any = _read_library_file if config.source == "stdlib" else _read_text
+    texts, size = list[str](), 0
+    for name in members:
+        content = _attempt(read, name, config.max_document_mb)
+        if isinstance(content, ConfigError):
+            yield name, content
+        elif isinstance(content, str) and content:
+            texts.append(f"===== {os.path.relpath(name, os.path.dirname(folder))} =====\n{content}")
+            size += len(content.encode())
+            try:
+                check_size(folder, size, config.max_document_mb)
+            except ConfigError as error:
+                yield folder, error
+                return
+    yield folder, "\n".join(texts)
+
+
+def _read_library_file(file: str, _: int) -> str:
+    return Path(file).read_text("utf-8-sig", "replace")
+
+
 def _attempt(read: Callable[..., Content], *arguments: Any) -> Content:
     try:
         return read(*arguments)
@@ -239,9 +281,7 @@ def _pieces_of_files(config: DataConfig, piece_bytes: int) -> Iterator[Piece]:
     states = list(map(State.of, library_files() if config.source in ("stdlib", "packages") else files(config)))
     limit = 2**62 if config.source == "packages" else piece_bytes
     group, size = list[State](), 0
-    for state in states:
-        is_divisible = config.source in ("jsonl", "parquet")
-        parts = _pieces_of_file(state, config, piece_bytes) if is_divisible else [Piece((state,), state.size)]
+    for parts in _parts(states, config, piece_bytes):
         is_divided = len(parts) > 1
         if group and (is_divided or size + parts[0].size > limit):
             yield Piece(tuple(group), size)
@@ -249,10 +289,23 @@ def _pieces_of_files(config: DataConfig, piece_bytes: int) -> Iterator[Piece]:
         if is_divided:
             yield from parts
         else:
-            group.append(state)
+            group += parts[0].files
             size += parts[0].size
     if group:
         yield Piece(tuple(group), size)
+
+
+def _parts(states: list[State], config: DataConfig, piece_bytes: int) -> Iterator[list[Piece]]:
+    """Return the pieces of each file, or of each folder of files."""
+    if config.join == "folder":
+        folder_of = _folder_of(config)
+        for _, folder in itertools.groupby(states, key=lambda state: folder_of(state.path)):
+            members = tuple(folder)
+            yield [Piece(members, sum(state.size for state in members))]
+    else:
+        is_divisible = config.source in ("jsonl", "parquet")
+        for state in states:
+            yield _pieces_of_file(state, config, piece_bytes) if is_divisible else [Piece((state,), state.size)]
 
 
 def _pieces_of_file(state: State, config: DataConfig, piece_bytes: int) -> list[Piece]:

@@ -85,7 +85,7 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
 def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: Path | None) -> Path:
     corpus = sources.Corpus(config)
     encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
-    settings = [config.source, config.split, config.columns, config.max_document_mb, config.on_error]
+    settings = [config.source, config.split, config.columns, config.max_document_mb, config.on_error, config.join]
     content = corpus.identity or _content(corpus, config, num_proc)
     key = Hasher.hash([settings, content, tokenizer, code(tokenizer), *(encoder.identity if encoder else [])])
     folder = folder or Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
@@ -121,7 +121,7 @@ def _check_key(folder: Path, key: str) -> None:
 def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
     """Return a hash of the content of all files. It is computed again only if the time or the size of a file changes."""
     states = list(dict.fromkeys(state for piece in corpus.pieces for state in piece.files))
-    names = [state.path for state in states] if config.source == "packages" else []
+    names = [state.path for state in states] if config.source == "packages" or config.join == "folder" else []
     # No program can set the time of the last change of the inode.
     known = [[*state, os.stat(state.path).st_ctime_ns] for state in states]
     path = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / "content" / f"{Hasher.hash(known)}.json"

@@ -223,6 +223,7 @@ class MixSource(Frozen):
     split: str = "train"
     column: str = "text"
     messages_column: str = "messages"
+    join: str = "none"
 
 
 @dataclass
@@ -236,8 +237,8 @@ class DataConfig(Frozen):
     source: str = "stdlib"
     # The sources of a mixture, such as [{name:web,source:jsonl,path:web.jsonl,weight:0.7},{source:packages,weight:0.3}]. The
     # weight of a source is its share of the tokens, relative to the other sources. The other values are `name` (by default
-    # `source`), `source`, `path`, `subset`, `split`, `column` and `messages_column`. The fraction `eval_fraction` of every
-    # source is held out.
+    # `source`), `source`, `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of
+    # every source is held out.
     mix: list[MixSource] = field(default_factory=list)
     # What happens when the text, or a source of a mixture, runs out: "repeat" (it is read again in another order, and a message
     # says so) or "end" (the run has only as many steps as there is text).
@@ -268,6 +269,9 @@ class DataConfig(Frozen):
     column: str = "text"
     # The column that contains the messages of "chat", a list of objects with role and content.
     messages_column: str = "messages"
+    # "folder": in "text" and "stdlib", the files of each folder directly in `path`, with its subfolders, are one document. They
+    # are sorted by name, and a line before each file names it. "none": each file is a document.
+    join: str = "none"
     # The largest document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its size to
     # tokenise it.
     max_document_mb: int = 200
@@ -586,6 +590,7 @@ CHOICES = {
     "data.on_error": ("raise", "skip"),
     "data.format": ("text", "chat", "prompt_completion"),
     "data.packing": ("stream", "best-fit"),
+    "data.join": ("none", "folder"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
     "parallel.layout": (*layout.KINDS, "auto"),
@@ -716,7 +721,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     model, data, optim = config.model, config.data, config.optim
     for names, is_unused, reason in (
         (
-            "data.path data.subset data.split data.eval_split data.eval_path data.column data.messages_column",
+            "data.path data.subset data.split data.eval_split data.eval_path data.column data.messages_column data.join",
             data.source == "mix",
             "if data.source=mix: set it for the sources in data.mix",
         ),
@@ -751,6 +756,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             f"if data.source={data.source}: choose data=jsonl, parquet or hub",
         ),
         ("data.column", data.format != "text", f"if data.format={data.format}: set data.messages_column, or data.format=text"),
+        ("data.join", data.source not in ("stdlib", "text"), f"if data.source={data.source}: choose data=text or stdlib"),
         ("data.packing", data.streaming, "with data.streaming: leave data.streaming out"),
         ("data.packing", data.source == "recall", "if data.source=recall: choose another source"),
         ("data.packing", data.format != "text", f"if data.format={data.format}, whose records are never cut: leave it out"),

@@ -7,6 +7,7 @@ import logging
 import lzma
 import os
 import tracemalloc
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -75,6 +76,46 @@ def test_every_text_file_is_a_document(tmp_path):
     assert sorted(lengths(corpus)) == [11, 19]
     documents, _ = sources.read_documents(corpus)
     assert sorted(text for _, text in documents) == ["", "first\n\nstill first", "zweites é"]
+
+
+JOINED = {"a/one.py": "1\n", "a/part/two.py": "2", "a/empty.py": "", "a-b/three.py": "3", "b.py": "4"}
+
+
+def write_files(root: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("source", ["text", "stdlib"])
+@pytest.mark.parametrize("piece_bytes", [1, 2**26])
+def test_the_files_of_a_folder_are_one_document(source, piece_bytes, tmp_path, monkeypatch):
+    """A process reads whole folders, also if they are larger than a piece."""
+    root = tmp_path / "text"
+    write_files(root, {name: text.encode() for name, text in JOINED.items()})
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(sources, "PIECE_BYTES", piece_bytes)
+    corpus = config(source, path=str(root) if source == "text" else None, join="folder")
+    documents, _ = sources.read_documents(corpus)
+    joined = "===== a/one.py =====\n1\n\n===== a/part/two.py =====\n2"
+    expected = ["===== a-b/three.py =====\n3", joined, "===== b.py =====\n4"]
+    assert [text for _, text in documents] == expected
+    assert lengths(corpus) == [1 + len(text) for text in expected]
+    # The cache of the tokens depends on the names.
+    (root / "a").rename(root / "aa")
+    assert load(corpus, BytesTokenizer()).beginning(14) == list(b"===== aa/one.p")
+
+
+def test_faults_of_joined_files(tmp_path):
+    """A faulty file is skipped without its folder. A folder may not be larger than a document."""
+    root, large = tmp_path / "text", b"x" * 600_000
+    write_files(root, {"a/bad.txt": b"\xff", "a/good.txt": b"good", "big/1": large, "big/2": large})
+    settings = {"path": str(root), "join": "folder", "max_document_mb": 1}
+    assert_one_line_error(config("text", **settings), "a/bad.txt, line 1: the byte 0xff is not UTF-8")
+    assert lengths(config("text", on_error="skip", **settings)) == [1 + len("===== a/good.txt =====\ngood")]
+    (root / "a" / "bad.txt").unlink()
+    assert_one_line_error(config("text", **settings), "big has more than data.max_document_mb=1 MB")
+    assert_one_line_error(config("text", path=f"{root}/a/good*", join="folder"), "is not a folder, but data.join=folder")
 
 
 @pytest.fixture(params=["jsonl", "parquet"])

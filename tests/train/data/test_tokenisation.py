@@ -36,7 +36,7 @@ def write_corpus(folder: Path, source: str) -> DataConfig:
                 (folder / f"{number}-{index:03}.txt").write_text(text)
         else:
             content = "".join(json.dumps({"text": text}) + "\n\n" * (len(text) % 2) + "\n" for text in part).encode()
-            (folder / f"{number}.jsonl").write_bytes(gzip.compress(content) if number == 3 else content)
+            (folder / f"{number}.jsonl").write_bytes(gzip.compress(content, mtime=0) if number == 3 else content)
     return DataConfig(source=source, path=str(folder), seq_len=4, eval_fraction=0.0)
 
 
