@@ -104,7 +104,7 @@ def _lines_before(file: str, begin: int) -> int:
 
 
 class Corpus:
-    """The documents of a source, divided into pieces of about `piece_bytes` bytes.
+    """The documents of a source, divided into pieces of about `piece_bytes` bytes, by default PIECE_BYTES.
 
     Attributes:
         pieces: the pieces, in the order of the documents.
@@ -116,7 +116,8 @@ class Corpus:
         Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
     """
 
-    def __init__(self, config: DataConfig, piece_bytes: int = PIECE_BYTES):
+    def __init__(self, config: DataConfig, piece_bytes: int | None = None):
+        piece_bytes = piece_bytes or PIECE_BYTES
         self._config, self._rows = config, load_hub(config) if config.source == "hub" else None
         self.identity, self.known_sizes = "", None
         if self._rows is not None:
