@@ -109,7 +109,7 @@ class AdamW8bit(AdamW):
             super()._update(group, gradients)
             return
         beta1, beta2 = group["betas"]
-        options = torch.tensor(group["lr"]), beta1, beta2, group["weight_decay"], group["eps"], True, False
+        options = torch.tensor(group["lr"], device="cpu"), beta1, beta2, group["weight_decay"], group["eps"], True, False
         # The number of shapes is fixed, so no limit of recompilations is needed.
         with torch._dynamo.utils.disable_cache_limit():
             for parameter, gradient in zip(group["params"], gradients, strict=True):
