@@ -446,9 +446,9 @@ class TrainerConfig(Frozen):
     # When the forward of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or "always"
     # (also in training). The backward uses the rounded inputs, but not FP8.
     fp8_attention: str = "never"
-    # Whether the linear layers of the blocks use FP8 in training steps, with torchao and one scale per tensor. Evaluation and
-    # generation use bf16, checkpoints contain plain weights, and the MFU stays relative to the peak of bf16. It requires a GPU
-    # of compute capability 8.9 or newer, and widths that are multiples of 16.
+    # Whether the linear layers of the blocks use FP8 in training steps (torchao, one scale per tensor). Evaluation and
+    # generation use bf16, and the MFU stays relative to the peak of bf16. It requires a GPU of compute capability 8.9 or newer,
+    # and widths that are multiples of 16.
     float8: bool = False
     # Whether all operations give the same bits in every run. On Hopper GPUs, the backward of attention then takes up to 1.2
     # times as long.
