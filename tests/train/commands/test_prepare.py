@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_training_on_a_folder_equals_training_on_the_source(run_command_line, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_runs_continue_with_the_same_batches(ranks, tmp_path, monkeypatch):
-    """Two data-parallel ranks are killed after a checkpoint. The losses depend on every token of the batches."""
+    """All data-parallel ranks are killed three times. The losses depend on every token of the batches."""
     monkeypatch.chdir(tmp_path)
     write_lines()
     run_prepare(*ARGUMENTS)
@@ -84,11 +85,10 @@ def test_killed_runs_continue_with_the_same_batches(ranks, tmp_path, monkeypatch
     for name, source in (("source", ARGUMENTS[1:]), ("prepared", ("data=prepared", f"data.path={tmp_path}/shards"))):
         arguments = *small, *source, f"name={name}", f"data.path={tmp_path}/{'shards' if name == 'prepared' else 'lines.jsonl'}"
         (tmp_path / name).mkdir()
-        if name == "prepared":
-            passed, _, stderr = launch_ranks(ranks, tmp_path / name, *arguments, prepare=_exit_after_four_steps)
+        for _ in range(3 if name == "prepared" else 0):
+            passed, _, _ = launch_ranks(ranks, tmp_path / name, *arguments, prepare=_kill_in_third_step)
             assert not passed
-            for path in (tmp_path / name).glob("store*"):
-                path.unlink()
+            shutil.rmtree(tmp_path / name / "store")
         passed, _, stderr = launch_ranks(ranks, tmp_path / name, *arguments)
         assert passed, stderr
     found = {}
@@ -99,16 +99,15 @@ def test_killed_runs_continue_with_the_same_batches(ranks, tmp_path, monkeypatch
     assert found["prepared"] == found["source"]
 
 
-def _exit_after_four_steps(rank: int) -> None:
-    """Kill this rank when it begins step 5."""
+def _kill_in_third_step(rank: int) -> None:
+    """Kill this rank in the third step after its start."""
     from ringattn.train import trainer
 
     take_step, steps = trainer.take_step, [0]
 
     def count(*arguments: object, **options: object) -> object:
         steps[0] += 1
-        if steps[0] == 5:
-            time.sleep(0.5)  # Rank 0 may still be writing the checkpoint of step 4.
+        if steps[0] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return take_step(*arguments, **options)
 
@@ -117,20 +116,20 @@ def _exit_after_four_steps(rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_preparation_that_is_killed_at_random_moments_continues(tmp_path, monkeypatch):
-    """Two processes tokenise 40 pieces. After every kill, no process is left, and only temporary files are incomplete."""
+    """Two processes tokenise 26 pieces. After every kill, no process is left, and only temporary files are incomplete."""
     monkeypatch.chdir(tmp_path)
     Path("small.py").write_text(
         "from ringattn.train.data import sources, tokenisation, workers\n"
         "from ringattn.train.commands import prepare\n"
-        "sources.PIECE_BYTES, tokenisation.SHARD_TOKENS, workers.MIN_BYTES = 2**19, 2**18, 1\n"
+        "sources.PIECE_BYTES, tokenisation.SHARD_TOKENS, workers.MIN_BYTES = 2**18, 2**17, 1\n"
         "if __name__ == '__main__':\n    prepare.main()\n"
     )
-    write_lines(250_000)
+    write_lines(70_000)
     expected = tmp_path / "expected"
     command = [sys.executable, "small.py", *ARGUMENTS[1:]]
     subprocess.run([*command, f"output={expected}", "data.num_proc=1"], env=environment(tmp_path), check=True)
     generator, kills, folder = random.Random(5), 0, tmp_path / "shards"
-    while kills < 30:
+    while kills < 4:
         process = subprocess.Popen([*command, "output=shards", "data.num_proc=2"], env=environment(tmp_path), process_group=0)
         deadline = time.monotonic() + 60
         done = len(list(folder.glob("*-*.json")))
@@ -148,8 +147,8 @@ def test_a_preparation_that_is_killed_at_random_moments_continues(tmp_path, monk
             shard = json.loads(path.read_text())
             if shard["documents"]:
                 assert (folder / path.with_suffix(".tokens").name).stat().st_size == 2 * shard["tokens"]
-    assert process.wait() == 0
-    assert kills >= 3
+    subprocess.run([*command, "output=shards", "data.num_proc=2"], env=environment(tmp_path), check=True)
+    assert kills >= 2
     names = sorted(path.name for path in expected.iterdir())
     assert names == sorted(path.name for path in folder.iterdir())
     for name in names:
