@@ -50,7 +50,7 @@ HELD_OUT_ROWS = 10_000
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
-PIECE_BYTES = 2**26  # of a file: a process reads them in seconds, and a large file has pieces for many processes
+PIECE_BYTES = 2**25  # of a file: a process reads them in seconds, and a large file has pieces for many processes
 COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed file, to estimate the remaining time
 
 
