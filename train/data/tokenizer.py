@@ -153,10 +153,11 @@ class JsonTokenizer:
         return str(self._tokenizer.id_to_token(index))
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._encode(text).ids, dtype=np.int32)
+        return self.encode_batch([text])[0]
 
     def encode_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        encoding = self._encode(text)
+        self._warn_of_special_names(text)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         starts, stops = np.array([*spans, (len(text), len(text) + 1)]).T
         # The first span that ends after the beginning of a token must begin before the end of the token.
@@ -166,12 +167,9 @@ class JsonTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         for text in texts:
             self._warn_of_special_names(text)
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        # The fast function does not compute the offsets of tokens.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-
-    def _encode(self, text: str) -> Any:
-        self._warn_of_special_names(text)
-        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _warn_of_special_names(self, text: str) -> None:
         if not self._is_parsed and self.fingerprint not in _warned and (found := self.special_names.search(text)):

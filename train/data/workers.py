@@ -150,6 +150,7 @@ def _begin_process(*shared: Any) -> None:
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Otherwise every process would start a thread per core.
     logging.getLogger().handlers[:] = [_Collector(logging.WARNING)]
     # Without this thread, the process would wait forever for a task if its parent process was killed.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
