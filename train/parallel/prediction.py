@@ -144,6 +144,8 @@ def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sh
 def describe_shape(shape: MeshShape) -> str:
     """Return the ranks of a mesh, and the settings that select it."""
     settings = f"parallel.ring={shape.sequence}" + (f" parallel.ulysses={shape.ulysses}" if shape.ulysses > 1 else "")
+    if shape.ranks == 1:
+        return "one GPU"
     if shape.sequence == 1:
         return f"{shape.dp} data-parallel ranks with one sequence each ({settings})"
     sizes = {"ring of": shape.ring, "Ulysses over": shape.ulysses}

@@ -99,7 +99,7 @@ class Capacity(NamedTuple):
 def describe_bytes(needed: Bytes) -> str:
     """Return the GiB in total and by purpose, or "" if there are none."""
     parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items() if count >= 0.05 * GIB)
-    total = f"{sum(needed.values()) / GIB:.1f} GiB"
+    total = f"{sum(needed.values()) / GIB:.{1 if sum(needed.values()) > GIB else 2}f} GiB"
     return "" if not any(needed.values()) else total + f" ({parts})" * bool(parts)
 
 
