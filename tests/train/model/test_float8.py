@@ -107,16 +107,14 @@ def test_run_on_a_cpu_is_rejected(corpus):
         run_setup.build(with_settings(job(corpus, 1), {"trainer.float8": True}))
 
 
-def emulate() -> None:
-    float8.check = lambda *arguments: None
-    float8.convert = partial(float8.convert, emulate=True)
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "check", lambda *arguments: None)
+    monkeypatch.setattr(float8, "convert", partial(float8.convert, emulate=True))
 
 
 @pytest.mark.slow
 def test_run_learns_as_without_fp8_and_resumes_without_it(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(float8, "check", None)
-    monkeypatch.setattr(float8, "convert", float8.convert)
-    emulate()
+    emulate(monkeypatch)
     with one_rank():
         plain, run = (run_setup.build(with_settings(job(corpus, 1), {"trainer.float8": use})) for use in (False, True))
         assert evaluate(run) == evaluate(plain)
@@ -177,12 +175,31 @@ def test_compiled_blocks_compute_the_same():
 
 
 @pytest.mark.slow
+def test_memory_settings_do_not_change_fp8(corpus, monkeypatch):
+    """Chunks of tokens have scales of their own, so their losses differ slightly."""
+    emulate(monkeypatch)
+    losses = {}
+    with one_rank():
+        for setting in ("activations=keep", "activations=recompute", "activations=offload", "optimizer=offload", "chunk=16"):
+            name, value = setting.split("=")
+            values = {"trainer.float8": True, f"memory.{name}": int(value) if value.isdecimal() else value}
+            run = run_setup.build(with_settings(job(corpus, 1), values))
+            losses[setting] = train(run, 3)
+            run.loader.close()
+    expected = losses.pop("activations=keep")
+    assert losses["activations=recompute"] == losses["activations=offload"] == expected
+    assert losses["optimizer=offload"] == pytest.approx(expected, rel=1e-5)
+    assert losses["chunk=16"] == pytest.approx(expected, rel=0.005)
+    assert losses["chunk=16"] != expected
+
+
+@pytest.mark.slow
 def test_ranks_use_fp8(corpus, tmp_path):
     run_ranks(check_ranks, 2, tmp_path / "store", corpus)
 
 
 def check_ranks(corpus: str) -> None:
-    emulate()
+    emulate(pytest.MonkeyPatch())
     config = with_settings(job(corpus, 1, ring=2), {"trainer.precision": "bf16"})
     plain, losses = (train(run_setup.build(with_settings(config, {"trainer.float8": use})), 3) for use in (False, True))
     assert losses != plain
