@@ -32,6 +32,11 @@ def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
     """
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated() + uncounted) / estimate.GIB
+    return peak_host_memory_gib()
+
+
+def peak_host_memory_gib() -> float:
+    """Return the peak memory of this process in GiB, with Python, its libraries and pinned memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / estimate.GIB
 
 
@@ -103,6 +108,8 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device, run.uncounted_bytes),
         "estimated_memory_gib": sum(run.memory_needed.device.values()) / estimate.GIB,
+        "peak_host_memory_gib": peak_host_memory_gib(),
+        "estimated_offloaded_gib": sum(run.memory_needed.host.values()) / estimate.GIB,
         "start_up_s": startup.seconds(),
     }
 

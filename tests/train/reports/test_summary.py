@@ -21,7 +21,7 @@ def run(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(summary, "broadcast_object", lambda value: value)
     monkeypatch.setattr(summary, "peak_memory_gib", lambda *_: 1.5)
     config = with_settings(Config(), {"trainer.steps": 20, "trainer.sample_tokens": 0})
-    needed = Needs({"activations": 2.0**30, "parameters": 2.0**29}, {})
+    needed = Needs({"activations": 2.0**30, "parameters": 2.0**29}, {"activations": 2.0**31})
     mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
     sizes = {"tokens_per_step": 1000, "peak_flops": 8e12, "memory_needed": needed, "uncounted_bytes": 0}
     return SimpleNamespace(
@@ -52,7 +52,7 @@ def test_losses_are_means_over_the_last_tenth_of_the_steps(run):
     assert (result["final_loss"], result["eval_loss"], result["total_tokens"]) == (19.5, 30.0, 20_000)
     assert (result["steps"], result["ranks"], result["ring"], result["peak_memory_gib"]) == (20, 4, 2, 1.5)
     assert result["eval_loss_by_length"] == {"64": 31.0, "256": 29.0}
-    assert (result["tokens_per_step"], result["estimated_memory_gib"]) == (1000, 1.5)
+    assert (result["tokens_per_step"], result["estimated_memory_gib"], result["estimated_offloaded_gib"]) == (1000, 1.5, 2.0)
 
 
 @pytest.mark.parametrize("first", [1, 11], ids=["resumed run", "branch without earlier records"])

@@ -2,17 +2,21 @@
 
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from ringattn import Mask, flash_attention, save_attention
+from ringattn import Mask, flash_attention
+from ringattn.kernels import dispatch
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel.memory.activations import HostActivations, offload_blocks
+from ringattn.train.parallel import shard
+from ringattn.train.parallel.memory.activations import HostActivations
+from ringattn.train.parallel.memory.plan import MemoryPlan
+from ringattn.train.parallel.shard import checkpoint_activations
 from ringattn.train.settings.config import ModelConfig
 
 LAYERS, TOKENS = 4, 24
@@ -128,21 +132,21 @@ def test_tensors_are_freed_one_block_later(late_streams):
     assert fetched.data_ptr() == x.data_ptr()
 
 
-def loss_and_gradients(options: dict, offloaded: int | None, micro_steps: int = 2) -> list[Tensor]:
+def loss_and_gradients(options: dict, offloaded: int | None, micro_steps: int = 2, attention_blocks: int = 0) -> list[Tensor]:
     """Return the loss, and the gradients of all parameters after some micro-steps.
 
     `offloaded` blocks keep their activations in host memory, and all blocks are recomputed. With None, no block is recomputed.
+    The first `attention_blocks` blocks also recompute attention.
     """
-    config = ModelConfig(**SMALL | options)
+    config, device = ModelConfig(**SMALL | options), torch.device("cpu")
     model = GPT(config, 64)
     for module in (model, *model.blocks):
         module.init_weights(torch.Generator().manual_seed(0))
-    host = HostActivations(torch.device("cpu"), buffer_bytes=1024)
+    host = HostActivations(device, buffer_bytes=1024)
     if offloaded is not None:
-        for block in model.blocks[offloaded:]:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=save_attention)
-    if offloaded:
-        offload_blocks(model.blocks, offloaded, host)
+        plan = MemoryPlan(recomputed_blocks=LAYERS, attention_blocks=attention_blocks, offloaded_blocks=offloaded)
+        with patch.object(shard, "HostActivations", lambda _: host):
+            checkpoint_activations(model, plan, device, 0)
     attends = [partial(flash_attention, mask=Mask.causal(window)) for window in config.windows]
     generator = torch.Generator().manual_seed(1)
     for _ in range(micro_steps):
@@ -162,6 +166,18 @@ def test_gradients_equal_those_of_recomputation(name):
         for result, wanted in zip(loss_and_gradients(MODELS[name], offloaded), expected, strict=True):
             assert wanted.abs().max() > 0
             assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("offloaded", [0, 2])
+def test_attention_may_run_again(name, offloaded, monkeypatch):
+    """Three blocks, some of which are offloaded, run attention once in the forward and once in the backward pass."""
+    expected, calls = loss_and_gradients(MODELS[name], None), []
+    forward = dispatch.forward
+    monkeypatch.setattr(dispatch, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+    results = loss_and_gradients(MODELS[name], offloaded, attention_blocks=3)
+    assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+    assert len(calls) == 2 * (LAYERS + 3)
 
 
 def test_tensors_of_the_next_block_arrive_during_a_backward_pass(monkeypatch):
