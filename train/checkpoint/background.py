@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ringattn.train import preemption
 from ringattn.train.checkpoint import storage
 from ringattn.train.checkpoint.progress import format_size
-from ringattn.train.parallel.memory.capacity import InsufficientMemory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory, host_memory
 from ringattn.train.parallel.memory.pinned import empty_pinned
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
 from ringattn.train.settings.config import ConfigError, round_up
@@ -39,18 +39,20 @@ ALIGNMENT = 64
 SLACK = 2**22
 
 
-def choose(wanted: bool | None, size: int, saves_early: bool) -> bool:
+def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0) -> bool:
     """Return whether a run saves in the background. All ranks call this function.
 
     Args:
         wanted: the setting `trainer.background_saves`.
         size: the bytes of the tensors of a checkpoint on this rank.
         saves_early: whether the run saves before its last step.
+        planned: the bytes of host memory that this rank needs for its memory plan.
 
     Raises:
         ConfigError: on every rank, if `wanted` is True, but a rank has too little host memory.
     """
-    available = _available_memory() / ranks_per_host()
+    # The data of a plan may not be allocated yet, and Linux does not subtract the limit of a container.
+    available = min(_available_memory() / ranks_per_host(), host_memory() / ranks_per_host() - planned)
     fits = size <= MEMORY_FRACTION * available
     problem = (
         f"background saves need {format_size(size)} of host memory per rank, which is more than half of the "

@@ -176,6 +176,13 @@ def test_choice_depends_on_the_memory_and_on_the_saves(wanted, available, saves_
     assert len(caplog.messages) == (available == 199)
 
 
+def test_memory_of_the_plan_and_the_limit_of_a_container_are_not_available(monkeypatch):
+    monkeypatch.setattr(background, "_available_memory", lambda: 10_000)
+    monkeypatch.setattr(background, "host_memory", lambda: 500)
+    with one_rank():
+        assert [background.choose(None, 100, True, planned) for planned in (0, 300, 301)] == [True, True, False]
+
+
 def test_background_saves_without_memory_are_an_error(monkeypatch):
     monkeypatch.setattr(background, "_available_memory", lambda: 2**30)
     with one_rank(), pytest.raises(ConfigError, match=r"background_saves=true: .* need 1.0 GiB .* of the 1.0 GiB available"):
