@@ -144,6 +144,14 @@ def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machi
             assert highest <= prediction.EQUAL_TIMES * speed
 
 
+def test_the_fastest_mesh_fits(machine):
+    """Without attention that runs again, four data-parallel ranks would be the fastest, but do not fit."""
+    config, gpus = job("8b", 131_072, 4 * 131_072, "recompute"), machine("H100", 4)
+    shape, fastest = prediction.fastest_shape(config, gpus), MeshShape(4, 1, 1)
+    assert gpus.capacity.fits(choose_plan(config, shape, gpus)[1])
+    assert prediction.tokens_per_second(config, fastest, gpus) > prediction.tokens_per_second(config, shape, gpus)
+
+
 def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
     """A mesh that needs recomputation cannot use graphs, but the run's own mesh can."""
     config = job("350m", 131_072)
