@@ -20,7 +20,6 @@ The speed of the network between hosts is an assumption (40 GB/s per GPU), and s
 Further arguments are settings of train/run.py, such as memory.optimizer=keep.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -175,9 +174,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
     parser.add_argument("--gpus-per-host", type=command.at_least(1), default=8, help="default: 8")
     parser.add_argument("--host-gib", type=float, help=f"the memory of a host; default: {HOST_GIB_PER_GPU} per GPU")
-    parser.add_argument("settings", nargs=argparse.REMAINDER, help="settings of train/run.py")
-    args = parser.parse_args(argv)
-    config = compose(args.model, args.seq_len, args.settings)
+    settings = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
+    args = parser.parse_args([argument for argument in argv if argument not in settings])
+    config = compose(args.model, args.seq_len, settings)
     print(f"Predictions for {args.model} with {args.seq_len:,} tokens per sequence on {GPUS[args.gpu][0]}\n")
     for count in args.gpus:
         print(report(config, Cluster(args.gpu, count, args.gpus_per_host, args.host_gib)), flush=True)
