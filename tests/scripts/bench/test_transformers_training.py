@@ -8,7 +8,7 @@ import torch
 from ringattn import Mask
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel.memory import used_block_parameters
+from ringattn.train.parallel.memory.estimate import used_block_parameters
 from scripts.bench import stock_training, transformers_training
 from scripts.bench.stock_training import load_model_config
 

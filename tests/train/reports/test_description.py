@@ -5,6 +5,7 @@ import platform
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,30 +31,30 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
         run = run_setup.build(job(corpus, 1, schedule="kv", route="relay"))
         run = replace(run, init_from=Path("weights"), init_from_changes="model.window=None (now 40)")
         facts = description.run_facts(run)
-    description.describe(run, Path("outputs/name"), facts)
-    entries = dict(message.split(maxsplit=1) for message in caplog.messages)
-    assert entries["directory"] == "outputs/name"
-    assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
-    assert corpus in entries["data"]
-    assert "61 tokens" in entries["data"]
-    assert "held-out" in entries["data"]
-    assert entries["ring"] == "layout auto, 61 tokens per rank, schedule kv, route relay"
-    assert "4 sequences, 244 tokens" in entries["step"]
-    assert entries["precision"] == "fp32"
-    assert "blockwise" in entries["kernel"]
-    assert entries["model"].endswith(" parameters, vocabulary 257")
-    caplog.clear()
-    run = replace(run, config=with_settings(run.config, {"model.vocab_size": 300}), init_from=tmp_path / "hf")
-    write_config(run.init_from, max_position_embeddings=32, rope_parameters=None)
-    description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
-    assert "positions   sequences of 61 tokens are longer than the 32 positions of the model" in caplog.text
-    assert "vocabulary 257 of 300 rows, the others are not part of the loss\n" in caplog.text
-    assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
+        description.describe(run, Path("outputs/name"), facts)
+        entries = dict(message.split(maxsplit=1) for message in caplog.messages)
+        assert entries["directory"] == "outputs/name"
+        assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
+        assert corpus in entries["data"]
+        assert "61 tokens" in entries["data"]
+        assert "held-out" in entries["data"]
+        assert entries["ring"] == "layout auto, 61 tokens per rank, schedule kv, route relay"
+        assert "4 sequences, 244 tokens" in entries["step"]
+        assert entries["precision"] == "fp32"
+        assert "blockwise" in entries["kernel"]
+        assert entries["model"].endswith(" parameters, vocabulary 257")
+        caplog.clear()
+        run = replace(run, config=with_settings(run.config, {"model.vocab_size": 300}), init_from=tmp_path / "hf")
+        write_config(run.init_from, max_position_embeddings=32, rope_parameters=None)
+        description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
+        assert "positions   sequences of 61 tokens are longer than the 32 positions of the model" in caplog.text
+        assert "vocabulary 257 of 300 rows, the others are not part of the loss\n" in caplog.text
+        assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
 
 
 def test_prediction_is_logged_with_the_documents_of_the_text(corpus, caplog, monkeypatch):
     caplog.set_level("INFO")
-    monkeypatch.setattr(description, "machine_of", lambda *args: "machine")
+    monkeypatch.setattr(description, "machine_of", lambda *args: SimpleNamespace(gpu="a GPU"))
     received = []
     monkeypatch.setattr(description.prediction, "describe_step", lambda *arguments: received.append(arguments[3]) or "fast")
     with one_rank():

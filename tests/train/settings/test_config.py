@@ -64,6 +64,7 @@ PROMISES = {
         "124m": (124, {"layers": 12, "dim": 768, "heads": 12}),
         "350m": (355, {"layers": 24, "dim": 1024, "heads": 16}),
         "52m": (52, {"qk_norm": True, "vocab_size": None}),
+        "70b": (70554, {"layers": 80, "dim": 8192, "heads": 64, "kv_heads": 8}),
         "8b": (8030, {"layers": 32, "dim": 4096, "kv_heads": 8, "rope_factor": None}),
         "gemma-3-4b": (3880, {"norm": "rms_plus_one", "norm_position": "both", "window": 1024, "rope_scaling": "linear"}),
         "gpt-oss-4b": (3582, {"sinks": True, "window": 128, "experts": 32, "experts_per_token": 4, "activation": "clamped"}),
