@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,11 +61,12 @@ actions = st.tuples(st.sampled_from(("append", "truncate", "append_all")), st.in
 
 
 @given(st.lists(actions, min_size=1, max_size=12), st.sampled_from((64, 128)))
+@example([("append", 0, n) for n in (149, 150, 150, 150, 2)], 64)  # one token beyond the capacity
 @settings(max_examples=40, deadline=None)
 def test_sequences_grow_and_shrink(steps: list[tuple[str, int, int]], page_size: int) -> None:
     """After any calls, results depend only on the tokens that remain, and every page has at most one owner."""
     pages = 12 * 64 // page_size
-    cache, sequences = PagedKVCache(pages, 3, 600, page_size), Sequences(3, 600)
+    cache, sequences = PagedKVCache(pages, 3, 600, page_size), Sequences(3, 750)
     sequences.append(cache, 1, 0)
     for action, entry, n in steps:
         if action == "truncate":
