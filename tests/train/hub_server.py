@@ -82,6 +82,8 @@ def use_server(rank: int = 0) -> None:
     datasets.config.HF_ENDPOINT = constants.ENDPOINT = os.environ["HF_ENDPOINT"]
     constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
     constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]
+    # Without a network, requests to other servers may take minutes.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = datasets.config.USE_PARQUET_EXPORT = False
 
 
 @contextmanager
