@@ -26,7 +26,7 @@ from filelock import FileLock
 from ringattn.train.data import shards, sources
 from ringattn.train.data.records import RecordEncoder
 from ringattn.train.data.shards import INDEX, ShardWriter, write_json
-from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.data.tokenizer import BytesTokenizer, Tokenizer
 from ringattn.train.data.workers import Add, default_processes, run_tasks
 from ringattn.train.settings.config import ConfigError, DataConfig
 
@@ -127,7 +127,7 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
     path = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / "content" / f"{Hasher.hash(known)}.json"
     if not path.exists():
         sizes = [state.size for state in states]
-        hashes = run_tasks("read", _hash_file, None, [state.path for state in states], sizes, num_proc)
+        hashes = run_tasks("read", _hash_file, None, [state.path for state in states], sizes, num_proc, is_fast=True)
         for piece in corpus.pieces:
             if error := sources.find_change(piece):
                 raise error
@@ -152,11 +152,12 @@ def _fill(job: Job, key: str, num_proc: int) -> None:
     sizes, tasks = corpus.known_sizes, [Task(number, piece, 0, None) for number, piece in enumerate(corpus.pieces)]
     if not sources.selects_all(config):
         bytes_of = [piece.size for piece in corpus.pieces]
-        counts = run_tasks("count", _count_rows, corpus, corpus.pieces, bytes_of, num_proc)
+        counts = run_tasks("count", _count_rows, corpus, corpus.pieces, bytes_of, num_proc, is_fast=True)
         sizes, selected = sources.select_rows(config, corpus.pieces, counts)
         tasks = [Task(number, *rows) for number, rows in enumerate(selected)]
     remaining = [task for task in tasks if not _is_complete(folder, task)]
-    run_tasks("tokenise", _write_shards, job, remaining, [task.piece.size for task in remaining], num_proc)
+    bytes_of = [task.piece.size for task in remaining]
+    run_tasks("tokenise", _write_shards, job, remaining, bytes_of, num_proc, is_fast=isinstance(tokenizer, BytesTokenizer))
     found = [json.loads(path.read_text()) for path in sorted(folder.glob(NAMES))]
     counts = {name: sum(shard[name] for shard in found) for name in ("entries", "rows", "without_text", "faulty")}
     faults = [fault for shard in found for fault in shard["first_faults"]][:SHOWN_FAULTS]
