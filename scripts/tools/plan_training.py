@@ -21,6 +21,7 @@ Further arguments are settings of train/run.py, such as memory.optimizer=keep.
 """
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,7 @@ from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs, descri
 from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
-from ringattn.train.parallel.timing import MATMUL_EFFICIENCY, Gpu, Machine, StepTime, step_time
+from ringattn.train.parallel.timing import Gpu, Machine, StepTime, sequences_per_step, step_time
 from ringattn.train.settings.config import Config, check_values, with_settings
 from ringattn.train.settings.literal import to_config
 from scripts import command
@@ -93,17 +94,17 @@ def results(config: Config, machine: Machine) -> list[Result]:
     found = []
     for shape, plan, needs in fitting(config, machine):
         time = step_time(config, shape, machine, plan, prediction.attention_of_layers(config, shape, machine))
-        tokens = config.data.seq_len * config.trainer.batch_size * shape.dp * prediction.num_micro_steps(config, shape)
+        tokens = config.data.seq_len * sequences_per_step(config, shape)
         found.append(Result(shape, plan, needs, time, tokens / time.seconds))
     return sorted(found, key=lambda each: -each.speed)
 
 
 def describe(config: Config, machine: Machine, result: Result) -> str:
     """Return the lines about a mesh."""
-    sequences = round(result.speed * result.time.seconds / config.data.seq_len)
+    sequences = sequences_per_step(config, result.shape)
     flops = result.speed / config.data.seq_len * prediction.model_flops(config, machine.vocab_size) / machine.ranks
     gpu, host = machine.capacity.gpu or 0, machine.capacity.host
-    peak = machine.gpu.matmul / MATMUL_EFFICIENCY if machine.gpu else 0
+    peak = machine.gpu.peak if machine.gpu else 0
     lines = {
         "mesh": f"{prediction.describe_shape(result.shape)}, {sequences} sequence{'s' * (sequences > 1)} per step",
         "memory plan": result.plan.describe(config.model.layers) or "everything stays on the GPU",
@@ -136,12 +137,9 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
 
 
 def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
-    """Return the first value for which `is_true` holds, by bisection."""
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_true(values[middle]) else (middle + 1, high)
-    return values[low] if low < len(values) else None
+    """Return the first value for which `is_true` holds. It must hold for all later values, too."""
+    index = bisect_left(values, True, key=is_true)
+    return values[index] if index < len(values) else None
 
 
 def report(config: Config, cluster: Cluster) -> str:

@@ -152,7 +152,7 @@ def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
 @pytest.mark.slow
 def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
     plan, config = MemoryPlan(recomputed_blocks=2), job(corpus, 1, MemoryConfig(optimizer="keep"))
-    needed = estimate.peak_bytes(config, MeshShape(1, 1, 1), 257, False, False, plan)
+    needed = estimate.needs(config, MeshShape(1, 1, 1), 257, False, False, plan).device
     gpu = Capacity(sum(needed.values()) / COMFORTABLE_FRACTION, host=0)
     monkeypatch.setattr(Capacity, "of", lambda device: gpu)
     with one_rank():

@@ -14,15 +14,15 @@ from ringattn.planning.ulysses_degree import EQUAL_TIMES, MAX_PLANNED_RANKS, att
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.choice import choose_plan
+from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape, causal_masks, count_layers
 from ringattn.train.parallel.timing import (
     DOCUMENT_EFFICIENCY,
-    MATMUL_EFFICIENCY,
     SLOW_GPU,
     Attention,
     Machine,
     StepTime,
-    num_micro_steps,
+    sequences_per_step,
     step_time,
 )
 from ringattn.train.settings.config import Config, ConfigError
@@ -34,8 +34,10 @@ Shares = Mapping[int | None, float]
 NO_DOCUMENTS: Shares = {}
 
 
-def predict(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> StepTime:
-    """Return the predicted time of an optimizer step under the memory plan that the run would choose.
+def predict(
+    config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS, plan: MemoryPlan | None = None
+) -> StepTime:
+    """Return the predicted time of an optimizer step.
 
     Args:
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
@@ -43,8 +45,9 @@ def predict(config: Config, shape: MeshShape, machine: Machine, shares: Shares =
         machine: the ranks of the job.
         shares: by the window of a layer, the number of (query, key) pairs that the mask allows in a mean sequence, relative to
             a single document; 1 for windows that are left out.
+        plan: where a rank keeps its data. None: the plan that the run would choose.
     """
-    plan, _ = choose_plan(config, shape, machine)
+    plan = plan or choose_plan(config, shape, machine)[0]
     return step_time(config, shape, machine, plan, attention_of_layers(config, shape, machine, shares))
 
 
@@ -58,10 +61,12 @@ def attention_of_layers(config: Config, shape: MeshShape, machine: Machine, shar
     return Attention(*totals)
 
 
-def tokens_per_second(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> float:
+def tokens_per_second(
+    config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS, plan: MemoryPlan | None = None
+) -> float:
     """Return the predicted tokens/s of all ranks together. Arguments as in `predict`."""
-    sequences = config.trainer.batch_size * shape.dp * num_micro_steps(config, shape)
-    return sequences * config.data.seq_len / predict(config, shape, machine, shares).seconds
+    tokens = sequences_per_step(config, shape) * config.data.seq_len
+    return tokens / predict(config, shape, machine, shares, plan).seconds
 
 
 def model_flops(config: Config, vocab_size: int, shares: Shares = NO_DOCUMENTS) -> float:
@@ -106,10 +111,10 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
             f"trainer.tokens_per_step={tokens} must be a multiple of {data.seq_len * trainer.batch_size} ({sequences}), or no "
             f"mesh of {machine.ranks} ranks can have it: change one of them"
         )
-    needs = {shape: choose_plan(config, shape, machine)[1] for shape in shapes}
-    machine.capacity.check(min(needs.values(), key=machine.capacity.share))
-    fitting = [shape for shape in shapes if machine.capacity.fits(needs[shape])]
-    speeds = {shape: tokens_per_second(config, shape, machine) for shape in fitting}
+    plans = {shape: choose_plan(config, shape, machine) for shape in shapes}
+    machine.capacity.check(min((needs for _, needs in plans.values()), key=machine.capacity.share))
+    fitting = [shape for shape in shapes if machine.capacity.fits(plans[shape][1])]
+    speeds = {shape: tokens_per_second(config, shape, machine, plan=plans[shape][0]) for shape in fitting}
     # Among equally good meshes, the one with the smallest Ulysses groups is chosen, as in `best_ulysses_degree`.
     return min((shape for shape in fitting if EQUAL_TIMES * speeds[shape] >= max(speeds.values())), key=lambda x: x.ulysses)
 
@@ -119,21 +124,22 @@ def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sh
 
     Only one of these meshes has as many data-parallel ranks as `shape`.
     """
+    plans = {other: choose_plan(config, other, machine) for other in possible_shapes(config, machine.ranks)}
     speeds = {
-        other: tokens_per_second(config, other, machine, shares)
-        for other in possible_shapes(config, machine.ranks)
-        if other == shape or machine.capacity.fits(choose_plan(config, other, machine)[1])
+        other: tokens_per_second(config, other, machine, shares, plan)
+        for other, (plan, needs) in plans.items()
+        if other == shape or machine.capacity.fits(needs)
     }
-    time, speed = predict(config, shape, machine, shares), speeds[shape]
+    time, speed = predict(config, shape, machine, shares, plans[shape][0]), speeds[shape]
     parts = [f"about {time.seconds:.3g} s per step ({time.exposed:.2g} s exposed), {float(f'{speed:.2g}'):,.0f} tokens/s"]
     if machine.gpu is not None:
-        peak = machine.ranks * machine.gpu.matmul / MATMUL_EFFICIENCY
+        peak = machine.ranks * machine.gpu.peak
         parts[0] += f", MFU {speed / config.data.seq_len * model_flops(config, machine.vocab_size, shares) / peak:.0%}"
     for is_same in (True, False):
         others = [other for other in speeds if (other.dp == shape.dp) == is_same and speeds[other] > WORTH_MENTIONING * speed]
         if others:
             best = max(others, key=speeds.__getitem__)
-            sequences = config.trainer.batch_size * best.dp * num_micro_steps(config, best)
+            sequences = sequences_per_step(config, best)
             number = "" if is_same else f", {sequences} sequence{'s' * (sequences > 1)} per step"
             parts.append(f"{describe_shape(best)}: about {speeds[best] / speed:.2g} times the tokens/s{number}")
     if len(parts) == 1 and machine.ranks > 1:

@@ -76,6 +76,11 @@ class Gpu(NamedTuple):
     attention: float  # FLOP/s of attention
     memory: float  # bytes per second of fused kernels
 
+    @property
+    def peak(self) -> float:
+        """The peak of matrix products in FLOP/s."""
+        return self.matmul / MATMUL_EFFICIENCY
+
     @classmethod
     def of(cls, device: torch.device) -> "Gpu | None":
         """Return the speed of a GPU, or None if the tables do not contain the device."""
@@ -150,14 +155,15 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     """
     model, gpu, layers = config.model, machine.gpu or SLOW_GPU, config.model.layers
     size = 2 if machine.bf16 else 4
-    tokens = config.trainer.batch_size * estimate.tokens_per_rank(config, shape)
+    rows = estimate.tokens_per_rank(config, shape)
+    tokens = config.trainer.batch_size * rows
     logits_dim = padded_vocabulary(model, machine.vocab_size)
     head, blocks = logits_dim * model.dim, layers * estimate.block_parameters(model)
     used = layers * estimate.used_block_parameters(model)
-    vocab = head * (1 if model.tie_embeddings else 2)
+    vocab = estimate.other_parameters(model, machine.vocab_size)
 
     # Chunks compute the operations around attention twice. Checkpointing then computes those before attention once more.
-    chunks = plan.num_chunks(tokens)
+    chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0
     speed = gpu.matmul * (FLOAT8_SPEEDUP if config.trainer.float8 else 1)
@@ -184,7 +190,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     situation = config, shape, machine.device, machine.compiled and plan == MemoryPlan(), machine.bf16
     graphed = can_capture(*situation) and uses_graphs(*situation)
     # The replay of a graph takes almost no time on the host.
-    block = 0.0 if graphed else HOST_BLOCK * max(chunks, 1) + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
+    block = 0.0 if graphed else HOST_BLOCK * chunks + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
     # If there are several groups, the parameters outside the blocks are a further group.
     host = (groups + (groups > 1)) * HOST_GROUP + layers * block
 
@@ -202,8 +208,8 @@ def _exposed_copies(
 ) -> float:
     """Return the seconds of copies to and from the host that the computation of a micro-step does not hide.
 
-    `seconds` are those of the forward and the backward passes of all blocks. The data of a block is copied during the pass of
-    its neighbour.
+    `seconds` are those of the forward and the backward passes of all blocks. The data of a block is copied while
+    its neighbour is computed.
     """
     layers = config.model.layers
     saved = sum(estimate.offloaded_bytes(config, shape, machine.bf16, plan)) / max(plan.offloaded_blocks, 1)
@@ -217,7 +223,7 @@ def _exposed_copies(
         (plan.offloaded_blocks - both, 1, 0),
         (plan.host_blocks - both, 0, 1),
     ):
-        # In each pass, the larger of the bytes from the host and the bytes to the host counts.
+        # The two directions overlap, so each pass takes as long as the direction with more bytes.
         sizes = max(w * weights, x * saved), max(w * (weights + accumulated) + x * saved, w * weights)
         exposed += count * sum(max(n / HOST_LINK - t, 0) for n, t in zip(sizes, (forward, backward), strict=True))
     return exposed
@@ -233,6 +239,11 @@ def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward
     first = layers - plan.host_blocks
     waits = ((i + 1) * update - max(first + i - 1, 0) * forward / layers for i in (0, plan.host_blocks - 1))
     return max(*waits, 0.0) if plan.host_blocks else 0.0
+
+
+def sequences_per_step(config: Config, shape: MeshShape) -> int:
+    """Return the number of sequences of a step on this mesh."""
+    return config.trainer.batch_size * shape.dp * num_micro_steps(config, shape)
 
 
 def num_micro_steps(config: Config, shape: MeshShape) -> int:

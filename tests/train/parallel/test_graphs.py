@@ -111,7 +111,7 @@ def test_the_memory_of_graphs_is_estimated(model, seq_len, shape, peak):
     """The measured peaks of runs with graphs on H200s, in GiB. The estimate is within 10% of the peak."""
     config = Config(data=DataConfig(seq_len=seq_len), trainer=TrainerConfig(batch_size=1))
     config = with_settings(config, {"model": ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))})
-    needed = sum(estimate.peak_bytes(config, MeshShape(*shape), 257, True, True, MemoryPlan()).values())
+    needed = sum(estimate.needs(config, MeshShape(*shape), 257, True, True, MemoryPlan()).device.values())
     needed += graphs.graph_bytes(config, MeshShape(*shape), 257, bf16=True)
     assert needed / 2**30 == pytest.approx(peak, rel=0.1)
 

@@ -50,6 +50,11 @@ def used_block_parameters(model: ModelConfig) -> int:
     return _attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
 
 
+def other_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of parameters in the matrices outside the blocks."""
+    return padded_vocabulary(model, vocab_size) * model.dim * (1 if model.tie_embeddings else 2)
+
+
 def projection_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of the matrices before attention."""
     return model.dim * sum(_attention_dims(model))
@@ -87,7 +92,7 @@ class PlanIndependent(NamedTuple):
         return cls(_head_chunks(config, shape), sum(rope.dim for rope in ropes))
 
 
-def peak_bytes(
+def needs(
     config: Config,
     shape: MeshShape,
     vocab_size: int,
@@ -95,8 +100,8 @@ def peak_bytes(
     compiled: bool,
     plan: MemoryPlan,
     common: PlanIndependent | None = None,
-) -> Bytes:
-    """Estimate the peak of torch's allocator on a rank, in bytes by purpose.
+) -> Needs:
+    """Estimate the peak of torch's allocator on a rank, and the host memory for its data, in bytes by purpose.
 
     A step reaches its peak in the backward pass of the loss, in that of a block's feed-forward network or attention, or when
     FSDP reduces the gradients of the last group of blocks or of the other parameters. The estimate depends only on shapes, and
@@ -116,7 +121,7 @@ def peak_bytes(
     logits_dim = padded_vocabulary(model, vocab_size)
     head = logits_dim * model.dim
     block = block_parameters(model)
-    vocab, blocks, group = head * (1 if model.tie_embeddings else 2), layers * block, blocks_per_group(model, bf16) * block
+    vocab, blocks, group = other_parameters(model, vocab_size), layers * block, blocks_per_group(model, bf16) * block
     resharded = reshard_after_forward(model, bf16)
     # The parameters outside the blocks are gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
@@ -170,11 +175,11 @@ def peak_bytes(
         # FSDP reduces the gradients of the last two groups of blocks at the same time, and then all other gradients.
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, 0, block_gradients))
         moments.append(moment((size + 4) * vocab, 0, 0, block_gradients))
-    return max(moments, key=lambda needed: sum(needed.values()))
+    peak = max(moments, key=lambda needed: sum(needed.values()))
+    return Needs(peak, _host_bytes(config, shape, vocab_size, bf16, plan))
 
 
-def host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
-    """Return the bytes of host memory that a rank needs for the data of a plan, by purpose."""
+def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
     parameters = _host_parameters(config.model, vocab_size, bf16, plan) / shape.ranks
     return {
         "parameters and optimizer state": 12 * parameters,
@@ -183,25 +188,10 @@ def host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, pl
     }
 
 
-def needs(
-    config: Config,
-    shape: MeshShape,
-    vocab_size: int,
-    bf16: bool,
-    compiled: bool,
-    plan: MemoryPlan,
-    common: PlanIndependent | None = None,
-) -> Needs:
-    """Return `peak_bytes` and `host_bytes`."""
-    peak = peak_bytes(config, shape, vocab_size, bf16, compiled, plan, common)
-    return Needs(peak, host_bytes(config, shape, vocab_size, bf16, plan))
-
-
 def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
     """Return the number of parameters whose fp32 weights are in host memory, on all ranks together."""
-    vocab = padded_vocabulary(model, vocab_size) * model.dim * (1 if model.tie_embeddings else 2)
     # A single FSDP group contains all parameters.
-    others = vocab if plan.host_blocks and has_one_group(model, bf16) else 0
+    others = other_parameters(model, vocab_size) if plan.host_blocks and has_one_group(model, bf16) else 0
     return plan.host_blocks * block_parameters(model) + others
 
 
@@ -245,7 +235,7 @@ class _Saved(NamedTuple):
         return max(count - self.plan.recomputed_blocks, 0) * self.kept + checkpointed
 
     def in_flight(self, index: int) -> float:
-        """Return the bytes of offloaded blocks that are on the device during the backward pass of a block."""
+        """Return how many bytes of offloaded data are on the device during the backward pass of block `index`."""
         return sum(self.checkpointed(i) for i in (index, index - 1) if 0 <= i < self.plan.offloaded_blocks)
 
     def recomputed(self, index: int) -> float:

@@ -30,7 +30,7 @@ def bytes_needed(
     """Return the estimated bytes by purpose of a bf16 run whose ranks hold this many tokens each of one sequence."""
     config = Config(model=model, data=DataConfig(seq_len=tokens * ranks), trainer=TrainerConfig(accumulate=accumulate))
     shape = MeshShape(1, ranks // ulysses, ulysses)
-    return estimate.peak_bytes(config, shape, vocab_size, True, compiled, MemoryPlan(**plan))
+    return estimate.needs(config, shape, vocab_size, True, compiled, MemoryPlan(**plan)).device
 
 
 def total(tokens: int, ranks: int, recomputed_blocks: int = 0) -> float:
@@ -134,7 +134,7 @@ def test_peaks_of_plans_change_by_the_bytes_that_move():
     assert activations() - activations(attention_blocks=20) == 20 * tokens * (2 * 4096 + 4 * 32)
     config = Config(model=LLAMA, data=DataConfig(seq_len=8 * tokens))
     plan = MemoryPlan(recomputed_blocks=32, offloaded_blocks=31, host_blocks=16, attention_blocks=1)
-    host = estimate.host_bytes(config, MeshShape(1, 8, 1), 128_256, True, plan)
+    host = estimate.needs(config, MeshShape(1, 8, 1), 128_256, True, True, plan).host
     parameters = 16 * estimate.block_parameters(LLAMA) / 8
     assert host == {
         "parameters and optimizer state": 12 * parameters,
