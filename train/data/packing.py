@@ -283,7 +283,7 @@ def split_documents(documents: Documents, fraction: float, seq_len: int) -> tupl
             f"the corpus has {total:,} tokens, but data.seq_len={seq_len} requires {2 * (seq_len + 1):,}, half of them as "
             "held-out text: provide more text, use a smaller data.seq_len, or set data.eval_fraction=0"
         )
-    order = np.argsort(np.random.Philox(key=[0, 0]).random_raw(len(lengths)), kind="stable")
+    order = random_order(np.random.Philox(key=[0, 0]), len(lengths))
     ends = np.cumsum(lengths[order])
     num_whole = int(np.searchsorted(ends, eval_tokens, side="right"))
     held_out, remaining = np.sort(order[:num_whole]), np.sort(order[num_whole + 1 :])

@@ -166,33 +166,6 @@ class Corpus:
                 raise AssertionError(f"data.source={config.source} has no reader")
 
 
-def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] | None]:
-    """Read the documents of a corpus in one process.
-
-    Returns:
-        The documents, and the number of rows by split. The numbers are None for the whole split "train", because its rows are
-        counted only at the end.
-
-    Raises:
-        ConfigError: a file or the column is missing. The iterator raises this error for a faulty document.
-        Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
-    """
-    corpus = Corpus(config)
-    if selects_all(config):
-        return without_faults(entry for piece in corpus.pieces for entry in corpus.read(piece)), corpus.known_sizes
-    counts = [count_rows(corpus.read(piece)) for piece in corpus.pieces]
-    sizes, tasks = select_rows(config, corpus.pieces, counts)
-    entries = (entry for piece, first, last in tasks for entry in slice_rows(corpus.read(piece), first, last))
-    return without_faults(entries), sizes
-
-
-def without_faults(entries: Iterator[Entry]) -> Iterator[Entry]:
-    for where, content in entries:
-        if isinstance(content, ConfigError):
-            raise content
-        yield where, content
-
-
 def selects_all(config: DataConfig) -> bool:
     """Return whether all pieces are read. `datasets` has already selected the rows of a dataset of the hub."""
     return config.source == "hub" or config.split in ("train", "all")

@@ -25,6 +25,7 @@ import numpy as np
 
 from ringattn.train.data import sources
 from ringattn.train.data.documents import NumberedSequences, random_order
+from ringattn.train.data.tokenisation import add_ends
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
@@ -230,9 +231,7 @@ class StreamDataset(NumberedSequences):
 
     def tokenise(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of documents, with the tokens that begin and end them: each int32 (N,)."""
-        begin = np.array([self.tokenizer.bos], np.int32)
-        end = np.array([self.tokenizer.eos][self.tokenizer.bos == self.tokenizer.eos :], np.int32)
-        return [np.concatenate([begin, tokens, end]) for tokens in self.tokenizer.encode_batch(texts)]
+        return [add_ends(tokens, self.tokenizer) for tokens in self.tokenizer.encode_batch(texts)]
 
     def read(self, piece: Any) -> Iterator[sources.Content]:
         """Read the contents of a piece. The content of a faulty document is an error."""

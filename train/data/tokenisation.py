@@ -258,10 +258,15 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
 
 def code(tokenizer: Tokenizer) -> str:
     """Return the source code that turns files into tokens. A change of this code must invalidate the cache."""
-    return "".join(map(inspect.getsource, (tokenise_text, sources, shards, _write_shard, type(tokenizer))))
+    return "".join(map(inspect.getsource, (tokenise_text, add_ends, sources, shards, _write_shard, type(tokenizer))))
 
 
 def tokenise_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Return the tokens of a document, with the tokens that begin and end it: int32 (N,)."""
-    tokens = np.insert(tokenizer.encode(text), 0, tokenizer.bos)
+    return add_ends(tokenizer.encode(text), tokenizer)
+
+
+def add_ends(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Add the tokens that begin and end a document to its tokens, int32 (N,)."""
+    tokens = np.insert(tokens, 0, tokenizer.bos)
     return tokens if tokenizer.bos == tokenizer.eos else np.append(tokens, np.int32(tokenizer.eos))

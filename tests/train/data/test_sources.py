@@ -18,6 +18,7 @@ from ringattn.train.data import sources
 from ringattn.train.data.packing import load, load_held_out
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
+from tests.train.data.rows import read_documents
 
 
 def config(source: str, **settings: object) -> DataConfig:
@@ -60,7 +61,7 @@ def test_every_package_of_the_standard_library_is_a_document(tmp_path, monkeypat
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}")
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
-    documents, _ = sources.read_documents(config("packages"))
+    documents, _ = read_documents(config("packages"))
     assert [text for _, text in documents] == ["# one/a.py\n# one/part/b.py", "# two.py", "# zip/d.py"]
     assert lengths(config("packages", split="train[:2]")) == [27, 9]
     with pytest.raises(ConfigError, match="the training text contains some of the held-out text"):
@@ -74,7 +75,7 @@ def test_every_text_file_is_a_document(tmp_path):
     (tmp_path / "empty.txt").write_text("\ufeff")  # A byte-order mark alone is not text.
     corpus = config("text", path=f"{tmp_path}/**/*.txt")
     assert sorted(lengths(corpus)) == [11, 19]
-    documents, _ = sources.read_documents(corpus)
+    documents, _ = read_documents(corpus)
     assert sorted(text for _, text in documents) == ["", "first\n\nstill first", "zweites é"]
 
 
@@ -96,7 +97,7 @@ def test_the_files_of_a_folder_are_one_document(source, piece_bytes, tmp_path, m
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
     monkeypatch.setattr(sources, "PIECE_BYTES", piece_bytes)
     corpus = config(source, path=str(root) if source == "text" else None, join="folder")
-    documents, _ = sources.read_documents(corpus)
+    documents, _ = read_documents(corpus)
     joined = "===== a/one.py =====\n1\n\n===== a/part/two.py =====\n2"
     expected = ["===== a-b/three.py =====\n3", joined, "===== b.py =====\n4"]
     assert [text for _, text in documents] == expected
@@ -244,7 +245,7 @@ def test_compressed_files_are_read_completely(suffix, tmp_path):
 @pytest.mark.parametrize("text", ["a\r\nb", "a\rb\r", "a\nb\n", "\r\n", "a\x0bb\x85\u2028c", "BZhang 91"])
 def test_text_keeps_its_line_ends(text, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    documents, _ = sources.read_documents(config("text", path=f"{tmp_path}/a.txt"))
+    documents, _ = read_documents(config("text", path=f"{tmp_path}/a.txt"))
     assert [found for _, found in documents] == [text]
 
 

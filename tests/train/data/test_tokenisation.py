@@ -20,6 +20,7 @@ from ringattn.train.data.shards import Shards
 from ringattn.train.data.tokenisation import tokenise
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
+from tests.train.data.rows import read_documents
 
 TEXTS = [f"document {number} " + "x" * (number % 37) for number in range(200)]
 
@@ -78,7 +79,7 @@ def test_every_line_is_in_one_piece_and_knows_its_number(tmp_path_factory, texts
     expected = [(f"{path}, line {number}", text) for number, text in enumerate([*texts, "last"], 1) if "a" in text]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "PIECE_BYTES", piece_bytes)
-        entries, _ = sources.read_documents(DataConfig(source="jsonl", path=str(path)))
+        entries, _ = read_documents(DataConfig(source="jsonl", path=str(path)))
         assert [(str(where), text) for where, text in entries if text] == expected
 
 
