@@ -29,7 +29,7 @@ from ringattn.train.settings.config import ConfigError, round_up
 
 log = logging.getLogger(__name__)
 
-# The copies may need this fraction of the available host memory. The rest is for the loader and for the files' page cache.
+# The copies use at most this fraction of the available host memory. The rest is for the loader and for the files' page cache.
 MEMORY_FRACTION = 0.5
 
 # Copies begin at multiples of this number of bytes, which suits every dtype.

@@ -16,10 +16,10 @@ from ringattn.train.settings.config import Config
 # Plans whose predicted times differ by at most this factor count as equally fast. Predictions are not more accurate.
 EQUAL_TIMES = 1.02
 
-# A plan that leaves some memory of a GPU free is chosen unless it takes more than this many times as long.
+# A plan that leaves some GPU memory free may take up to this many times as long as the fastest plan.
 COMFORTABLE_TIMES = 1.03
 
-# About this many numbers of blocks with an offloaded optimizer are compared.
+# The number of blocks with an offloaded optimizer has about this many candidates.
 HOST_CHOICES = 8
 
 
@@ -82,7 +82,7 @@ def _candidates(
 ) -> Iterator[MemoryPlan]:
     """Yield the plans that may be the best within this limit, simple plans first. Not all of them fit.
 
-    Recomputing or offloading more blocks always needs less memory of the GPU, and recomputing never needs more of the host.
+    Recomputing or offloading more blocks always saves GPU memory. Recomputing more blocks never costs host memory.
     """
     layers, activations = config.model.layers, config.memory.activations
     for base in _bases(config, shape, bf16):

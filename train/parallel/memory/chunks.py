@@ -35,7 +35,7 @@ def run_in_chunks(block: nn.Module, function: Function, chunk: int, is_last: boo
     """Return function(*inputs), which uses parameters of `block`.
 
     The inputs have the shape (B, N, ...). Outputs with more than two dimensions also have this shape. Other outputs are sums
-    over tokens. If `is_last`, a recomputation of the block does not need the outputs.
+    over tokens. If `is_last`, nobody reads the outputs when the block is recomputed.
     """
     if inputs[0].shape[1] <= chunk:
         return function(*inputs)

@@ -141,7 +141,7 @@ class HostParameter(FSDPParam):
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
-        """Whether FSDP itself may not read the weights, which would convert them on the CPU.
+        """Whether FSDP must not read the weights itself, because it would convert them on the CPU.
 
         During the reduction, the value is False, so that FSDP passes gradients to `to_sharded_dtensor` without a copy.
         """

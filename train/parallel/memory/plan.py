@@ -12,9 +12,9 @@ class MemoryPlan:
     # How many of these blocks, beginning with the first, also recompute attention.
     attention_blocks: int = 0
     # How many of the recomputed blocks, beginning with the first, have their inputs and attention results in host memory. The
-    # last block has not, because the backward pass begins with it.
+    # last block is never offloaded, because the backward pass begins with it.
     offloaded_blocks: int = 0
-    # How many blocks, up to the last, have their fp32 weights, gradients and moments in host memory.
+    # The last blocks, in this number, have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
     # The tokens of a sequence that a rank processes at once, except in attention. 0: all.
     chunk: int = 0

@@ -88,7 +88,7 @@ def test_if_no_plan_fits_the_one_that_needs_the_least_memory_is_returned():
 @pytest.mark.slow
 @pytest.mark.parametrize(("gpu", "host"), [(20, 40), (30, 10), (25, 25), (35, 60), (60, 60)])
 def test_no_other_plan_is_faster(gpu, host):
-    """All plans of a model with few layers are compared, without chunks."""
+    """The model has so few layers that the test can compare all plans. None of them has chunks."""
     config, shape, gpus = job(131_072, layers=4, chunk=0), MeshShape(1, 1, 1), machine(1, gpu, host)
     attention = kernels_alone(config, shape, H200)
 
