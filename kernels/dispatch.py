@@ -12,7 +12,7 @@ inputs to the backward, so that forward and backward compute the same probabilit
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients
+
+if TYPE_CHECKING:
+    from ringattn.kernels.hopper.backward import NarrowBackward, WideBackward
 
 Tensors = tuple[Tensor, ...]
 _SPLIT_KV = Choice("triton", "split-KV kernel for few queries")
@@ -469,7 +472,7 @@ class IncrementalBackward:
         precision: str = "ieee",
         shares_sms: bool = False,
     ) -> None:
-        self._hopper: Any = None
+        self._hopper: NarrowBackward | WideBackward | None = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None).backend == "hopper":
             self._hopper = _hopper_backward().incremental(q, dout, lse, delta, scale, shares_sms)

@@ -13,7 +13,7 @@ of 128.
 """
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,42 +24,19 @@ from ringattn.kernels import dispatch, fp8
 from ringattn.kernels.fp8 import BLOCK, QuantizedRows, QuantizedValues
 
 
-class Operands(Protocol):
-    """The queries, keys and values of one rank."""
-
-    @property
-    def queries(self) -> Tensors: ...  # the circulating block of the state ring
-
-    @property
-    def keys(self) -> Tensors: ...  # the circulating block of the KV ring
-
-    @property
-    def row_multiple(self) -> int: ...  # the argument of `Plan.schedule`
-
-    def attend(
-        self,
-        queries: Tensors | None,
-        keys: Tensors | None,
-        *arguments: Any,
-        **options: Any,
-    ) -> Tensors:
-        """Compute the attention of some queries to some keys.
-
-        `queries` and `keys` are rows of circulating blocks, or None for all rows of this rank.
-
-        `arguments` and `options` are those of `dispatch.forward`.
-        """
-
-
 class PlainOperands:
     """The inputs q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv) of a rank, contiguous."""
 
-    row_multiple = 1
+    row_multiple = 1  # the argument of `Plan.schedule`
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.queries, self.keys = (q,), (k, v)
 
     def attend(self, queries: Tensors | None, keys: Tensors | None, *arguments: Any, **options: Any) -> Tensors:
+        """Compute the attention of some queries to some keys: rows of circulating blocks, or None for all rows of this rank.
+
+        `arguments` and `options` are those of `dispatch.forward`.
+        """
         (q,), (k, v) = queries or self.queries, keys or self.keys
         return dispatch.forward(q, k, v, *arguments, **options)
 

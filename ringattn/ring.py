@@ -38,7 +38,7 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.operands import Operands, PlainOperands, QuantizedOperands
+from ringattn.operands import PlainOperands, QuantizedOperands
 from ringattn.planning import rank_plan
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.rank_plan import BlockPair, Plan, forced_plan, get_plan
@@ -250,7 +250,7 @@ class Ring:
         dropout = Dropout(spec.dropout_p, spec.seed, *pair.positions, spec.first_head) if spec.dropout_p else None
         return {"dropout": dropout, **self.kernel_options}
 
-    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> PlainOperands | QuantizedOperands:
         return (QuantizedOperands if self.spec.precision == "fp8" else PlainOperands)(q, k, v)
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
