@@ -21,6 +21,7 @@ from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.ring import free_plans
 from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
+from ringattn.train.checkpoint.progress import show_allocation
 from ringattn.train.data.loader import Loader, Preparation, start_loader
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.packing import Sequences, TrainingData, load_held_out, load_training
@@ -33,6 +34,7 @@ from ringattn.train.parallel.memory.capacity import Capacity, Needs
 from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.chunks import chunk_blocks
 from ringattn.train.parallel.memory.host_updates import HostUpdates
+from ringattn.train.parallel.memory.pinned import run_with_cores
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
@@ -206,14 +208,16 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         compile_blocks(model)
     if found.plan.chunk:
         chunk_blocks(model, found.plan.chunk)
-    checkpoint_activations(model, found.plan, device, found.memory_needed.host["activations"])
-    host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
-    graphs = None
-    if found.graphed:
-        graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, found.bf16, device)
-        loader.learn([slots.requests for slots in graphs.slots])
-    host_parameters = [group.parameters for group in host_groups]
-    optimizer = optim.build(model, config.optim, host_parameters, config.memory.moments, found.compiled)
+    with show_allocation(int(sum(found.memory_needed.host.values()))):
+        checkpoint_activations(model, found.plan, device, found.memory_needed.host["activations"])
+        host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
+        graphs = None
+        if found.graphed:
+            graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, found.bf16, device)
+            loader.learn([slots.requests for slots in graphs.slots])
+        host_parameters = [group.parameters for group in host_groups]
+        options = model, config.optim, host_parameters, config.memory.moments, found.compiled
+        optimizer = run_with_cores(lambda: optim.build(*options), device)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     if config.optim.lr is None:
         lr = optim.default_lr(_num_parameters(model), config.model.qk_norm, continued=init_from is not None)

@@ -1,10 +1,10 @@
-"""Show the progress of a long save or load on the console, and which checkpoint remains if the run is killed during a save."""
+"""Show the progress of a long save, load or allocation on the console, and what remains if the run is killed during a save."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringattn.train import preemption
+from ringattn.train.parallel.memory.pinned import resident_bytes
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +24,18 @@ POLL_S = 0.5
 
 @contextmanager
 def show_progress(
-    verbs: tuple[str, str], path: Path, size: int, fraction: Callable[[], float], if_killed: Callable[[], str] | None = None
+    verbs: tuple[str, str],
+    path: Path | str,
+    size: int,
+    fraction: Callable[[], float],
+    if_killed: Callable[[], str] | None = None,
 ) -> Generator[None]:
     """Show the progress of a `with` statement on rank 0, and at its end the size, the time and the rate.
 
     Args:
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
-        path: the file or the folder that the body reads or writes.
-        size: the number of bytes that all ranks together read or write.
+        path: the file or the folder that the body reads or writes, or a word for the memory that it allocates.
+        size: the number of bytes that all ranks together read or write, or that rank 0 allocates.
         fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls this function.
         if_killed: a function that returns what happens if the ranks are killed, for a message after a signal.
     """
@@ -61,6 +66,14 @@ def show_progress(
         thread.join()
     if (seconds := time.monotonic() - start) >= INTERVAL_S:
         log.info(f"{verbs[1]:<12}{path}: {format_size(size)} in {seconds:.1f} s, {format_size(size / seconds)}/s")
+
+
+def show_allocation(size: int) -> AbstractContextManager[None]:
+    """Show the progress of a `with` statement that allocates `size` bytes of host memory on rank 0."""
+    if not size:
+        return nullcontext()
+    before, verbs = resident_bytes(), ("allocating", "allocated")
+    return show_progress(verbs, "host memory", size, lambda: (resident_bytes() - before) / size)
 
 
 def format_size(count: float) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from ringattn.train import preemption
 from ringattn.train.checkpoint import progress, storage
-from ringattn.train.checkpoint.progress import show_progress
+from ringattn.train.checkpoint.progress import show_allocation, show_progress
 
 
 @pytest.fixture
@@ -61,6 +61,17 @@ def test_failed_work_does_not_claim_to_have_ended(messages):
         time.sleep(0.03)
         raise OSError("disk")
     assert not [text for text in messages() if text.startswith("saved")]
+
+
+def test_allocation_shows_how_much_memory_the_process_occupies(messages):
+    def shown() -> float:
+        found = [re.match(r"allocating  host memory: ([\d.]+) MiB of 64\.0 MiB after", text) for text in messages()]
+        return max((float(match[1]) for match in found if match), default=0.0)
+
+    with show_allocation(64 << 20):
+        tensor = torch.empty(32 << 20, dtype=torch.uint8)
+        slow(tensor.zero_, lambda: shown() > 30)()
+    assert 30 < shown() < 50
 
 
 def test_save_and_load_show_their_progress(messages, monkeypatch, tmp_path):

@@ -1,6 +1,5 @@
 """Update parameters in host memory in a background thread, while the device computes the next forward pass."""
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,10 +8,7 @@ from torch import Tensor, nn
 
 from ringattn.train.optim import AdamW
 from ringattn.train.parallel.memory.host_parameters import HostGroup
-from ringattn.train.parallel.ranks import ranks_per_host
-
-# The cores of a rank that the update of parameters leaves to the thread that launches kernels and to the data loader.
-OTHER_CORES = 2
+from ringattn.train.parallel.memory.pinned import begin_host_thread
 
 
 class HostUpdates:
@@ -29,7 +25,7 @@ class HostUpdates:
 
     def __init__(self, model: nn.Module, groups: Sequence[HostGroup], optimizer: AdamW, device: torch.device) -> None:
         self.groups, self._optimizer = groups, optimizer
-        self._thread = ThreadPoolExecutor(1, "host-updates", _begin_thread, (device,))
+        self._thread = ThreadPoolExecutor(1, "host-updates", begin_host_thread, (device,))
         if groups:
             model.register_state_dict_pre_hook(self._wait_before_state_dict)
 
@@ -66,11 +62,3 @@ class HostUpdates:
         """Wait until all parameters are updated."""
         for group in self.groups:
             group.wait()
-
-
-def _begin_thread(device: torch.device) -> None:
-    """Choose the device and the number of cores of the thread that updates parameters."""
-    # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # The thread would otherwise initialise the first GPU.
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1))

@@ -1,14 +1,24 @@
 """Allocate pinned host memory, which a GPU can copy to and from while it computes."""
 
 import mmap
+import os
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringattn.train.parallel.memory.capacity import GIB, InsufficientMemory
+from ringattn.train.parallel.ranks import ranks_per_host
+
+# The cores of a rank that work on host memory leaves to the thread that launches kernels and to the data loader.
+OTHER_CORES = 2
+
+T = TypeVar("T")
 
 
 def empty_pinned(count: int, device: torch.device) -> Tensor:
@@ -25,6 +35,8 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)  # Pinning and updating fewer, larger pages takes less time.
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     if device.type == "cuda":
+        # Several cores allocate the pages faster than `cudaHostRegister`, which uses one core.
+        run_with_cores(tensor.zero_, device)
         cudart: Any = torch.cuda.cudart()
         address = tensor.data_ptr()
         if error := int(cudart.cudaHostRegister(address, tensor.nbytes, 0)):
@@ -34,3 +46,24 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
             )
         weakref.finalize(tensor.untyped_storage(), cudart.cudaHostUnregister, address)
     return tensor
+
+
+def run_with_cores(function: Callable[[], T], device: torch.device) -> T:
+    """Run a function that works on host memory in a thread that uses several cores, and return its result."""
+    with ThreadPoolExecutor(1, "host-memory", begin_host_thread, (device,)) as thread:
+        return thread.submit(function).result()
+
+
+def begin_host_thread(device: torch.device) -> None:
+    """Choose the device and the number of cores of a thread that works on host memory."""
+    # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # The thread would otherwise initialise the first GPU.
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1))
+
+
+def resident_bytes() -> int:
+    """Return how many bytes of host memory this process occupies, or 0 if unknown."""
+    with suppress(OSError):  # The file exists only on Linux.
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

@@ -1,13 +1,14 @@
 """Pinned memory stays pinned as long as any tensor uses it."""
 
 import gc
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
-from ringattn.train.parallel.memory.pinned import empty_pinned
+from ringattn.train.parallel.memory.pinned import OTHER_CORES, empty_pinned, resident_bytes, run_with_cores
 
 GPU = torch.device("cuda", 0)
 
@@ -22,6 +23,7 @@ def fake_cudart(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> dict[int, in
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     return pinned
 
 
@@ -39,6 +41,19 @@ def test_memory_is_pinned_until_its_last_view_is_gone(monkeypatch):
     del view
     gc.collect()
     assert not pinned
+
+
+def test_pages_are_allocated_by_several_cores_before_they_are_pinned(monkeypatch):
+    fake_cudart(monkeypatch)
+    before, resident = resident_bytes(), []
+    register = torch.cuda.cudart().cudaHostRegister
+    torch.cuda.cudart().cudaHostRegister = lambda *args: resident.append(resident_bytes()) or register(*args)
+    empty_pinned(2**24, GPU)
+    assert resident[0] - before > 60 * 2**20
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(OTHER_CORES + 3))
+    threads = torch.get_num_threads()
+    assert run_with_cores(torch.get_num_threads, GPU) == 3
+    assert torch.get_num_threads() == threads
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
