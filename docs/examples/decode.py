@@ -19,7 +19,7 @@ rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
 generator = torch.Generator(device).manual_seed(0)  # the same tokens on all ranks
 q, k, v = (torch.randn(1, PROMPT + NEW, heads, 64, device=device, generator=generator) for heads in (8, 2, 2))
 
-# The prompt: every rank computes attention of its own shard, and stores the keys and values of this shard.
+# Every rank computes attention of its own shard of the prompt, and stores the keys and values of this shard.
 layout = Layout.zigzag(seq_len=PROMPT, ranks=ranks)
 prompt = [layout.shard(x[:, :PROMPT], rank) for x in (q, k, v)]
 outputs = [layout.unshard(ring_attention(*prompt, layout=layout, mask=Mask.causal(), group=group), group)]

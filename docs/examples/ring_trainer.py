@@ -1,4 +1,5 @@
-"""Train a model of Hugging Face on packed sequences that are sharded over all ranks. The losses do not depend on their number.
+"""Train a model of Hugging Face on packed sequences that are sharded over all ranks. The losses do not depend on the number of
+ranks.
 
 torchrun --nproc_per_node=2 docs/examples/ring_trainer.py
 """
