@@ -1,8 +1,7 @@
-"""Compute float64 reference results of attention, and define the largest accepted errors of kernels and rings.
+"""Compute attention in float64, and define how large the errors of kernels and rings may be.
 
-There are two measures of error. The function `row_error` measures every row separately, and is suitable for short sequences of
-random inputs. The function `group_error` measures 64 rows together, and is suitable for long sequences with causal masks, in
-which single rows may be very small.
+There are two measures of error. The function `row_error` measures every row separately, and is for short sequences. The
+function `group_error` measures 64 rows together, and is for long causal sequences, in which single rows may be very small.
 """
 
 import torch
@@ -14,14 +13,13 @@ from ringattn.kernels.interval_mask import Intervals
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# A result is accepted if its `row_error` is at most this multiple of the dtype's eps. The rounding of `out` affects dq and dk
-# through delta = rowsum(dout * out), so the limits of dq and dk are larger.
+# The largest accepted `row_error` of each result, in multiples of the dtype's machine epsilon. The limits of dq and dk are
+# larger, because rounding `out` changes delta = rowsum(dout * out).
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
-# LSE_TOLERANCE is the largest accepted error of an lse, which is computed in fp32 for all 16-bit inputs.
+# The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# FP32_TOLERANCE is the largest accepted error for fp32 inputs. The limits of other dtypes are at least as large, except for
-# lse. The limit allows for the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of
-# 2e-2.
+# The largest accepted error for fp32 inputs. It allows for rounding errors of sums over about 2,000 keys. If a kernel left out
+# a single key, the error would be 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together
@@ -29,7 +27,7 @@ GROUP = 64  # the number of rows that `group_error` measures together
 # 64 keys out of 16,384, the error is 0.06.
 GROUP_TOLERANCE = 0.02
 
-# The reference computes about MAX_SCORES scores at once, which take 0.5 GiB in float64.
+# The largest number of scores that exist at one time. They take 0.5 GiB in float64.
 MAX_SCORES = 2**26
 
 
@@ -39,7 +37,7 @@ def float64_results(
 ) -> dict[str, Tensor]:
     """Compute attention and its gradients in float64 with `ringattn.kernels.reference`.
 
-    The function computes one key head and a limited number of queries at a time, so that the scores fit in memory.
+    To save memory, the function computes one key head and a limited number of queries at a time.
 
     Args:
         q: (B, N, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv), any floating-point dtype. Hkv divides Hq.
@@ -48,8 +46,8 @@ def float64_results(
         blocks: which blocks of 128 x 128 scores are computed. None means all blocks.
 
     Returns:
-        A dict with the tensors of NAMES in float64. dq, dk and dv have the shapes of q, k and v. out is (B, N, Hq, Dv),
-        and lse is (B, N, Hq).
+        A dict with float64 tensors: "dq", "dk" and "dv" with the shapes of q, k and v, "out" (B, N, Hq, Dv) and "lse" (B, N,
+        Hq).
     """
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     num_rows = max(1, MAX_SCORES // k.shape[1] // group // 128) * 128
@@ -70,19 +68,19 @@ def float64_results(
             problem = intervals.restrict(rows, keys), scale
             out, lse = reference.forward(query, key, value, *problem, final=True, **options)
             results["out"][:, rows, heads], results["lse"][:, rows, heads] = out, lse
-            # The reference adds to the gradients, so dk and dv accumulate over all groups of queries.
+            # The function `reference.backward` adds to dk and dv, so they are summed over all queries.
             grads = results["dq"][:, rows, heads], grad_key, grad_value
             reference.backward(query, key, value, grad, lse, reference.row_delta(out, grad), *problem, *grads, **options)
     return results
 
 
 def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output. The argument `result` is the output or the pair (output, lse)."""
+    """Return the output from either an output or a pair (output, lse)."""
     return result if isinstance(result, Tensor) else result[0]
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error of an element of `actual` (B, N, H, D). The error of an element is divided by the scale of its
+    """Return the largest difference between `actual` and `expected` (B, N, H, D). Differences are divided by the scale of the
     row.
 
     The scale of a row is its largest element, but at least a tenth of the largest element of all rows. A NaN counts as
@@ -114,12 +112,11 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 
 @torch.no_grad()
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Divide the rows of each head into groups of GROUP rows. Return the largest relative error of a group, as a float64
-    scalar.
+    """Return the largest relative error of any group of GROUP consecutive rows, as a float64 scalar.
 
-    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. The gradient of
-    a row that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows under a causal
-    mask are small, so the largest row must not determine the scale of all rows.
+    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. Single rows are
+    no useful scale, because the gradient of a row that attends to a single key is zero. The largest row is no useful scale
+    either, because later rows are much smaller under a causal mask.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

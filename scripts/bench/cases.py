@@ -1,7 +1,4 @@
-"""Define a case, which is one attention problem of a benchmark.
-
-A case provides its mask and its inputs. A case also counts FLOPs and bytes, and computes float64 reference results.
-"""
+"""Define a case, which is one attention problem of a benchmark, with its mask, inputs, FLOPs, bytes and float64 results."""
 
 import math
 import random
@@ -27,9 +24,9 @@ class Case:
     heads: int
     head_dim: int
     kept: float = 1.0  # the fraction of blocks that are computed, chosen at random. Only for the kind "blocks".
-    key_heads: int | None = None  # None means one key head per query head
-    value_dim: int | None = None  # the head dim of v. None means the head dim of q and k.
-    window_size: int | None = None  # the number of keys per query, for the kind "window". None: see `window`.
+    key_heads: int | None = None  # default: the same as `heads`
+    value_dim: int | None = None  # the head dim of v; default: the same as `head_dim`
+    window_size: int | None = None  # the number of keys per query, for the kind "window"; default: see `window`
 
     @property
     def num_key_heads(self) -> int:
@@ -42,7 +39,6 @@ class Case:
 
     @property
     def dims(self) -> str:
-        """The head dim, or the head dims of q and of v if they differ."""
         return f"{self.head_dim}/{self.value_dim}" if self.value_dim else str(self.head_dim)
 
     @property
@@ -53,17 +49,15 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """Return the number of keys in the window of the mask. Without `window_size`, the window has 4,096 keys, but at most a
-        quarter of the sequence.
-        """
+        """Return the number of keys per query of a window mask. The default is 4,096 keys, or a quarter of short sequences."""
         return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 
     @cached_property
     def documents(self) -> list[int] | None:
         """The lengths of the packed documents. The lengths are drawn log-uniformly, and are the same in every run.
 
-        In the kind "documents", a document has between 1 token and all tokens of the sequence. In the kind "short documents", a
-        document has between 1/256 and 1/2 of the tokens of the sequence.
+        For cases of the kind "documents", lengths are between 1 and the length of the sequence. For "short documents", lengths
+        are between 1/256 and 1/2 of the sequence.
         """
         if "documents" not in self.kind:
             return None
@@ -77,11 +71,7 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """Return a bool tensor (blocks, blocks) on the CPU that is True for each computed block. Only cases of the kind
-        "blocks" have a block mask.
-
-        The fraction of computed blocks is exactly `kept`. Every run computes the same blocks.
-        """
+        """Return the block mask as a bool tensor (blocks, blocks) on the CPU. It is the same in every run."""
         if self.kind != "blocks":
             return None
         side = self.length // BLOCK
@@ -90,7 +80,6 @@ class Case:
 
     @cached_property
     def mask(self) -> Mask:
-        """Return the mask of the case without its block mask."""
         if self.kind in ("full", "blocks"):
             return Mask.full()
         return Mask.causal(window=self.window, documents=self.documents)
@@ -101,16 +90,14 @@ class Case:
 
     @cached_property
     def pairs(self) -> int:
-        """Return the number of (query, key) pairs per head that the mask allows."""
+        """Return how many (query, key) pairs the mask allows per head."""
         return self.mask.pairs(self.length)[0] if self.keep is None else int(self.keep.sum()) * BLOCK**2
 
     def flops(self, direction: str) -> float:
         """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".
 
-        For each head and each (query, key) pair, a matrix product has 2 FLOPs per element of a head. In the forward pass, the
-        product for S depends on the head dim of q and k, and the product for out depends on the head dim of v. In the backward
-        pass, the products for S, dq and dk depend on the head dim of q and k. The products for dP and dv depend on the head dim
-        of v.
+        Each matrix product has 2 FLOPs per element of a head for every (query, key) pair. The products for S, dq and dk use the
+        head dim of q and k. The products for out, dP and dv use the head dim of v.
         """
         forward, backward = self.head_dim + self.out_dim, 3 * self.head_dim + 2 * self.out_dim
         elements = {"forward": forward, "backward": backward, "both": forward + backward}[direction]
@@ -123,7 +110,7 @@ class Case:
 
     @property
     def score_bytes(self) -> int:
-        """Return the number of bytes that N x N bf16 scores would need. No measured implementation stores all scores."""
+        """Return the bytes of all N x N scores in bf16. No measured implementation stores all scores."""
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
@@ -136,7 +123,7 @@ class Case:
 
 
 def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw q, k, v and dout of `rows` tokens on the device of the generator. All tensors except dout require gradients."""
+    """Return random q, k, v and dout (1, rows, heads, head dim) in bf16. All tensors except dout require gradients."""
     heads = case.heads, case.num_key_heads, case.num_key_heads, case.heads
     options = {"generator": generator, "device": generator.device, "dtype": torch.bfloat16}
     dims = case.head_dim, case.head_dim, case.out_dim, case.out_dim
@@ -145,7 +132,7 @@ def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Ten
 
 
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """Return float64 reference results for the first and the last key head, and for their query heads."""
+    """Compute float64 results for the first and the last key head, and for the query heads that use them."""
     q, dout = (_first_and_last(x, case.heads // case.num_key_heads) for x in (q, dout))
     k, v = (_first_and_last(x, 1) for x in (k, v))
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)
@@ -153,10 +140,9 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of all heads that `expected_results` computes."""
+    """Return the `group_error` of `actual` over the heads in `expected`, which `expected_results` returned."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 
 def _first_and_last(x: Tensor, heads: int) -> Tensor:
-    """Return the first `heads` heads and the last `heads` heads of x (B, N, H, D)."""
     return torch.cat([x[:, :, :heads], x[:, :, -heads:]], 2).detach()

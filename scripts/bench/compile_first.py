@@ -2,7 +2,7 @@
 
 The library flash-attn-4 compiles the kernels of one case for about 10 s on one core. A process that measures many cases would
 compile for minutes while the GPU is idle. Therefore several processes compile first. Each process calls one implementation with
-one case. The call stores the compiled kernels in the disk caches of Triton and flash-attn-4. The measuring process then loads
+one case, which stores the compiled kernels in the disk caches of Triton and flash-attn-4. The process that measures then loads
 the kernels from these caches.
 """
 
@@ -30,7 +30,7 @@ def use_disk_cache() -> None:
 
 
 def distinct_cases(cases: Iterable[Case]) -> list[Case]:
-    """Return one case for each set of kernels. Cases that differ only in their length or their window use the same kernels."""
+    """Return one of all cases that use the same kernels. Cases that differ only in length or window use the same kernels."""
     found = {}
     for case in cases:
         short = replace(case, length=min(case.length, MAX_LENGTH))
@@ -43,7 +43,7 @@ def compile_first(cases: Iterable[Case], names: list[str], workers: int) -> dict
     """Compile the kernels of all cases for the implementations with these names, in `workers` processes.
 
     Returns:
-        The errors of the calls that failed. The measurement reports them again.
+        A description of the error for each call that failed. The later measurement reports the errors again.
     """
     start = time.perf_counter()
     errors: dict[tuple[str, Case], str] = {}
@@ -58,7 +58,6 @@ def compile_first(cases: Iterable[Case], names: list[str], workers: int) -> dict
 
 
 def _call(name: str, case: Case) -> None:
-    """Call the forward and the backward of an implementation once."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     *inputs, dout = case.inputs(device)
     try:

@@ -8,18 +8,17 @@ libraries.
 
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
-Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph is replayed. The graph contains
-the calls of up to 32 layers. Each layer has its own cache, so that no key comes from the L2 cache. The eager time is the wall
-time of the same calls from Python. All implementations of a case are timed one after the other in several rounds. Each number
-is the median of the rounds after the first round. Every measurement follows the previous one without a pause, so the GPU runs
-at a clock rate that it can sustain. The column GB/s counts the bytes of the keys and values once. Two columns compare ringattn
-with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the kernel time. The
-kernel time is the time during which at least one kernel of a call runs, as measured by the profiler.
+Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph of up to 32 layers is replayed.
+Each layer has its own KV cache, so that no key comes from the L2 cache. The eager time is the wall time of the same calls from
+Python. All implementations of a case are timed in turn in several rounds, without pauses in which the GPU could cool down. The
+table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns compare
+ringattn with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the kernel
+time, which is the time during which at least one kernel runs according to the profiler.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
-flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. The plan of this kernel is computed once
-per case, outside of the measured time. FlashInfer's kernels are compiled with nvcc in the first call. The script prints which
-libraries are not installed. The table contains "-" for libraries that are not installed.
+flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once per case,
+and this planning is not timed. FlashInfer compiles its kernels with nvcc in the first call. The table contains "-" for
+libraries that are not installed.
 
 SDPA has no argument for lengths, so its caches are exactly as long as the sequences. With several queries, SDPA is not causal.
 With --model, the script also runs `scripts.bench.generation`, in which a model of configs/model with random weights generates
@@ -65,7 +64,7 @@ FLASHINFER_WORKSPACE = 128 * 2**20  # the number of bytes that FlashInfer's docu
 
 
 class Layer(NamedTuple):
-    """The class holds the cache of one layer, and the same keys and values for SDPA in the shape (B, Hkv, N, D)."""
+    """The KV cache of one layer. SDPA reads `keys` and `values`, which are views of the cache with the shape (B, Hkv, N, D)."""
 
     cache: KVCache
     keys: Tensor
@@ -73,8 +72,8 @@ class Layer(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """The function `attend` decodes one step with the cache of a layer. The field `context` creates a context manager in which
-    the function must be called."""
+    """A kernel that is measured. `attend` computes attention with the cache of a layer, inside a context manager that `context`
+    creates."""
 
     attend: Callable[[Layer], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -84,7 +83,7 @@ class Implementation(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A case is a decoding problem with `batch` sequences of `keys` tokens each. The queries belong to the newest tokens."""
+    """A decoding problem: `queries` new tokens in each of `batch` sequences attend to `keys` tokens."""
 
     batch: int
     keys: int
@@ -100,7 +99,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the keys and values of one layer."""
+        """Return the bytes of keys and values per layer."""
         return 4 * self.batch * self.keys * self.key_heads * self.head_dim
 
 
@@ -111,7 +110,7 @@ CASES += [Case(1, 32768, queries=queries) for queries in (4, 16)]
 
 
 def make_layers(case: Case, num_layers: int, device: torch.device) -> list[Layer]:
-    """Return layers with filled caches. All layers have the same keys and values, but in different memory."""
+    """Return layers with filled caches, which contain copies of the same random keys and values."""
     shape = case.batch, case.keys, case.key_heads, case.head_dim
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     layers = []
@@ -130,7 +129,7 @@ def _is_installed(module: str) -> bool:
 
 
 def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
-    """Return a dict of the installed implementations. The keys are their names."""
+    """Return all implementations whose libraries are installed, by name."""
     queries = q.transpose(1, 2)
 
     def sdpa(layer: Layer) -> Tensor:
@@ -154,7 +153,7 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     if _is_installed(MODULES["fa4"]):
         from flash_attn.cute import flash_attn_func
 
-        # On sm_90, flash-attn-4 cannot split the keys. On other GPUs, 0 lets flash-attn-4 choose the number of splits.
+        # On sm_90, flash-attn-4 cannot split the keys. The value 0 lets flash-attn-4 choose the number of splits.
         num_splits = 1 if torch.cuda.get_device_capability(q.device)[0] == 9 else 0
 
         def flash_attn_4(layer: Layer) -> Tensor:
@@ -171,7 +170,7 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
 
 
 def flashinfer(case: Case, q: Tensor) -> Implementation:
-    """Return FlashInfer's kernel for one query per sequence, which reads the cache in pages of PAGE_SIZE tokens."""
+    """Return FlashInfer's kernel, which reads the cache in pages and supports one query per sequence."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
@@ -196,7 +195,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
 
 
 def with_bounds(case: Case, q: Tensor) -> Implementation:
-    """Return the call of ringattn that a CUDA graph can contain. This call reads the lengths on the GPU."""
+    """Return ringattn with sequence lengths on the GPU, as CUDA graphs require."""
     hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
     bounds = torch.zeros_like(hi), hi
 
@@ -220,7 +219,7 @@ def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
 
 
 def row_error(out: Tensor, exact: Tensor) -> float:
-    """Return the largest error of any row, relative to the norm of the row. NaN counts as an infinite error."""
+    """Return the largest relative error of a row, by norm. A NaN counts as an infinite error."""
     got = torch.stack([out[0, :, 0], out[-1, :, 0]]).double()
     return ((got - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(float("inf")).max().item()
 
@@ -238,7 +237,6 @@ def capture(call: Implementation, layers: list[Layer]) -> torch.cuda.CUDAGraph:
 
 
 def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
-    """Return the time of the GPU per call, in microseconds."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     start.record()
@@ -250,7 +248,7 @@ def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
 
 
 def kernel_us(call: Implementation, layers: list[Layer]) -> float:
-    """Return for how many microseconds per call at least one kernel runs."""
+    """Return the time per call during which at least one kernel runs, in microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, call.context():
         for layer in layers:
             call.attend(layer)
@@ -264,7 +262,7 @@ def kernel_us(call: Implementation, layers: list[Layer]) -> float:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the total length of the union of some intervals."""
+    """Return the length of the union of the spans."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(stop - max(start, end), 0.0)
@@ -273,7 +271,6 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def eager_us(call: Implementation, layers: list[Layer], num_calls: int) -> float:
-    """Return the wall time per call from Python, in microseconds."""
     with call.context():
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -292,7 +289,7 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """Check and time all implementations of a case. Return a dict with the measurements of each implementation."""
-    # The source tensors of the caches take as much memory as one layer.
+    # The random keys and values from which `make_layers` copies take as much memory as one layer.
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
     calls: dict[str, Implementation] = {}
@@ -302,7 +299,7 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
     for name, call in implementations(case, q).items():
         try:
             rows[name] = {"error": check(call, layers[0], case, q)}
-            # Keep the tensors of the calls until the last replay, because the graph reads them in every replay.
+            # This dict keeps the input tensors alive, because every replay of a graph reads them.
             captured[name] = with_bounds(case, q) if name == OURS else call
             graphs[name] = capture(captured[name], layers)
             calls[name] = call

@@ -22,8 +22,7 @@ WARM_UP = 8  # the first tokens are not timed, because transformers compiles the
 
 
 class Speed(NamedTuple):
-    """The class holds the median time per token in milliseconds, and the bytes of weights, keys and values that are read per
-    token."""
+    """The median time per token, and the bytes that the GPU reads per token."""
 
     ms_per_token: float
     bytes: int
@@ -45,7 +44,7 @@ def random_keys(config: ModelConfig, context: int, device: torch.device) -> tupl
 
 
 def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
-    """Return how many bytes are read per token in bf16. A decoding step reads only one row of the embedding."""
+    """Return the bytes of weights, keys and values that the GPU reads per token. Only one row of the embedding is read."""
     rows = sum(min(window or context, context) for window in config.windows)
     kv = 2 * rows * config.kv_heads * config.resolved_head_dim
     embedding = 0 if config.tie_embeddings else padded_vocabulary(config, 0) * config.dim
@@ -53,7 +52,7 @@ def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
 
 
 def speed_of(times: list[float], config: ModelConfig, context: int, parameters: int) -> Speed:
-    """Compute the speed from the times, in seconds, at which the tokens reached the host."""
+    """Compute the speed from `times`, the moments in seconds at which the tokens reached the host."""
     steps = [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
     return Speed(statistics.median(steps) * 1e3, bytes_per_token(config, context, parameters))
 
@@ -69,7 +68,6 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
     caches = [new_cache(window, total) for window in config.windows]
     k, v = random_keys(config, context, device)
     for cache in caches:
-        # The function `prefill` allocates the memory for the whole capacity of the cache.
         prefill(cache, k, v, Layout.contiguous(context, 1), None)
     step = TokenStep(model, caches, lambda hidden, head: hidden[0, -1:] @ head.T, "auto")
     if device.type == "cuda":
@@ -112,7 +110,7 @@ def time_transformers(config: ModelConfig, context: int, num_tokens: int, device
     with device:
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     cache = transformers.StaticCache(config=model.config, max_cache_len=total)
-    # The cache holds all tokens of the prompt except the last one, which `generate` computes.
+    # Fill the cache with all tokens of the prompt except the last one, which `generate` processes itself.
     k, v = (x.transpose(1, 2) for x in random_keys(config, context - 1, device))
     for layer in range(config.layers):
         cache.update(k, v, layer)

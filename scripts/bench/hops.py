@@ -2,15 +2,14 @@
 
     python -m scripts.bench.hops --queries 16384 4096
 
-A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. All inputs are bf16,
-with B = 1, 16 heads and a head dim of 128. A hop has as many keys as queries, and every query attends to all keys.
+A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. Inputs are bf16, with B
+= 1, 16 heads and head dim 128. In each hop, every query attends to a block of as many keys as there are queries.
 
-- In a hop of the KV ring, the epilogue of the attention kernel merges the result of the hop into the state of the resident
-  queries.
-- In a hop of the state ring, the attention kernel writes a new state for the circulating queries. The owner of the queries
-  merges this state in a separate kernel. The row "eager merge" merges the states with PyTorch operations instead.
-- A pass has as many hops as ranks. In the last hop of the KV ring, the epilogue also divides o by l. In the state ring, one
-  kernel merges the states of up to three other ranks and divides o by l.
+- In a hop of the KV ring, the attention kernel merges its result into the state of the resident queries.
+- In a hop of the state ring, the attention kernel writes a new state, and a separate kernel on the owner of the queries merges
+  this state. In the row "eager merge", PyTorch operations merge the states instead.
+- A ring pass has as many hops as ranks. In the last hop of the KV ring, the attention kernel also divides o by l. In the state
+  ring, one merge kernel processes the states of up to three other ranks and divides o by l.
 
 Before anything is timed, the outputs are compared with float64. The script times all calls in the same way as
 `scripts.bench.kernels`, and prints a table.
@@ -43,7 +42,7 @@ PASSES = (f"KV ring, pass of {RANKS} hops", f"state ring, pass of {RANKS} hops")
 
 
 class Problem:
-    """Attention of random queries to one block of random keys per hop."""
+    """Random queries, and a block of random keys and values for each hop."""
 
     def __init__(self, queries: int) -> None:
         case = Case("full", queries, HEADS, HEAD_DIM)
@@ -72,7 +71,7 @@ class Problem:
         return dispatch.merge_states(own, [(0, state) for state in others], torch.bfloat16)
 
     def relayed_pass(self) -> tuple[Tensor, Tensor]:
-        """Run a pass of the state ring in which a separate kernel merges the result of every hop in place."""
+        """Run a pass of the state ring that merges the result of every hop in place, as a relay schedule does."""
         state = self.attend(0)
         for hop in range(1, RANKS):
             dispatch.merge_states(state, [(0, self.attend(hop))])
@@ -85,7 +84,7 @@ class Problem:
         return dict(zip((*HOPS, *PASSES), (*hops, self.kv_pass, self.state_pass), strict=True))
 
     def check(self) -> None:
-        """Compare the outputs of all passes with float64, for the first head.
+        """Compare the first head of the outputs of all passes with float64.
 
         Raises:
             SystemExit: an error exceeds the tolerance.
@@ -103,10 +102,7 @@ class Problem:
 
 
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
-    """Check and time all calls for one number of queries. Return the rows of the table.
-
-    The last column of the table is the time divided by the time of the KV ring.
-    """
+    """Check and time all calls with `queries` queries, and return the rows of the table."""
     problem = Problem(queries)
     problem.check()
     calls = {(name, "forward"): call for name, call in problem.calls().items()}

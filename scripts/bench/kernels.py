@@ -34,21 +34,20 @@ precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` withou
 The library flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes first compile the kernels
 of all cases, as `scripts.bench.compile_first` explains.
 
-Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The comparison
-covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
+Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. Only the first and
+the last key head are compared. The script writes README.md, rows.json and plots to --output.
 
-A GPU that reaches its power limit soon lowers its clock rate. If a kernel is timed after a pause, the clock rate is still high,
-and the kernel seems faster than it is. The GPU pauses, for example, while another kernel is compiled. A kernel that is timed
-after a power-hungry kernel seems slower than it is. Therefore all implementations of a case are prepared and checked first. All
-implementations are then timed one after the other in several rounds, and every second round runs in reverse order. Before each
-measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every time is the median
-over the rounds. The field `samples` in rows.json contains the milliseconds of each round. With --graph, the calls are replayed
-from CUDA graphs, so the times do not include the time of the host. For short sequences, the host takes longer than the GPU.
+A GPU lowers its clock rate when it reaches its power limit. A kernel that is timed after a pause therefore seems faster than it
+is, and a kernel that is timed after a power-hungry kernel seems slower. To treat all implementations equally, they are compiled
+and checked first. Then they are timed in turn in several rounds, and every second round runs in reverse order. Before each
+measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every reported time is
+the median over the rounds. With --graph, the calls are replayed from CUDA graphs, so the times do not include the time of the
+host. For short sequences, the host takes longer than the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. If
 the head dims of keys and values differ, `Case.flops` counts every matrix product with its own head dim. The rate in GB/s counts
 the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the gradients. The extra
-memory of a call is its peak memory without the tensors that are passed and returned.
+memory of a call is its peak memory minus the memory of its arguments and results.
 """
 
 import argparse
@@ -77,15 +76,14 @@ MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
 WINDOWS = (128, 512, 1024, 4096)
-# The layers of gpt-oss 20B and of Gemma 3 4B are (head dim, query heads, key heads, window).
+# The attention layers of gpt-oss 20B and of Gemma 3 4B, as (head dim, query heads, key heads, window).
 MODEL_LAYERS = ((64, 64, 8, 128), (256, 8, 4, 1024))
-# The cases of the suite "head-dims" are (head dim of q and k, head dim of v, query heads, key heads). None means one key head
-# per query head.
+# Suite "head-dims": (head dim of q and k, head dim of v, query heads, key heads)
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
 BACKWARD_LENGTHS = (16384, 65536)
-# The cases of the suite "fp8" are (head dim, number of heads).
+# Suite "fp8": (head dim, number of heads)
 FP8_CASES = ((64, 16), (128, 16), (256, 8))
-FP8_TOLERANCE = 0.1  # the largest accepted error with FP8 inputs. Rounding the inputs causes an error of 0.05.
+FP8_TOLERANCE = 0.1  # the largest accepted error with FP8 inputs; rounding the inputs to FP8 causes an error of 0.05
 SUITES = ("speed", "masks", "heads", "head-dims", "windows", "backward", "blocks", "memory")
 FP8, DECODE = "fp8", "decode"  # the suites that run only on request
 Call = Callable[[], tuple[Tensor, ...]]  # a function that computes the results of one direction
@@ -93,7 +91,7 @@ Key = tuple[str, str]  # the name of the implementation, and the direction
 
 
 def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
-    """Return the cases of a suite. The argument `lengths` contains the sequence lengths that the suite `speed` plots."""
+    """Return the cases of a suite. The suite "speed" also measures the sequence lengths `lengths`."""
     dim = HEAD_DIMS[-1]
     if suite == "memory":
         return [Case("causal", n, 2, dim) for n in MEMORY_LENGTHS]
@@ -133,14 +131,11 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
 
 
 def case_name(case: Case) -> str:
-    """Return the name of a case. The option --only chooses cases by their names."""
     return f"{case.label} D{case.dims} S{case.length}"
 
 
 def warm_up(call: Callable[[], object]) -> None:
-    """Repeat a call for WARMUP_SECONDS. The host waits for the GPU after every few calls, so that the queue of the GPU stays
-    short.
-    """
+    """Repeat a call for WARMUP_SECONDS."""
     end = time.perf_counter() + WARMUP_SECONDS
     while time.perf_counter() < end:
         for _ in range(4):
@@ -149,16 +144,13 @@ def warm_up(call: Callable[[], object]) -> None:
 
 
 def median_ms(call: Callable[[], object]) -> float:
-    """Return the median time of a call, in milliseconds."""
     ms = triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
     assert isinstance(ms, float)
     return ms
 
 
 def extra_bytes(call: Call) -> int:
-    """Return the peak memory of a call in bytes. Memory that was allocated before the call, and the memory of the results, are
-    not counted.
-    """
+    """Return the peak memory of a call minus the memory of its arguments and results."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -168,12 +160,11 @@ def extra_bytes(call: Call) -> int:
 
 
 def describe_failure(error: Exception) -> dict[str, Any]:
-    """Return the entry for a direction in which the call raised `error`."""
     return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict[str, Any]:
-    """Run a call and return the errors of its results. If the results are correct, also return the extra memory of the call."""
+    """Return the errors of the results of a call, and its extra memory if the results are correct."""
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= tolerance:
         return {"status": "wrong", "errors": errors}
@@ -183,11 +174,11 @@ def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP
 def check(
     case: Case, name: str, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Call]]:
-    """Check both directions of an implementation. An exception does not stop the benchmark.
+    """Check the forward and the backward of an implementation. The function catches all exceptions.
 
     Returns:
-        Two dicts with directions as keys. The first dict contains, for each direction, the result of `check_call` or the reason
-        why the direction was not checked. The second dict contains the calls whose results are correct.
+        (found, calls). Both dicts have the keys "forward" and "backward". `found` contains the results of `check_call`, or the
+        reason why a direction was not checked. `calls` contains only the calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}
@@ -219,7 +210,7 @@ def check(
 
 
 def summarise(case: Case, direction: str, samples: list[float]) -> dict[str, Any]:
-    """Return the median time of all rounds in milliseconds, and the rates that follow from this median."""
+    """Return the median time of all rounds in milliseconds, and the rates at this time."""
     ms = statistics.median(samples)
     rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
     return {"ms": ms, **rates, "samples": samples}
@@ -228,8 +219,7 @@ def summarise(case: Case, direction: str, samples: list[float]) -> dict[str, Any
 def capture(call: Call) -> Callable[[], None]:
     """Capture a call in a CUDA graph and return the function that replays it.
 
-    All work on which the call depends must be queued in the current stream before the capture. The current stream must not be
-    the default stream.
+    The current stream must not be the default stream.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -243,8 +233,8 @@ def time_in_rounds(
     """Time all calls one after the other in several rounds. Every second round runs in reverse order.
 
     Returns:
-        Two dicts. The first dict contains, for each call that succeeded, the milliseconds of each round. The second dict
-        contains, for each call that failed, a description of the error. A call that raises an exception is not timed again.
+        (samples, failures). `samples` contains the milliseconds of each round for every call that succeeded. `failures`
+        describes the error of every call that failed.
     """
     timed: dict[Key, Callable[[], object]] = {**calls}
     samples: dict[Key, list[float]] = {key: [] for key in calls}
@@ -263,9 +253,8 @@ def time_in_rounds(
 
 
 def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict[str, Any]]:
-    """Check and time all implementations of a case. Print their results, and return one row per implementation.
-
-    The function also prints how many seconds pass before the measurement starts. Compilation takes most of this time.
+    """Check and time all implementations of a case. Print and return one row per implementation. The printed seconds are mostly
+    the time to compile the kernels.
     """
     tensors = case.inputs(DEVICE)
     expected = expected_results(case, *tensors)
@@ -317,7 +306,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """Return the requested cases of each suite. Suites without requested cases are left out.
+    """Return, for each suite, the cases whose names match --only.
 
     Raises:
         SystemExit: no case matches --only.
@@ -346,7 +335,7 @@ def stream_for(use_graphs: bool) -> Generator[None]:
 
 
 def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[str, peers.Prepare]) -> list[dict[str, Any]]:
-    """Measure all requested cases and write the report. Return the rows of this project's kernels."""
+    """Measure the cases that --suite and --only select, write the report, and return the rows of ringattn."""
     chosen = choose_cases(args)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:
@@ -359,7 +348,7 @@ def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[
         for case in cases:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, args.rounds, args.graph)
-            # The results are written after every case, so that an interrupted run keeps the results of earlier cases.
+            # Write the rows after every case, so that an interrupted run keeps its results.
             kernels_report.save_rows(args.output, header, suites, rows)
         kernels_report.write(args.output, header, suites, rows)
     return [row for found in rows.values() for row in found if row["implementation"] == peers.OURS]

@@ -2,9 +2,8 @@
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-The benchmark `scripts.bench.kernels` calls this module after every suite. The command above writes the same report from saved
-measurements, without a GPU. The command reads rows.json in the directory, and writes README.md and the plots to the same
-directory.
+The benchmark `scripts.bench.kernels` writes the report after every suite. The command above writes the report again from the
+file rows.json in the directory, and needs no GPU.
 """
 
 import argparse
@@ -28,7 +27,7 @@ Format = Callable[[float], str]
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Describe one direction of a row in one line. The benchmark prints this line while it runs."""
+    """Return the time and the errors of a forward or a backward in one line."""
     if found["status"] == "failed":
         return f"failed: {found['error']}"
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.get("errors", {}).items())
@@ -54,7 +53,6 @@ def load_rows(path: Path) -> tuple[dict[str, Any], dict[str, list[Case]], Rows]:
 
 
 def _names(rows: Rows) -> list[str]:
-    """Return the names of all implementations in the order in which they were measured."""
     return list(dict.fromkeys(row["implementation"] for found in rows.values() for row in found))
 
 
@@ -63,11 +61,7 @@ def _find(rows: Rows, case: Case, name: str) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any], key: str, form: Format) -> str:
-    """Return the text of one measurement as `forward / backward`.
-
-    If there is no measurement, the text contains "wrong", "failed" or "-" instead. The text "-" means that the implementation
-    does not support the mask.
-    """
+    """Return the measurement `key` as a text "forward / backward". Unsupported masks give "-"."""
     parts = []
     for direction in DIRECTIONS:
         status, value = row[direction]["status"], row[direction].get(key)
@@ -79,10 +73,7 @@ def _cell(row: dict[str, Any], key: str, form: Format) -> str:
 
 
 def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
-    """Return a measurement divided by the measurement of the same implementation for the case `base`.
-
-    The text has the form ` (forward / backward)`.
-    """
+    """Return the ratio of a measurement to the case `base`, as a text " (forward / backward)"."""
     if base is None:
         return ""
     other = _find(rows, base, row["implementation"])
@@ -94,10 +85,7 @@ def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
 
 
 class Report:
-    """The sections of a report.
-
-    A table has one line per case, one column per implementation, and a column for the date.
-    """
+    """The sections of a report."""
 
     def __init__(self, header: dict[str, Any], rows: Rows) -> None:
         self.header, self.rows, self.names = header, rows, _names(rows)
@@ -108,8 +96,8 @@ class Report:
         cell: Callable[[Case, dict[str, Any]], str],
         extra: dict[str, Callable[[Case], str]] | None = None,
     ) -> str:
-        """Return a table. The argument `extra` maps the name of each additional column to a function that computes the cell of
-        a case.
+        """Return a table with one line per case and one column per implementation. `extra` maps the name of each additional
+        column to a function that returns its text.
         """
         extra = extra or {}
         lines = []
@@ -121,7 +109,6 @@ class Report:
         return markdown_table(" | ".join(("D", "mask", "S", "H", *extra, *self.names, "date")), lines)
 
     def figures(self, cases: list[Case], key: str, form: Format) -> str:
-        """Return a table of the measurement `key`, with a cell for every case and implementation."""
         return self.table(cases, lambda _, row: _cell(row, key, form))
 
     def speed(self, cases: list[Case]) -> str:
@@ -184,7 +171,6 @@ class Report:
         return f"## Memory\n\n{note}\n\n{cells}"
 
     def errors(self) -> str:
-        """Return the largest error of every implementation over all cases."""
         names = ("out", "dq", "dk", "dv")
         lines: list[list[str]] = []
         for implementation in self.names:
@@ -215,7 +201,6 @@ def write(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], r
 
 
 def _two_panels(title: str) -> tuple[plt.Figure, list[plt.Axes]]:
-    """Create a figure with one panel for the forward pass and one panel for the backward pass."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title)
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
@@ -232,17 +217,13 @@ def _add_legend(figure: plt.Figure) -> None:
 def _plot_implementations(
     axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable[[Case], float], scale: float = 1.0
 ) -> None:
-    """Draw one line per implementation. The line of an implementation connects all cases for which it was measured."""
     for index, name in enumerate(_names(rows)):
         figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
         plot_points(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)
 
 
 def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Plot the TFLOP/s of causal attention with the largest head dim. The x axis is the sequence length.
-
-    If there is only one sequence length, return None.
-    """
+    """Plot TFLOP/s of causal attention against the sequence length. Return None unless two lengths were measured."""
     dim = max(case.head_dim for case in cases)
     curve = sorted((x for x in cases if x.kind == "causal" and x.head_dim == dim), key=lambda case: case.length)
     if len(curve) < 2:
@@ -258,10 +239,7 @@ def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
 
 
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Plot the extra memory. The x axis is the sequence length.
-
-    For comparison, the plot also shows the memory of the N x N scores, and of the inputs and results.
-    """
+    """Plot extra memory against the sequence length, next to the memory of N x N scores and of the arguments and results."""
     figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
@@ -278,9 +256,8 @@ def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
 
 
 def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Plot the time of a call divided by its time for a full mask. The x axis is the fraction of computed blocks.
-
-    If the full mask was not measured, return None.
+    """Plot the time of block-sparse attention, relative to full attention, against the fraction of computed blocks. Return None
+    unless full attention was measured.
     """
     sparse = [case for case in cases if case.kind == "blocks"]
     dense = next((case for case in cases if case.kind == "full"), None)

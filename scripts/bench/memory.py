@@ -4,8 +4,8 @@
     python -m scripts.bench.memory --cases '124m 65536 1' '1.4b 65536 2 parallel.ulysses=2'
 
 A case consists of a model, the number of tokens per sequence, the number of GPUs, and optional settings of `train/run.py`. Each
-case is a job of a few steps with one document per sequence. By default, the script measures all cases for which this machine
-has enough GPUs. The allocator of torch measures the peak memory. If a job fails, the table contains its error message. The
+case is a job of a few steps with one document per sequence. By default, the script skips cases that need more GPUs than this
+machine has. The measured peak memory comes from torch's allocator. If a job fails, the table contains its error message. The
 script writes README.md to --output.
 """
 
@@ -57,7 +57,6 @@ Row = dict[str, Any]
 
 
 def job_command(case: str, steps: int, output: Path) -> list[str]:
-    """Return the command line of a job that writes summary.json to `output`."""
     model, seq_len, ranks, *settings = case.split()
     settings += [
         "recipe=cpu",
@@ -71,8 +70,8 @@ def job_command(case: str, steps: int, output: Path) -> list[str]:
 
 
 def measure(case: str, steps: int) -> Row:
-    """Run one job, and return its summary and its predicted seconds. If the job fails, return its error message under the key
-    "failed".
+    """Train one case in a subprocess. Return the contents of summary.json and the predicted seconds per step, or {"failed":
+    error message}.
     """
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")

@@ -31,13 +31,10 @@ ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED, SINKS)  # implementations that ar
 
 
 class Unsupported(Exception):
-    """Raised if an implementation cannot express the mask of a case."""
+    """An implementation does not support the mask of a case."""
 
 
 def ringattn(backend: str) -> Prepare:
-    """Return the kernels of this project. The backend is "auto" (the fastest kernels) or "triton" (the portable Triton
-    kernels).
-    """
 
     def prepare(case: Case, device: torch.device) -> Attend:
         blocks = case.blocks(device)
@@ -47,7 +44,7 @@ def ringattn(backend: str) -> Prepare:
 
 
 def sinks(case: Case, device: torch.device) -> Attend:
-    """Return the kernels of this project with learned sinks. The sinks are too small to change the results."""
+    """Return ringattn with learned sinks, which are too small to change the results."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     logits = torch.full((case.heads,), -1e4, device=device, requires_grad=True)
@@ -55,17 +52,15 @@ def sinks(case: Case, device: torch.device) -> Attend:
 
 
 def fp8(case: Case, _device: torch.device) -> Attend:
-    """Return the kernels of this project with precision="fp8". The measured time includes the rounding of the inputs."""
+    """Return ringattn with precision="fp8", which first rounds the inputs."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     return lambda q, k, v: output_of(flash_attention(q, k, v, mask=case.mask, precision="fp8"))
 
 
 def fp8_rounded(case: Case, device: torch.device) -> Attend:
-    """Return the FP8 forward of this project without the rounding of the inputs, as it runs in each hop of a ring. There is no
-    backward.
-
-    The inputs of the first call are rounded once, and all calls must have the same inputs.
+    """Return the FP8 forward without the time to round the inputs, as in the hops of a ring. There is no backward. All calls
+    must have the same inputs, because only the first call rounds them.
     """
     if case.kind == "blocks":
         raise Unsupported(case.kind)
@@ -82,8 +77,6 @@ def fp8_rounded(case: Case, device: torch.device) -> Attend:
 
 
 class _WithoutBackward(torch.autograd.Function):
-    """Return `out`, whose backward is unsupported."""
-
     @staticmethod
     def forward(*arguments: Any, **_: Any) -> Tensor:
         _, _, out = arguments  # the context, q and the output
@@ -96,8 +89,8 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Return a context manager that enables deterministic algorithms. PyTorch's filling of new tensors with NaN is disabled,
-    because it takes time.
+    """Return a context manager that enables deterministic algorithms, but does not let PyTorch fill new tensors with NaN, which
+    takes time.
     """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
@@ -110,7 +103,7 @@ def deterministic() -> Generator[None]:
 
 
 def context(name: str) -> AbstractContextManager[None]:
-    """Return the context manager for the forward and backward passes of an implementation."""
+    """Return the context manager in which the implementation `name` must be called."""
     return deterministic() if name == DETERMINISTIC else nullcontext()
 
 
@@ -123,8 +116,6 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
-    """Return an implementation that calls scaled_dot_product_attention with one of its backends."""
-
     def prepare(case: Case, _device: torch.device) -> Attend:
         if case.kind not in ("full", "causal"):
             raise Unsupported(case.kind)
@@ -204,7 +195,7 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
 
 
 def available() -> dict[str, Prepare]:
-    """Return the installed implementations. Print a message if flash-attn-4 cannot be used."""
+    """Return all implementations by name, except flash-attn-4 if it cannot be imported."""
     found = dict(IMPLEMENTATIONS)
     if "fa4" in found:
         try:

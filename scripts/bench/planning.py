@@ -2,14 +2,13 @@
 
     python -m scripts.bench.planning
 
-No GPU is required. The script plans the forward pass and the backward pass of one rank, as a training step with a new mask
-does. Planning has four parts. The first part computes the layout. The second part of planning computes which ranks exchange
-data, and chooses the schedules. The third part of planning computes the intervals of the rank's local steps. The last part of
-planning computes the tables of the Hopper kernels, for 16 heads with head dim 128 and 132 SMs. Every round plans a new random
-mask. The table contains medians of the CPU time of the process, because other processes may slow down the machine.
+No GPU is required. The script plans the forward and the backward pass of one rank for a new random mask, as every training step
+does. Planning has four parts: the layout, the schedules, the intervals of all local steps, and the work tiles of the Hopper
+kernels. The work tiles are for 16 heads with head dim 128 and 132 SMs. The table contains medians of the CPU time, because
+other processes may slow down the machine.
 
-The script prints a table and writes its rows as JSON. With --earlier and the JSON file of another commit, the table also
-contains the times of the other commit.
+The script prints a table and writes its rows as JSON. With --earlier and such a JSON file of another commit, the table also
+contains the times of this commit.
 """
 
 import argparse
@@ -41,8 +40,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. Every seed has another window that exceeds the sequence, so that
-    no mask comes from a cache.
+    """Return a causal mask of documents with random lengths. The mask also has a window that excludes nothing, but differs for
+    each seed, so that no plan comes from a cache.
     """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
@@ -73,7 +72,7 @@ def plan(seq_len: int, documents: int, ranks: int, seed: int) -> dict[str, float
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return one row per number of tokens, documents and ranks. Times are in milliseconds."""
+    """Measure all combinations of the numbers of tokens, documents and ranks. Times are in milliseconds."""
     rows = []
     for seq_len in args.tokens:
         for documents in args.documents:
@@ -87,9 +86,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
-    """Return a table of the rows. The argument `earlier` contains the rows of another commit for the same cases, or
-    is empty.
-    """
+    """Return a Markdown table of the rows, next to the times of the same cases in `earlier`."""
     known = {(x["tokens"], x["documents"], x["ranks"]): x["total"] for x in earlier}
     cells = []
     for row in rows:
@@ -100,7 +97,6 @@ def table(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
 
 
 def machine() -> str:
-    """Return the model of the CPU, if it is known, and the versions."""
     try:
         name = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     except (OSError, TypeError):
@@ -128,6 +124,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # As in training, garbage collections should not visit the objects of the imported modules.
+    # As in training, exclude the objects of imported modules from garbage collection.
     gc.freeze()
     sys.exit(main(sys.argv[1:]))

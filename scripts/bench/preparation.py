@@ -4,10 +4,10 @@
     python -m scripts.bench.preparation --gb 0.3 3 30 --processes 16 --only ours     the resident memory by size
 
 The script generates JSON lines from the source code of the installed packages, with log-normal document lengths, and trains a
-BPE tokenizer with --vocabulary tokens on them. It prepares the text with bytes and with this tokenizer. For `datasets.map`, the
-script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
+BPE tokenizer with --vocabulary tokens on them. The text is tokenised once into bytes and once with the BPE tokenizer. For
+`datasets.map`, the script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
 
-The time of a command includes its start. The memory is the largest sum over its processes of the proportional set size, which
+Times include the start of the processes. The memory is the largest sum over its processes of the proportional set size, which
 counts memory that several processes share once, and leaves out the page cache. "opened" is the time from the start of a new
 process that has imported its modules until it has read the first sequence of 65,536 tokens from the folder.
 """

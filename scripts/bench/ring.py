@@ -3,18 +3,18 @@
     torchrun --nproc_per_node=4 -m scripts.bench.ring
     torchrun --nproc_per_node=4 -m scripts.bench.ring --cases causal-16k causal-64k --variants nvlink-auto local --rounds 5
 
-All cases use bf16 and B = 1. Cases with documents use the layout that balances the work, and all other cases use a zigzag
-layout. The module `scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its
-gradients are compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is
-reported only if its results are correct.
+All cases use bf16 and B = 1. Packed documents use the layout that balances the work, and all other cases use the zigzag layout.
+The module `scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its gradients are
+compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is reported only if its
+results are correct.
 
 The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. In each
 round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median of these means over
-all rounds. The variant `local` runs the kernels of the automatic schedule as if every message had already arrived. The time of
-`local` is therefore the time that the ring would take if communication took no time. The variant `ulysses-4-local` runs the
-kernels of `ulysses-4` in the same way. Variants that end with `-graph` replay CUDA graphs, so their times do not include the
-time of the host. The host time matters for short shards: with 4,096 tokens per rank, the host takes about as long as the GPU.
-All backward passes run in the calling thread, including the backward passes of context_parallel.
+all rounds. The variant `local` runs the kernels of `nvlink-auto` as if every message had already arrived, so its time is the
+time of a ring with infinitely fast communication. The variant `ulysses-4-local` does the same for `ulysses-4`. Variants that
+end with `-graph` replay CUDA graphs, so their times do not include the time of the host. The host time matters for short
+shards: with 4,096 tokens per rank, the host takes about as long as the GPU. For all variants, autograd runs the backward in the
+calling thread.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -53,15 +53,13 @@ from scripts.tools.plan_ring import bytes_sent
 
 CHECKED_LENGTH = 1536  # the comparison with the float64 reference has this many tokens per rank
 NAMES = ("out", "dq", "dk", "dv")
-# A measurement repeats a call for about MEASUREMENT_SECONDS. The number of repetitions follows from ASSUMED_SPEED, in FLOP/s
-# per GPU.
+# Each measurement repeats a call for about MEASUREMENT_SECONDS, if the speed is ASSUMED_SPEED in FLOP/s per GPU.
 MEASUREMENT_SECONDS, ASSUMED_SPEED = 0.2, 4e14
 
 
 def check(case: Case, variant: str) -> dict[str, float]:
-    """Return the largest `group_error` of each result over all ranks.
-
-    The results are computed on a short sequence with the mask and the heads of the case.
+    """Run the variant on a short sequence with the mask and the heads of the case. Return the largest `group_error` of each
+    result over all ranks.
     """
     rank, ranks, ulysses = dist.get_rank(), dist.get_world_size(), variants.ulysses_degree(variant)
     small = Case(case.kind, CHECKED_LENGTH * ranks, case.heads, case.head_dim, key_heads=case.key_heads)
@@ -80,7 +78,6 @@ def check(case: Case, variant: str) -> dict[str, float]:
 
 
 def largest_of_ranks(value: float) -> float:
-    """Return the maximum of a value over all ranks."""
     x = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
@@ -112,20 +109,16 @@ def peak_bytes(call: Call) -> int:
 
 
 def receive_buffer_bytes(transport: NvlinkTransport) -> int:
-    """Return the number of bytes of a transport's receive buffers for rings and all-to-alls.
-
-    The statistics of torch's allocator do not include receive buffers.
-    """
+    """Return the bytes of the receive buffers, which the statistics of torch's allocator do not include."""
     buffers = transport.receive_buffer, transport.all_to_all_buffer
     return sum(buffer.memory.nbytes for buffer in buffers if buffer.memory is not None)
 
 
 def count_messages(case: Case, schedule: str, ranks: int, interconnect: Interconnect) -> dict[str, dict[str, Any]]:
-    """Return the schedules, the number of hops with messages, and the bytes sent by the busiest rank.
+    """Count the hops in which messages are sent, and the bytes that the busiest rank sends.
 
     Returns:
-        A dict with the keys "forward" and "both". The numbers under "both" are for the forward pass and the backward pass
-        together.
+        A dict with the keys "forward" and "both". The numbers under "both" are sums over the forward and the backward pass.
     """
     plan = get_plan(case.mask, variants.ring_layout(case, ranks), 0, torch.device("cpu"))
     heads = case.heads, case.num_key_heads
@@ -146,15 +139,11 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add measurements of communication to the row of each timed ring.
-
-    The new fields are the number and the bytes of the messages, and the microseconds of communication that are not hidden.
+    """Add the hops, the bytes and the exposed time of communication to the row of each ring.
 
     Args:
-        case: the case of the rows.
-        found: the rows by variant.
-        ranks: the size of the ring.
-        interconnects: the interconnect of each ring by variant.
+        found: the rows of `case` by variant. ranks: the number of ranks. interconnects: the interconnect of each variant that
+            is a ring.
     """
     for variant, interconnect in interconnects.items():
         row, base = found[variant], found.get(ring_report.base_of(variant), {})
@@ -170,7 +159,7 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
     """Time all variants one after the other in several rounds.
 
     Returns:
-        The milliseconds, the TFLOP/s per GPU and the samples of each variant, for each of PARTS.
+        For each variant and each of PARTS, the median milliseconds, the TFLOP/s per GPU and the samples.
     """
     samples: dict[tuple[str, str], list[float]] = {(variant, part): [] for variant in calls for part in PARTS}
     if case.flops("forward") / dist.get_world_size() <= pass_graphs.MAX_FORWARD_FLOPS:

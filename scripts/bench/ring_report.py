@@ -3,9 +3,9 @@
     python -m scripts.bench.ring_report outputs/benchmarks/ring
     python -m scripts.bench.ring_report outputs/benchmarks/ring --join short/ring.json long/ring.json
 
-The command replaces README.md in the directory. If causal attention was measured at two or more lengths, the command also
-writes lengths.png. With --join, the command first writes one file ring.json with the rows of all given files. All files must
-come from the same machine. Each case may occur in only one file, because ratios are computed within a run.
+The command writes README.md, and lengths.png if causal attention was measured at several lengths. With --join, the command
+first joins the rows of several files to one file ring.json. All files must come from the same machine. No case may occur in two
+files, because ratios are computed within a run.
 """
 
 import json
@@ -21,8 +21,7 @@ from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
 PARTS = ("forward", "both")  # "both" is a forward pass followed by a backward pass
-# This dict maps the name of each case to another dict. The inner dict contains the case under the key "case", and the row of
-# each variant under the name of the variant.
+# The results of each case by name. The dict of a case contains one row per variant, and the case itself under the key "case".
 Rows = dict[str, dict[str, dict[str, Any]]]
 COMMUNICATION_NOTE = """\
 In a pair of figures, the first is for the forward, and the second is for the forward + backward. The column "hops" gives the
@@ -46,7 +45,6 @@ def _variants(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _ratios(row: dict[str, Any], other: dict[str, Any], form: str) -> str:
-    """Return the time of `other` divided by the time of `row`, as `forward / both`. Return "-" if `other` was not timed."""
     return " / ".join(format(other[part]["ms"] / row[part]["ms"], form) for part in PARTS if part in other) or "-"
 
 
@@ -73,10 +71,7 @@ def speed_table(header: dict[str, Any], rows: Rows) -> str:
 
 
 def communication_table(header: dict[str, Any], rows: Rows) -> str:
-    """Return a Markdown table of the bytes that the rings send, and of the communication time that is not hidden.
-
-    If no ring was timed, return "".
-    """
+    """Return a Markdown table of sent bytes and exposed communication, or "" if no ring was timed."""
     columns = (
         "case | variant | schedule, forward / backward | hops | MiB sent by the busiest rank | exposed, us | "
         "exposed per hop, us | date"
@@ -97,8 +92,6 @@ def communication_table(header: dict[str, Any], rows: Rows) -> str:
 
 
 def _both_parts(row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> str:
-    """Return a text of the form `forward / forward + backward`. Return "-" if the ring has no hop, or if there is no
-    measurement to compare with."""
     try:
         return " / ".join(form(row[part]) for part in PARTS)
     except (KeyError, ZeroDivisionError):
@@ -106,10 +99,7 @@ def _both_parts(row: dict[str, Any], form: Callable[[dict[str, Any]], str]) -> s
 
 
 def plot_lengths(rows: Rows) -> plt.Figure | None:
-    """Plot TFLOP/s per GPU for causal masks with as many key heads as query heads. The x axis is the sequence length.
-
-    If there is only one sequence length, return None.
-    """
+    """Plot TFLOP/s per GPU of causal attention against the sequence length. Return None unless two lengths were measured."""
     curve = [found for found in rows.values() if found["case"]["kind"] == "causal"]
     curve = [found for found in curve if found["case"]["heads"] == found["case"]["key_heads"]]
     lengths = {found["case"]["length"] for found in curve}
@@ -128,7 +118,6 @@ def plot_lengths(rows: Rows) -> plt.Figure | None:
 
 
 def report_text(header: dict[str, Any], rows: Rows) -> str:
-    """Return the text of README.md without the plot."""
     commands = textwrap.indent(header["command"], " " * 4)
     parts = [f"# Ring attention, {header['date']}\n\n{header['machine']}.\n\n{commands}\n\n{speed_table(header, rows)}"]
     if communication := communication_table(header, rows):
@@ -137,7 +126,6 @@ def report_text(header: dict[str, Any], rows: Rows) -> str:
 
 
 def write(output: Path, header: dict[str, Any], rows: Rows) -> None:
-    """Write ring.json and README.md. If there are two or more lengths, also write lengths.png."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "ring.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
     text = report_text(header, rows)
@@ -148,16 +136,15 @@ def write(output: Path, header: dict[str, Any], rows: Rows) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Rows]:
-    """Return the header and the rows of a file ring.json."""
     header = json.loads(path.read_text())
     return header, header.pop("rows")
 
 
 def join(paths: list[Path]) -> tuple[dict[str, Any], Rows]:
-    """Join the runs of several files ring.json into a single run. The header of the joined run lists the commands of all runs.
+    """Join the rows of several files ring.json. The joined header lists all commands.
 
     Raises:
-        ValueError: the runs come from different machines, or a case occurs in two runs.
+        ValueError: the files come from different machines, or contain the same case.
     """
     headers, parts = zip(*map(read, paths), strict=True)
     machines = dict.fromkeys(header["machine"] for header in headers)

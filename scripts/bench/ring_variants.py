@@ -1,12 +1,12 @@
 """Define the attention problems that `scripts.bench.ring` measures, and the timed calls of each variant.
 
-- The variants `nvlink-auto`, `p2p-kv` and so on are `ring_attention` with the named transport and schedule.
-- The variants `p2p_priority-auto` and so on are `p2p-auto` over a process group with the options of NCCL_OPTIONS. Variants with
-  NCCL options are timed only on request.
-- The variant `ulysses-4` is `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
-- The variants `local` and `ulysses-4-local` are the kernels of the ring and of `ulysses-4` without communication.
+- Variants such as `nvlink-auto` and `p2p-kv` call `ring_attention` with the named transport and schedule.
+- Variants such as `p2p_priority-auto` use a process group with the NCCL options of NCCL_OPTIONS. They are timed only on
+  request.
+- The variant `ulysses-4` calls `ulysses_attention` with Ulysses groups of 4 ranks and a ring across the groups.
+- The variants `local` and `ulysses-4-local` run the kernels of a ring and of `ulysses-4` without communication.
 - The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
-- The calls of variants whose names end with `-graph` are replayed from a CUDA graph.
+- Variants such as `local-graph` are replayed from a CUDA graph.
 """
 
 import contextlib
@@ -74,8 +74,7 @@ VARIANTS = (
     "ulysses-4-graph",
     "context_parallel",
 )
-# The options of NCCL process groups state whether NCCL's kernels run on a stream of high priority, and how many CTAs they may
-# have.
+# NCCL options: whether NCCL's kernels run on a high-priority stream, and their largest number of CTAs
 NCCL_OPTIONS = {
     "p2p_priority": (True, None),
     "p2p_priority_16": (True, 16),
@@ -85,7 +84,7 @@ REQUESTED_VARIANTS = tuple(f"{name}-auto" for name in NCCL_OPTIONS)  # variants 
 
 
 class Calls(NamedTuple):
-    """The class holds the timed calls of a variant, and the context in which the calls must run."""
+    """The timed calls of a variant. They run inside the context manager `context()`."""
 
     forward: Call
     both: Call  # runs a forward and a backward pass, and returns out, dq, dk and dv
@@ -93,12 +92,10 @@ class Calls(NamedTuple):
 
 
 def is_ring(variant: str) -> bool:
-    """Return whether the variant is `ring_attention` with communication."""
     return variant.split("-")[0] in ("nvlink", "p2p", *NCCL_OPTIONS)
 
 
 def transport_of(variant: str) -> str:
-    """Return the transport of a ring: "nvlink" or "p2p"."""
     return variant.split("-")[0].split("_")[0]
 
 
@@ -116,13 +113,11 @@ def ring_group(variant: str) -> dist.ProcessGroup:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether the variant runs code of this project that communicates. The script checks only the results of variants
-    that communicate."""
+    """Return whether ringattn sends messages in this variant. Only the results of such variants are checked."""
     return "local" not in variant and variant != "context_parallel"
 
 
 def ulysses_degree(variant: str) -> int:
-    """Return how many ranks take part in each all-to-all."""
     return int(variant.split("-")[1]) if variant.startswith("ulysses-") else 1
 
 
@@ -138,10 +133,7 @@ def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
 
 
 def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
-    """Return a zigzag layout, or for documents the layout that balances the work.
-
-    Training with parallel.layout=auto uses the same layouts.
-    """
+    """Return the layout that training with parallel.layout=auto would use."""
     if case.kind == "documents":
         layout = balanced_layout(case.mask, case.length, ranks // ulysses)
     else:
@@ -150,13 +142,13 @@ def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
 
 
 def random_shard(case: Case, ulysses: int = 1, seed: int = 0) -> list[Tensor]:
-    """Draw this rank's shards of q, k, v and dout. All tensors except dout require gradients."""
+    """Return random shards of q, k, v and dout for this rank. All tensors except dout require gradients."""
     generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
     return random_inputs(case, ring_layout(case, dist.get_world_size(), ulysses).rows(dist.get_rank()), generator)
 
 
 def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
-    """Return the calls of a variant, or None if the variant is context_parallel and does not support the case."""
+    """Return the calls of a variant, or None if context_parallel does not support the case."""
     if variant.endswith("-graph"):
         calls = make_calls(case, variant.removesuffix("-graph"), shard)
         assert calls is not None
@@ -175,7 +167,7 @@ def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
 def _calls_with_autograd(
     attend: Callable[[], Tensor], shard: list[Tensor], context: Callable[..., Any] = contextlib.nullcontext
 ) -> Calls:
-    """Return the calls of a differentiable function whose arguments are the first three tensors of `shard`."""
+    """Return the forward and the backward of `attend`, a differentiable function of the q, k and v in `shard`."""
     *inputs, dout = shard
 
     def forward() -> Tensor:
@@ -192,7 +184,6 @@ def _calls_with_autograd(
 
 
 def ring_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls:
-    """Return the calls of `ring_attention` with the transport and the schedule that the variant names."""
     q, k, v, _ = shard
     layout, group = ring_layout(case, dist.get_world_size()), ring_group(variant)
     transport, schedule = transport_of(variant), variant.split("-")[1]
@@ -211,7 +202,6 @@ def _mesh(ulysses: int) -> DeviceMesh:
 
 
 def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
-    """Return the calls of `ulysses_attention`, with an all-to-all among `ulysses` ranks and a ring over the groups."""
     layout, mesh = ring_layout(case, dist.get_world_size(), ulysses), _mesh(ulysses)
     groups = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group()}
     q, k, v, _ = shard
@@ -219,11 +209,7 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing.
-
-    The transport sends no messages, and returns rows of this rank in place of incoming blocks. Incoming results are replaced by
-    zeros.
-    """
+    """A transport that sends nothing. It replaces incoming blocks by rows of this rank, and incoming results by zeros."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
@@ -249,10 +235,8 @@ class LocalTransport(MessageTransport):
         """"""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return the replacement for tensor `i` of a message. The replacement has the shape of x, but the number of rows of the
-        message.
-
-        Every replacement of a result has its own memory, like a result that arrives from another rank.
+        """Return a replacement for tensor `i` of an incoming message. Results from different ranks get different memory, as on
+        a real ring.
         """
         kind, rows = message.kind, len(message.rows)
         if kind == "block" and rows <= x.shape[1]:
@@ -266,7 +250,6 @@ class LocalTransport(MessageTransport):
 
 
 def local_calls(case: Case, shard: list[Tensor]) -> Calls:
-    """Return the calls of `ring_attention` without communication."""
     layout, (q, k, v, dout) = ring_layout(case, dist.get_world_size()), [x.detach() for x in shard]
     transport = LocalTransport(connect(world_group().group_name, q.device))
     ring = Ring(
@@ -283,7 +266,7 @@ def local_calls(case: Case, shard: list[Tensor]) -> Calls:
 
 
 def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
-    """Return the calls of `ulysses_attention` without communication, for all chunks of this rank's heads."""
+    """Return calls that run the kernels of `ulysses_attention` without communication."""
     ring_group = _mesh(ulysses)["ring"].get_group()
     device = torch.device("cuda", torch.cuda.current_device())
     layout = ring_layout(case, dist.get_world_size(), ulysses).whole
@@ -308,7 +291,6 @@ def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
 
 
 def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
-    """Return the calls of PyTorch's context_parallel with cuDNN."""
     from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 
     set_rotate_method("allgather")
@@ -331,7 +313,7 @@ def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
 
 
 def capture(call: Call) -> Call:
-    """Capture a call in a CUDA graph. Return a function that replays the graph and returns the same tensors every time."""
+    """Capture a call in a CUDA graph, and return a function that replays the graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -344,7 +326,7 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         results = call()
 
-    # The default argument keeps a reference to the call, which keeps the input tensors of the graph allocated.
+    # The default argument keeps the input tensors of the captured call alive.
     def replay(_call: Call = call) -> object:
         graph.replay()
         return results

@@ -3,10 +3,10 @@
     python -m scripts.bench.scaling
     python -m scripts.bench.scaling --ranks 2 4 --jobs ring ulysses --rounds 3
 
-Every job trains on packed documents of the default corpus. The job `one GPU` and the jobs of `SHARED` train the default model
-with 32,768 tokens per sequence, so their tokens/s can be compared. All other jobs train on longer sequences. The jobs of a
-round run one after the other. The rates of a job are computed from the time of the second half of its steps. Every reported
-rate is the median over all rounds. The script writes README.md, scaling.json and scaling.png to --output.
+Every job trains on packed documents of the default corpus. The jobs `one GPU`, `ring`, `ulysses` and `data-parallel` train on
+sequences of 32,768 tokens, so their tokens/s can be compared. All other jobs train on longer sequences. Jobs run one after the
+other, and rates are measured in the second half of the steps. Every reported rate is the median over all rounds. The script
+writes README.md, scaling.json and scaling.png to --output.
 """
 
 import argparse
@@ -27,8 +27,7 @@ from scripts.tables import markdown_table
 
 TOKENS = 32_768
 Row = dict[str, Any]
-# JOBS contains the settings of each job. The script replaces {ranks} by the number of ranks, and {long} by 32,768 tokens per
-# rank.
+# The settings of each job. {ranks} becomes the number of ranks, and {long} becomes 32,768 times the number of ranks.
 SHARED = {
     "ring": (f"data.seq_len={TOKENS}",),
     "ulysses": (f"data.seq_len={TOKENS}", "parallel.ulysses={ranks}"),
@@ -52,7 +51,7 @@ FIXED = (
 
 
 def measure(job: str, ranks: int, steps: int) -> Row:
-    """Run one job, and return its rates. If the job fails, return its error message under the key "failed"."""
+    """Train one job in a subprocess. Return its rates, or {"failed": error message}."""
     row: Row = {"job": job, "ranks": ranks}
     with tempfile.TemporaryDirectory() as directory:
         settings = [text.format(ranks=ranks, long=TOKENS * ranks) for text in JOBS[job]]
@@ -67,7 +66,7 @@ def measure(job: str, ranks: int, steps: int) -> Row:
 
 
 def rates(records: list[dict[str, Any]], ranks: int) -> Row:
-    """Return the rates of the second half of the steps. The argument `records` is the content of metrics.jsonl."""
+    """Compute rates from the second half of `records`, the lines of metrics.jsonl."""
     half = records[len(records) // 2 :]
     seconds = [record["seconds"] for record in half]
     tokens = sum(record["tokens_per_s_per_rank"] * ranks * record["seconds"] for record in half)
@@ -82,7 +81,7 @@ def rates(records: list[dict[str, Any]], ranks: int) -> Row:
 
 
 def median_rows(rows: list[Row]) -> list[Row]:
-    """Return one row per job and number of ranks, with the median of each rate over the rounds."""
+    """Return the median of each rate over all rounds, as one row per job and number of ranks."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["job"], row["ranks"]), []).append(row)
@@ -96,9 +95,7 @@ def median_rows(rows: list[Row]) -> list[Row]:
 
 
 def relative_speed(row: Row, rows: list[Row]) -> float | None:
-    """Return the tokens/s of a job divided by the tokens/s of one GPU. Return None if the two jobs do not train on the same
-    sequences.
-    """
+    """Return the tokens/s of a job relative to one GPU. Return None if the job trains on longer sequences."""
     one = next((other for other in rows if other["ranks"] == 1 and other["job"] == "ring" and "failed" not in other), None)
     return row["tokens_per_s"] / one["tokens_per_s"] if one and row["job"] in SHARED else None
 
@@ -135,7 +132,6 @@ def plot(rows: list[Row]) -> plt.Figure:
 
 
 def write(output: Path, header: dict[str, str], rows: list[Row]) -> None:
-    """Write README.md, scaling.json and scaling.png."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "scaling.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
     medians = median_rows(rows)

@@ -1,11 +1,10 @@
-"""Plot what the host and the GPU of a rank do in one training step. The data are traces that the setting `trainer.profile`
-writes.
+"""Plot what the host and the GPU of a rank do in one training step, from traces that `trainer.profile` writes.
 
     torchrun --nproc_per_node=2 train/run.py name=profiled trainer.steps=24 trainer.profile=20-22
     python -m scripts.bench.step_timeline outputs/profiled/profile/trace-*-rank0.json.gz --steps 21 --output timeline.png
 
-Several traces are drawn below each other, for example a step before a change and a step after it. The title of each part states
-the time of the step and the share of this time in which the GPU is busy. The profiler slows down the host.
+Several traces are drawn below each other, for example from before and after a change. Each title states the time of a step, and
+the share of this time in which the GPU is busy. The profiler slows down the host.
 """
 
 import gzip
@@ -17,7 +16,7 @@ from typing import Any
 from scripts import command
 from scripts.plots import plt, save_plot
 
-# Each part of a step on the host is a tuple (start of the operation's name, colour, legend). The first match counts.
+# Operations on the host: (start of the name, colour, legend). The first match counts.
 HOST = (
     ("FSDP::", "tab:green", "FSDP"),
     ("Attention", "tab:blue", "attention"),
@@ -36,8 +35,8 @@ Interval = tuple[float, float]  # start and end in milliseconds from the start o
 
 
 def read_step(path: Path, step: int) -> tuple[float, list[tuple[float, float, str]], list[Interval]]:
-    """Return the length of a step in ms, the outermost operations of the host with their names, and the intervals in which the
-    GPU is busy.
+    """Return the length of a step in ms, the outermost operations of the host as (start, end, name), and the intervals in which
+    the GPU is busy.
     """
     with gzip.open(path) as file:
         events = [x for x in json.load(file)["traceEvents"] if x.get("ph") == "X"]
@@ -74,12 +73,11 @@ def merge(intervals: list[Interval]) -> list[Interval]:
 
 
 def busy_share(length: float, gpu: list[Interval]) -> float:
-    """Return the share of a step of `length` ms in which the GPU is busy."""
     return sum(min(end, length) - start for start, end in gpu) / length
 
 
 def plot(steps: list[tuple[str, float, list[tuple[float, float, str]], list[Interval]]]) -> plt.Figure:
-    """Draw the host and the GPU of each step, which is (label, length, host, gpu)."""
+    """Draw steps, given as (label, length, host, gpu) with the results of `read_step`."""
     figure, rows = plt.subplots(
         len(steps), squeeze=False, sharex=True, figsize=(9, 1.7 * len(steps) + 0.8), layout="constrained"
     )

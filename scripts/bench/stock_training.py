@@ -4,9 +4,8 @@
 
 The script shards each block with FSDP2, and distributes attention with context_parallel, which uses cuDNN. The script compiles
 the operations before and after attention, uses fused AdamW, and computes the loss from all logits at once. With
---checkpointing, the script recomputes whole blocks with torch's activation checkpointing. The script trains on random tokens
-with causal attention. Rank 0 writes summary.json in the format of `train/run.py`. FLOPs are counted in the same way as in
-`train/run.py`.
+--checkpointing, whole blocks are recomputed with torch's activation checkpointing. The training data are random tokens. Rank 0
+writes summary.json in the format of `train/run.py`, which also counts FLOPs in the same way.
 """
 
 import json
@@ -45,7 +44,7 @@ CONFIGS = command.ROOT / "configs"
 
 
 def load_model_config(name: str) -> ModelConfig:
-    """Return the settings of a file in configs/model.
+    """Return the model settings in the file configs/model/{name}.yaml.
 
     Raises:
         MissingConfigException: configs/model has no file with this name.
@@ -55,7 +54,6 @@ def load_model_config(name: str) -> ModelConfig:
 
 
 def build(config: ModelConfig, mesh: DeviceMesh, use_checkpointing: bool) -> GPT:
-    """Create the model on this rank's GPU, sharded over the mesh."""
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.device("cuda"):
         model = GPT(config, BytesTokenizer.vocab_size)
@@ -79,7 +77,7 @@ def mean_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
 
 
 def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, sequence: Tensor) -> None:
-    """Take one optimizer step on a `sequence` of (1, S + 1) tokens, which context_parallel shards over the mesh."""
+    """Take one optimizer step on `sequence` (1, S + 1), which context_parallel shards over the mesh."""
     tokens, labels = sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1], device="cuda")[None]
     buffers = [tokens, labels, positions]
@@ -92,7 +90,6 @@ def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, se
 
 
 def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool, device: torch.device) -> dict[str, Any]:
-    """Train for the given number of steps and return the summary."""
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = build(config, mesh, use_checkpointing)
@@ -111,7 +108,7 @@ def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool
 
 
 def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device, ranks: int) -> dict[str, float | None]:
-    """Return the rates of a step that takes `seconds`. The training loop of ringattn records the same rates."""
+    """Return the speed and the peak memory if a step takes `seconds`."""
     pairs = sum(sum(Mask.causal(window).pairs(seq_len)) for window in model.config.windows)
     step_flops = flops.step_flops(model, seq_len, pairs)
     return {

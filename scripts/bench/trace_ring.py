@@ -1,15 +1,13 @@
-"""Plot what every GPU of a ring does in one forward and backward pass.
-
-The plot shows the kernels and copies that the profiler of torch records.
+"""Plot the kernels and copies of every GPU of a ring in one forward and backward pass, as torch's profiler records them.
 
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The script accepts the same cases as `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start
-this call at the same time, while their GPUs are idle. Therefore the first kernels of the recorded call wait for the host. In a
-series of calls, the kernels would not wait. All ranks must be on one host, because they must share one clock. Rank 0 writes
-timeline.json and timeline.png to --output. The option --draw draws the plot again from timeline.json and needs no GPU. The
-white lines in the plot separate consecutive kernels and do not show pauses.
+The script accepts the same cases as `scripts.bench.ring`. After several warm-up calls, one call is recorded, which all ranks
+start at the same time. The first kernels of the recorded call wait for the host, because the GPUs are idle when it starts. All
+ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png to --output. The
+option --draw draws the plot again from timeline.json and needs no GPU. White lines separate consecutive kernels, and are not
+pauses.
 """
 
 import argparse
@@ -42,7 +40,7 @@ KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-# In the profiler, copies to another GPU have one of the following names.
+# The names of copies between GPUs in the profiler
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 KINDS = {  # maps each kind of event to its lane, its colour and its legend
     "forward": (0, "tab:blue", "attention, forward"),
@@ -55,7 +53,7 @@ KINDS = {  # maps each kind of event to its lane, its colour and its legend
 
 
 class Event(NamedTuple):
-    """An event is a kernel or a copy of one GPU. Times are in nanoseconds of the host's clock."""
+    """A kernel or a copy. Times are in nanoseconds of the host's clock."""
 
     name: str
     stream: int
@@ -75,11 +73,9 @@ def device_events(trace: dict[str, Any]) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Return the kind of each event of one rank. The kinds are the keys of KINDS. The events must be sorted by start time.
-
-    Circulating blocks are copied on one stream, and partial results are copied on a second stream. Attention kernels run on
-    neither of these streams. The trace does not state which of the two streams copies blocks. However, every pass sends a block
-    before its first result. Therefore the stream of the first copy is the stream that copies blocks.
+    """Return the kind of each event of one rank, a key of KINDS. The events must be sorted by start time. One stream copies
+    circulating blocks, and another stream copies partial results. Every pass sends a block before its first result, so the
+    stream of the first copy is the stream for blocks.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
@@ -108,7 +104,7 @@ def timeline(ranks: list[list[Event]]) -> list[dict[str, Any]]:
 
 
 def draw(found: dict[str, Any]) -> plt.Figure:
-    """Draw one band per rank, with one lane for kernels and one lane for each kind of copy.
+    """Draw the kernels and copies of each rank below each other.
 
     Args:
         found: the content of timeline.json.
@@ -120,8 +116,7 @@ def draw(found: dict[str, Any]) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.3 * band * ranks), layout="constrained")
     for kind in present:
         lane, colour, label = KINDS[kind]
-        # White edges separate consecutive attention kernels. A white edge would hide a short copy, so the edge of a copy has
-        # the colour of the copy.
+        # White edges separate consecutive attention kernels, but would hide short copies.
         edge = "white" if kind in ("forward", "backward") else colour
         for rank in range(ranks):
             own = [event for event in events if event["rank"] == rank and event["kind"] == kind]
@@ -154,7 +149,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
         call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        # The first call is not recorded, because the profiler initialises itself during this call.
+        # The profiler initialises itself during the first call, so only the second call is recorded.
         steps = schedule(wait=0, warmup=1, active=1, repeat=1)
 
         def save(profiler: profile) -> None:
@@ -175,8 +170,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
-    # Variants with CUDA graphs are left out. In a replayed graph, copies may be on any stream, so `classify` cannot classify
-    # them.
+    # CUDA graphs may replay copies on any stream, so `classify` does not support them.
     variants = (*VARIANTS, *REQUESTED_VARIANTS)
     rings = [variant for variant in variants if is_ring(variant) and not variant.endswith("-graph")]
     parser.add_argument("--case", choices=CASES, default="causal-64k", help="default: causal-64k")

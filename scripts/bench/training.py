@@ -8,9 +8,9 @@ All jobs use bf16. In every step, all ranks together train on one sequence. Atte
 stock PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings, and
 `ringattn-float8` adds `trainer.float8=true`. The variant `stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is
 the same script with activation checkpointing. The variant `transformers` is `scripts/bench/transformers_training.py`, which
-uses one GPU. `ringattn-float8` and `transformers` run only if --variants names them. The jobs run one after the other. The
-rates of a job are computed from the median time of its steps. If a job fails, for example because it runs out of memory, the
-table contains its error message. The script writes README.md, training.json and training.png to --output.
+uses one GPU. The variants `ringattn-float8` and `transformers` run only if --variants names them. The jobs run one after the
+other. The rates of a job are computed from the median time of its steps. If a job fails, for example because it runs out of
+memory, the table contains its error message. The script writes README.md, training.json and training.png to --output.
 """
 
 import argparse
@@ -38,7 +38,6 @@ torch's allocator, which does not count the receive buffer of the NVLink transpo
 
 
 def job_command(variant: str, model: str, length: int, ranks: int, steps: int, output: Path) -> list[str]:
-    """Return the command line of a job that writes summary.json to `output`."""
     if variant in ("ringattn", "ringattn-float8"):
         settings = (
             f"trainer.float8={variant == 'ringattn-float8'}",
@@ -64,7 +63,7 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
 
 
 def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Row:
-    """Run one job and return its summary. If the job fails, return its error message under the key "failed"."""
+    """Train one job in a subprocess. Return the contents of summary.json, or {"failed": error message}."""
     row: Row = {"variant": variant, "length": length}
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")
@@ -77,7 +76,7 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
 
 
 def find_reason(stderr: str) -> str:
-    """Return the first line of a job's stderr that names an error, or the last line if no line does."""
+    """Return the first line of `stderr` that names an error, or else the last line."""
     lines = [cells.strip() for cells in stderr.splitlines() if cells.strip()]
     errors = (cells for cells in lines if "Error" in cells or cells.startswith("error:"))
     return next(errors, lines[-1] if lines else "no message")[:200]
@@ -108,7 +107,6 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 
 def is_stock(row: Row, length: int) -> bool:
-    """Return whether the row comes from a successful job of a peer with this sequence length."""
     return not row["variant"].startswith("ringattn") and row["length"] == length and "failed" not in row
 
 
