@@ -904,8 +904,6 @@ def _check_streaming(data: DataConfig) -> Iterator[str]:
         yield f"data.streaming=true is impossible with data.format={data.format}: leave data.streaming out"
     if not re.fullmatch(r"\w+" if data.source == "hub" else "train|all", data.split):
         yield f"data.split={data.split} is impossible with data.streaming=true, which reads whole splits: leave one of them out"
-    if data.on_error == "skip":
-        yield "data.on_error=skip is impossible with data.streaming=true: prepare the text with ringattn-prepare"
     if data.exhausted == "end":
         yield "data.exhausted=end is impossible with data.streaming=true, because the size of the text is unknown: leave it out"
     if data.held_out is None and data.eval_fraction > 0:

@@ -212,6 +212,10 @@ def test_faulty_documents_are_skipped_and_counted(folder):
     assert fault.startswith(f"{folder / '0.jsonl'}, line 3")
 
 
+def test_a_stream_may_skip_faulty_documents(folder):
+    check(Config(data=stream(folder, on_error="skip").config), world_size=1)
+
+
 def test_a_file_that_changes_is_an_error(folder):
     data = stream(folder, shuffle_buffer=4)
     data.sequence(1)
