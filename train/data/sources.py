@@ -380,7 +380,7 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
         yield file, _cannot_read_file(file, error)
     else:
         if not number and not begin:
-            yield file, ConfigError(f"{file} is empty: download it again, or remove it")
+            yield file, _empty(file)
 
 
 def _skip_line(stream: IO[bytes]) -> int:
@@ -396,8 +396,8 @@ def _skip_line(stream: IO[bytes]) -> int:
 def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
-            if reader.metadata.num_rows == 0:  # such a file may have no columns
-                return
+            if reader.metadata.num_rows == 0:  # Such a file may have no columns.
+                raise _empty(file)
             schema = reader.schema_arrow
             check_columns(file, schema.names, config)
             texts = pyarrow.string(), pyarrow.large_string(), pyarrow.null()
@@ -461,6 +461,10 @@ def check_size(where: object, size: int, limit_mb: int) -> None:
 
 # All errors that a reader may raise. The only common base class of zlib.error and lzma.LZMAError is Exception.
 READ_ERRORS = (OSError, EOFError, pyarrow.ArrowException, lzma.LZMAError, zlib.error)
+
+
+def _empty(file: str) -> ConfigError:
+    return ConfigError(f"{file} is empty: download it again, or remove it")
 
 
 def _cannot_read_file(file: str, error: Exception) -> ConfigError:

@@ -249,11 +249,12 @@ def test_text_keeps_its_line_ends(text, tmp_path):
     assert [found for _, found in documents] == [text]
 
 
-def test_parquet_files_without_rows_are_skipped(tmp_path):
+def test_parquet_files_without_rows_are_faulty(tmp_path):
     for name, table in (("a", pa.table({})), ("b", TEXTS), ("c", TEXTS[:0]), ("d", pa.table({"text": [None]})), ("e", TEXTS)):
         (tmp_path / f"{name}.parquet").write_bytes(parquet(table))
-    assert lengths(config("parquet", path=f"{tmp_path}/*.parquet")) == [4, 6, 4, 6]
-    assert_one_line_error(config("parquet", path=f"{tmp_path}/[acd].parquet"), "contains no text")
+    assert lengths(config("parquet", path=f"{tmp_path}/*.parquet", on_error="skip")) == [4, 6, 4, 6]
+    for names, message in (("ab", "a.parquet is empty"), ("bc", "c.parquet is empty"), ("d", "contains no text")):
+        assert_one_line_error(config("parquet", path=f"{tmp_path}/[{names}].parquet"), message)
 
 
 def test_a_folder_stands_for_its_files(tmp_path):
