@@ -141,7 +141,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Prepare every text with every tokenizer and number of processes, and yield one row for each."""
     sample, cache = source_code(), folder / "cache"
     bpe = folder / f"bpe-{args.vocabulary}.json"
-    write_tokenizer(bpe, args.vocabulary, sample)
+    if "bpe" in args.tokenizers:
+        write_tokenizer(bpe, args.vocabulary, sample)
     for size, tokenizer, processes in product(args.gb, args.tokenizers, args.processes):
         lines = folder / f"{size}.jsonl"
         write_lines(lines, int(size * 1e9), sample)
