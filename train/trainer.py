@@ -45,7 +45,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 
     Args:
         config: the settings.
-        directory: the directory of the run, for checkpoints/, metrics.jsonl, loss.png, recall.png, sample.txt and summary.json.
+        directory: the directory of the run, for checkpoints/, metrics.jsonl, pictures, sample.txt and summary.json.
 
     Raises:
         ConfigError: on every rank, before training starts, if a setting or a file is invalid.
@@ -136,7 +136,8 @@ def check_results(directory: Path) -> None:
     Raises:
         ConfigError: a folder has the name of a file that the run writes.
     """
-    for name in ("metrics.jsonl", "metrics.tmp", "loss.png", "recall.png", "sample.txt", "summary.json", "summary.tmp"):
+    pictures = "loss.png", "data_wait.png", "recall.png"
+    for name in ("metrics.jsonl", "metrics.tmp", *pictures, "sample.txt", "summary.json", "summary.tmp"):
         if (directory / name).is_dir():
             raise ConfigError(f"{directory / name} is a folder, but the run writes a file of this name: rename the folder")
 

@@ -36,8 +36,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def settings(corpus, monkeypatch) -> list[str]:
-    """The arguments of a small run, which plots no losses, because that would take a large part of the time of the tests."""
-    monkeypatch.setattr(metrics, "plot_loss", lambda path, output, title: None)
+    """The arguments of a small run, which plots nothing, because that would take a large part of the time of the tests."""
+    for name in ("plot_loss", "plot_data_wait"):
+        monkeypatch.setattr(metrics, name, lambda path, output, title: None)
     return [*SMALL, f"data.path={corpus}", "model.layers=1", "data.seq_len=32"]
 
 
@@ -52,7 +53,8 @@ def summary_of(directory: Path) -> dict:
 
 def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, tmp_path, monkeypatch):
     """If a result of another run is linked in place of a file, the link is replaced, and its target does not change."""
-    links = ("metrics.jsonl", "metrics.tmp", "loss.png", "sample.txt", "summary.json", "summary.tmp", ".lock", "run.log")
+    links = "metrics.jsonl", "metrics.tmp", "loss.png", "sample.txt", "summary.json", "summary.tmp", ".lock", "run.log"
+    links += ("data_wait.png",)
     (outputs / "a").mkdir(parents=True)
     for name in links:
         (tmp_path / name).write_text("{}\n")
@@ -65,7 +67,7 @@ def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, tmp_path
     assert "sample" in output
     files = {path.name for path in (outputs / "a").iterdir()}
     assert ".hydra" not in files
-    assert {"checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
+    assert {"checkpoints", "loss.png", "data_wait.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
     summary = summary_of(outputs / "a")
     assert titles == [f"a: {summary['parameters']:,} parameters, 384 tokens, 1 rank"]
     assert summary["device"] == "cpu"

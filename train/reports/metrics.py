@@ -1,4 +1,4 @@
-"""Record the metrics of every step on the console and in metrics.jsonl, pass them to W&B, and plot the losses."""
+"""Record the metrics of every step on the console and in metrics.jsonl, pass them to W&B, and plot them."""
 
 import json
 import logging
@@ -222,6 +222,25 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(replace_link(output), dpi=150)
+
+
+def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
+    """Plot the time of every step in the metrics.jsonl at `path`, and the part in which it waited for data, as a PNG file."""
+    from matplotlib.figure import Figure
+
+    records = [record for record in read(path) if "data_wait_s" in record]
+    steady = records[1:] or records  # The first step includes the warm-up.
+    share = sum(record["data_wait_s"] for record in steady) / max(sum(record["seconds"] for record in steady), 1e-9)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, label in (("seconds", "step"), ("data_wait_s", f"waiting for data ({share:.2%} without the first step)")):
+        axes.plot([record["step"] for record in records], [record[name] for record in records], "o-", markersize=2, label=label)
+    axes.set(xlabel="step", ylabel="seconds", yscale="log")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(replace_link(output), dpi=150)
 
 

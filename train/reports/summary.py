@@ -54,6 +54,7 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
         summary = summarise(run, records, done)
         log.info(f"{'done':<12}" + ", ".join(_describe(name, summary) for name, v in summary.items() if isinstance(v, float)))
         title = plot_loss(run, directory)
+        metrics.plot_data_wait(directory / "metrics.jsonl", directory / "data_wait.png", title)
         metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         wandb_run.log_picture("loss_curve", run.config.trainer.steps, directory / "loss.png")
         if accuracies := from_metrics(records[-1]):

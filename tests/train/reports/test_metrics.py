@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ringattn.train.reports import metrics
-from ringattn.train.reports.metrics import Recorder, plot_loss, read
+from ringattn.train.reports.metrics import Recorder, plot_data_wait, plot_loss, read
 from ringattn.train.settings.config import Config, TrainerConfig
 from tests.distributed import run_ranks
 
@@ -184,6 +184,18 @@ def test_plot_is_a_png(tmp_path, steps, values):
         recorder.log(step, tokens=10, seconds=1.0, **({"loss": 5 / step, "total_tokens": 10 * step} | values))
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_wait_is_plotted_next_to_the_time_of_the_step(tmp_path, monkeypatch):
+    recorder, plotted = Recorder(config(), tmp_path), []
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, label, **__: plotted.append((x, y, label)))
+    monkeypatch.setattr(Axes, "legend", Mock())
+    for step, wait in enumerate((0.5, 0.01, 0.03), 1):
+        recorder.log(step, tokens=10, seconds=2.0, data_wait_s=wait)
+    plot_data_wait(tmp_path / "metrics.jsonl", tmp_path / "data_wait.png", "title")
+    label = "waiting for data (1.00% without the first step)"
+    assert plotted == [([1, 2, 3], [2.0] * 3, "step"), ([1, 2, 3], [0.5, 0.01, 0.03], label)]
+    assert (tmp_path / "data_wait.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_shows_held_out_losses_over_steps_and_by_length(tmp_path, monkeypatch, caplog):
