@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-# By default, benchmarks write their results to this folder, which git ignores. To keep a result, copy it to benchmarks/ by
-# hand.
+# Benchmarks write their results to this folder, which git ignores. To keep a result, copy it to benchmarks/ by hand.
 RESULTS = ROOT / "outputs" / "benchmarks"
 
 
 def new_parser(doc: str) -> argparse.ArgumentParser:
-    """Create the parser of a script. The docstring of the script, `doc`, becomes the help text."""
+    """Create the parser of a script, whose docstring `doc` becomes the help text."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -52,7 +51,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
     """Return the environment of a child process that imports the packages in `root`.
 
-    The other folders of PYTHONPATH follow `root`, so the child also finds the packages that the user provides there.
+    The folders of the present PYTHONPATH are kept behind `root`.
 
     Args:
         root: the folder.
@@ -63,11 +62,7 @@ def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
 
 
 def serve_store() -> dist.TCPStore:
-    """Serve a store at a port of this machine until the returned object is deleted.
-
-    The system chooses a free port. The store must bind the port itself, because another process could take a port that is
-    merely free.
-    """
+    """Serve a key-value store at a free port of this machine until the returned object is deleted."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -102,7 +97,7 @@ def describe_run(
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package, or "of unknown version"."""
+    """Return the version of an installed package. Return "of unknown version" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -11,8 +11,8 @@ def join_group() -> torch.device:
     """Join the process group of all ranks, and return the GPU of this rank.
 
     Raises:
-        SystemExit: torchrun did not start the script, or this machine has fewer GPUs than ranks. One rank per machine prints
-            the reason.
+        SystemExit: torchrun did not start the script, or this machine has fewer GPUs than ranks. Local rank 0 prints the
+            reason.
     """
     if "LOCAL_RANK" not in os.environ:
         sys.exit("error: start this script with torchrun and one rank per GPU: torchrun --nproc_per_node=2 -m ...")
@@ -25,13 +25,11 @@ def join_group() -> torch.device:
 
 
 def world_group() -> dist.ProcessGroup:
-    """Return the process group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
 def new_group(options: object = None, backend: str | None = None) -> dist.ProcessGroup:
-    """Create another process group of all ranks."""
     group = dist.new_group(backend=backend, pg_options=options)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -10,7 +10,7 @@ from PIL import Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# PNG files have this number of colours. Plots have few colours, and a small palette makes the files several times smaller.
+# The number of colours of a PNG file. A small palette makes the files several times smaller.
 PALETTE = 64
 
 
@@ -21,7 +21,7 @@ def clean_axes(axes: plt.Axes) -> None:
 
 
 def set_length_axis(axes: plt.Axes, lengths: Iterable[int], label: str) -> None:
-    """Make the x axis logarithmic, with one tick per length. The ticks have labels such as 16k and 1m."""
+    """Make the x axis logarithmic, with one tick per length."""
     lengths = sorted(set(lengths))
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [short_length(n) for n in lengths])
@@ -30,14 +30,14 @@ def set_length_axis(axes: plt.Axes, lengths: Iterable[int], label: str) -> None:
 
 
 def short_length(length: int) -> str:
-    """Return a number of tokens as text. Multiples of 1,048,576 have the suffix m, and multiples of 1,024 the suffix k."""
+    """Return a length as text, such as 1m for 1,048,576, 16k for 16,384, or 1000."""
     if length % 2**20 == 0:
         return f"{length >> 20}m"
     return f"{length >> 10}k" if length % 2**10 == 0 else str(length)
 
 
 def plot_points(axes: plt.Axes, points: Iterable[tuple[float, float]], colour: int, label: str) -> None:
-    """Draw a line with markers that connects the points in the order of x. If there are no points, draw nothing."""
+    """Connect the points in the order of x. Draw nothing if there are no points."""
     if points := sorted(points):
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{colour}", label=label)
 

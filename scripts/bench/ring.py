@@ -142,8 +142,10 @@ def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, 
     """Add the hops, the bytes and the exposed time of communication to the row of each ring.
 
     Args:
-        found: the rows of `case` by variant. ranks: the number of ranks. interconnects: the interconnect of each variant that
-            is a ring.
+        case: the case of the rows.
+        found: the row of each variant.
+        ranks: the number of ranks.
+        interconnects: the interconnect of each variant that is a ring.
     """
     for variant, interconnect in interconnects.items():
         row, base = found[variant], found.get(ring_report.base_of(variant), {})

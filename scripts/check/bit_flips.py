@@ -4,9 +4,9 @@
 
 Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
 one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
-and a third in the index. A flip passes the check in two cases. Either the launch reports the damage in one line and changes no
-file of the checkpoint. Or the flipped bit has no effect, and the run finishes with the same losses and the same tensors as from
-the original checkpoint. If anything else happens, the exit status is 1.
+and a third in the index. The resumed run must report the damage in one line, and must not change the checkpoint. If the bit has
+no effect, the run must finish with the same losses and tensors as without the flip. If anything else happens, the exit status
+is 1.
 """
 
 import hashlib
@@ -52,12 +52,11 @@ def train(directory: Path, *arguments: str) -> tuple[int, str]:
 
 
 def resume(checkpoint: Path, directory: Path) -> tuple[int, str]:
-    """Take two more steps from a checkpoint of the run in `directory`."""
     return train(directory, f"trainer.steps={STEPS + 2}", f"trainer.resume={checkpoint}")
 
 
 def results(directory: Path) -> tuple[list[Any], dict[str, str]]:
-    """Return the losses of all steps, and the checksums of those files of the last checkpoint that contain tensors."""
+    """Return the losses of all steps, and the checksums of the tensors in the last checkpoint."""
     records = metrics.read(directory / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records], checksums(
         directory / "checkpoints" / f"step_{STEPS + 2:08d}", "*.distcp"
@@ -65,12 +64,11 @@ def results(directory: Path) -> tuple[list[Any], dict[str, str]]:
 
 
 def checksums(checkpoint: Path, pattern: str = "*") -> dict[str, str]:
-    """Return the checksums of those files of a checkpoint whose names match `pattern`."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(checkpoint.glob(pattern))}
 
 
 def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
-    """Flip a random bit in the files of one kind. Return a text that names the file and the bit."""
+    """Flip a random bit in the files of one kind, and describe its position."""
     files = sorted(checkpoint.glob(KINDS[kind]))
     (file,) = rng.choices(files, [path.stat().st_size for path in files])
     content = bytearray(file.read_bytes())
@@ -81,10 +79,10 @@ def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
 
 
 def effect(original: Path, directory: Path, kind: str, rng: random.Random, expected: tuple[list[Any], dict[str, str]]) -> str:
-    """Flip a bit in a copy of a checkpoint, and resume from the copy. Return a text that describes the effect.
+    """Flip a bit in a copy of a checkpoint and resume from the copy. Return "reported" or "without effect".
 
     Raises:
-        AssertionError: the run neither ends with a message of one line, nor finishes with the expected results.
+        AssertionError: the run ends in another way, or finishes with other results than `expected`.
     """
     checkpoint = directory / "checkpoints" / original.name
     shutil.copytree(original, checkpoint)

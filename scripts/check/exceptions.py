@@ -1,11 +1,10 @@
-"""Raise exceptions in random kernel calls of random ranks, and check that the ring never hangs and never returns wrong numbers.
+"""Check that attention never hangs or returns wrong results if random ranks raise exceptions in random kernel calls.
 
     python -m scripts.check.exceptions --calls 1000 --ranks 2
     python -m scripts.check.exceptions --calls 1000 --ranks 4 --transport p2p
 
-The script starts its own ranks, without torchrun. If the machine has GPUs, the ranks use them, and several ranks may share a
-GPU. Otherwise, the ranks use gloo. Every rank calls the state ring, the KV ring, Ulysses and decoding, forward and backward.
-There are four kinds of calls:
+The script starts its own ranks, without torchrun. The ranks use the GPUs of the machine, which they may share, or gloo on CPUs.
+Every rank calls the state ring, the KV ring, Ulysses and decoding, forward and backward. There are four kinds of calls:
 
     no exception        the results must be exact
     same kernel         the same kernel raises an exception on all ranks; the next call must be exact
@@ -13,8 +12,8 @@ There are four kinds of calls:
                         NCCL, every rank may instead raise the following error
     some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
 
-After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Calls that end
-in a fault take several seconds, so the option `--faults` limits their number.
+After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Such calls take
+several seconds, so the option `--faults` limits their number.
 
 The script prints a table. The exit status is 1 if a call returns wrong numbers, if a rank hangs, or if a process does not end.
 """
@@ -53,7 +52,7 @@ from scripts.tables import markdown_table
 OPERATIONS = "state", "kv", "ulysses", "decoding"
 KINDS = NONE, SAME, DIFFERENT, SOME = "no exception", "same kernel", "different kernels", "some ranks"
 HOP_TIMEOUT = 60  # seconds
-# The largest accepted error, relative to the largest value. A wrong message would cause an error of about 1.
+# The largest accepted error, relative to the largest value. If a rank used a wrong message, the error would be about 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 MAX_SECONDS_LEFT = 60  # after the first rank has ended, all other ranks must end within this many seconds
 
@@ -63,7 +62,7 @@ class Injected(torch.OutOfMemoryError):
 
 
 class Injector:
-    """Count the kernel calls of a rank, and raise an exception in one of them.
+    """Raise an exception in a selected kernel call of a rank.
 
     Args:
         state: an object whose attributes are the state of one rank.
@@ -73,17 +72,14 @@ class Injector:
         self.state = state
 
     def arm(self, position: int | None, error: type[BaseException] = Injected) -> None:
-        """Raise `error` in the kernel call with the number `position`. The first kernel call after `arm` has the number 1."""
+        """Raise `error` in the kernel call number `position` after this call. The first number is 1."""
         self.state.count, self.state.position, self.state.error = 0, position, error
 
     @property
     def count(self) -> int:
-        """The number of kernel calls since `arm`."""
         return self.state.count
 
     def wrap(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that counts its calls and then calls `kernel`."""
-
         def run(*arguments: object, **options: object) -> object:
             self.state.count = getattr(self.state, "count", 0) + 1
             if self.state.count == getattr(self.state, "position", None):
@@ -112,9 +108,7 @@ class Injector:
 
 
 class Problem:
-    """One attention problem. A problem contains the operation, the inputs of this rank, and float64 results that are computed
-    on one rank.
-    """
+    """Random inputs of this rank, and the expected results in float64."""
 
     def __init__(self, operation: str, rank: int, ranks: int, device: torch.device, seed: int) -> None:
         self.operation, self.rank = operation, rank
@@ -136,7 +130,7 @@ class Problem:
             self.expected = [self.layout.shard(x, rank) for x in whole]
 
     def forward(self, group: Group | None, transport: str) -> list[Tensor]:
-        """Return the output. If the operation is a ring, autograd can differentiate the output."""
+        """Return the output and, except for decoding, the inputs for which autograd can compute gradients."""
         if self.operation == "decoding":
             return [decode_attention(self.inputs[0], self.cache, group=group)]
         inputs = [x.detach().requires_grad_() for x in self.inputs[:3]]
@@ -146,19 +140,16 @@ class Problem:
         return [output_of(ring_attention(*inputs, group=group, schedule=self.operation, **options)), *inputs]
 
     def backward(self, out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the gradients of the inputs."""
         return list(torch.autograd.grad(out, inputs, self.inputs[3])) if inputs else []
 
     def error(self, results: list[Tensor]) -> float:
-        """Return the largest error of any result, relative to the largest exact value of this result. NaN counts as
-        infinite.
-        """
+        """Return the largest error of a result, relative to its largest expected value. NaN counts as infinite."""
         errors = [(x.double() - y).abs().max() / y.abs().max() for x, y in zip(results, self.expected, strict=True)]
         return torch.stack(errors).nan_to_num(nan=float("inf")).max().item()
 
 
 class Event(NamedTuple):
-    """One call, and the kernel calls in which it raises exceptions."""
+    """A planned call, and where its ranks raise exceptions."""
 
     operation: str
     kind: str
@@ -167,24 +158,22 @@ class Event(NamedTuple):
 
 
 def different_may_fail(transport: str) -> bool:
-    """Return whether a call may end in a `RingFault` if its ranks raise exceptions in different kernel calls.
-
-    With gloo, a rank waits for messages before it reaches its own exception. With NCCL, recovery requires that all ranks have
-    sent the same messages.
+    """Return whether ranks that raise exceptions in different kernel calls may raise a `RingFault`. With gloo, a rank may wait
+    for a message of a rank that has already raised its exception. With NCCL, recovery is possible only if all ranks have sent
+    the same messages.
     """
     return transport == "p2p" or not torch.cuda.is_available()
 
 
 def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: int) -> list[Event]:
-    """Draw random calls, which are the same on all ranks."""
+    """Plan random calls. The plan is the same on all ranks."""
     rng = random.Random(seed)
     may_fail = set(rng.sample(range(1, calls), min(faults, calls - 1)))
     events = []
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # Decoding may always end in a fault if exceptions occur in different kernel calls, because decoding uses the process
-        # group.
+        # If decoding raises exceptions in different kernel calls, it may end in a fault with every transport.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -197,7 +186,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
 
 
 def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
-    """Make all calls from call number `first` on one rank, and write one line per call to a file."""
+    """Make all calls from number `first` on, and write the outcome of each call to a file."""
     watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, backend = torch.device("cpu"), "gloo"
@@ -215,7 +204,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
     counts: dict[tuple[str, bool], int] = {}
 
     def attempt(problem: Problem, event: Event | None) -> str:
-        """Make one call, and return "exact" or a description of the error. If `event` is None, only count the kernel calls."""
+        """Make one call, and return "exact" or the error. If `event` is None, no exception is raised."""
         results: list[Tensor] = []
         for is_backward in (False, True):
             key, position = (problem.operation, is_backward), None
@@ -257,7 +246,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
 
 
 class Episode:
-    """The processes of all ranks from their start until their end. An episode ends when all of its processes have ended."""
+    """Start the processes of all ranks, which make calls until one of the calls ends the processes."""
 
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments
@@ -293,7 +282,6 @@ class Episode:
         return len(left)
 
     def outcomes(self) -> dict[int, list[list[str]]]:
-        """Return the outcomes of each call on every rank."""
         outcomes: dict[int, list[list[str]]] = {}
         for rank in range(self.arguments.ranks):
             path = self.directory / f"rank_{rank}"
@@ -303,16 +291,15 @@ class Episode:
         return outcomes
 
     def ended_by_watchdog(self) -> dict[int, str]:
-        """Return the message of each rank whose watchdog has ended the process."""
+        """Return the watchdog's message of each rank that a watchdog has ended."""
         texts = {rank: (self.directory / f"stderr_{rank}").read_text() for rank in range(self.arguments.ranks)}
         lines = {rank: [x for x in text.splitlines() if x.startswith("ringattn: ")] for rank, text in texts.items()}
         return {rank: found[-1] for rank, found in lines.items() if found}
 
 
 def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
-    """Compare the outcomes of one call on all ranks, and return the column of the table in which the call is counted.
-
-    The argument `endings` contains the messages of watchdogs that have ended processes during this call.
+    """Return the column of the table that counts a call with these outcomes. `endings` contains the messages of watchdogs that
+    have ended ranks during the call.
     """
     faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
     for rank, ending in endings.items():
@@ -363,7 +350,6 @@ def run_all(arguments: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Parse the command line and run the calls."""
     parser = command.new_parser(__doc__)
     parser.add_argument("--calls", type=command.at_least(2), default=1000)
     parser.add_argument("--ranks", type=command.at_least(2), default=2)

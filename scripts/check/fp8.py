@@ -3,9 +3,9 @@
     python -m scripts.check.fp8
     python -m scripts.check.fp8 --dim 256 --keys 65536 --output outputs/check
 
-The script prints two tables. The first table contains the errors of the output on three kinds of bf16 inputs. In normal inputs,
-all elements of q, k and v have a normal distribution. In heavy-tailed inputs, all elements have Student's t distribution with 3
-degrees of freedom. In outlier inputs, one feature of q, k and v is 30 times as large as the other features. The columns are:
+The first table contains the errors of attention's output for three kinds of bf16 inputs. Normal inputs have a standard normal
+distribution. Heavy-tailed inputs have Student's t distribution with 3 degrees of freedom. In outlier inputs, one feature of q,
+k and v is 30 times as large as the other features. The columns are:
 
     bf16               attention with precision="ieee"
     FP8                attention with precision="fp8"
@@ -17,7 +17,7 @@ degrees of freedom. In outlier inputs, one feature of q, k and v is 30 times as 
 On a device without a kernel for FP8 inputs, the column "FP8" contains the errors of bf16 attention on the rounded inputs. The
 second table contains the errors of the gradients. After an FP8 forward pass, the backward pass computes in bf16 with the
 rounded inputs. An error is the norm of the difference divided by the norm of the reference. Each cell is the root mean square
-over several seeds. The script exits with status 1 if the output in the column "FP8" has an error above LIMIT.
+over several seeds. The exit status is 1 if an error in the column "FP8" of the first table exceeds LIMIT.
 """
 
 import argparse
@@ -40,19 +40,19 @@ INPUTS = ("normal", "heavy-tailed", "outlier")
 DEGREES_OF_FREEDOM = 3
 OUTLIER = 30  # in outlier inputs, one feature is multiplied by this factor
 GRADIENTS = ("dq", "dk", "dv")
-# The columns differ in two options: whether queries and keys are rotated, and whether every block has its own scale.
+# (whether queries and keys are rotated, whether every block has its own scale)
 VARIANTS = {
     "rounded inputs": (True, True),
     "no rotation": (False, True),
     "one scale": (True, False),
     "neither": (False, False),
 }
-# LIMIT is the largest accepted error of the output. With head dims 64 and 128, the errors are 0.05 to 0.12.
+# The largest accepted error of the output. Errors at head dims 64 and 128 are 0.05 to 0.12.
 LIMIT = 0.2
 
 
 def draw(kind: str, seed: int, args: argparse.Namespace) -> list[Tensor]:
-    """Draw q, k, v and the gradient of the output in bf16. The argument `kind` is one of INPUTS."""
+    """Return random q, k, v and dout in bf16. `kind` is one of INPUTS."""
     generator = torch.Generator().manual_seed(seed)
 
     def sample(tokens: int) -> Tensor:
@@ -70,14 +70,12 @@ def draw(kind: str, seed: int, args: argparse.Namespace) -> list[Tensor]:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference divided by the norm of `expected`."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def attention_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, expected: dict[str, Tensor], precision: str
 ) -> dict[str, Any]:
-    """Return the errors of the output and of the gradients of `flash_attention`."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = output_of(flash_attention(*inputs, precision=precision))
     results = dict(zip(("out", *GRADIENTS), (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))
@@ -85,7 +83,7 @@ def attention_errors(
 
 
 def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bool, per_block: bool) -> float:
-    """Return the error of exact attention on rounded inputs. The options are those of `fp8.quantize_rows`."""
+    """Return the error of float64 attention on inputs rounded to FP8. The options are those of `fp8.quantize_rows`."""
     rows = [fp8.quantize_rows(x, rotate, per_block) for x in (q, k)]
     values = fp8.quantize_values(v, per_block)
     rounded = [fp8.dequantize(x, torch.float64, v.shape[1]) for x in (*rows, values)]
@@ -93,9 +91,7 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the errors of the output and of the gradients for inputs of one kind. The keys of the returned dict are the names
-    of the table's columns.
-    """
+    """Return the errors for inputs of one kind, by the names of the table's columns."""
     samples: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         q, k, v, dout = draw(kind, seed, args)
@@ -110,9 +106,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def tables(errors: dict[str, dict[str, float]]) -> str:
-    """Return the table of the output and the table of the gradients. The argument `errors` maps each kind of inputs to its
-    errors.
-    """
+    """Return both tables in Markdown. `errors` contains the results of `measure` for each kind of inputs."""
 
     def table(names: Iterable[str]) -> str:
         names = list(names)

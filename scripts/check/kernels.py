@@ -4,12 +4,11 @@
     python -m scripts.check.kernels --kernels hopper --output outputs/check
     compute-sanitizer --tool racecheck python -m scripts.check.kernels --lengths 63 257 --dims 64 --alone
 
-The script compares each row of each result with the reference, and prints a table of the largest row errors. The error of a row
-is divided by the scale of the row. For comparison, the table also contains the error of PyTorch's scaled_dot_product_attention
-(SDPA) in the same dtype. The script exits with status 1 if an error exceeds its limit. With --time, the script also prints a
-table of TFLOP/s. The TFLOP/s table compares calls that read and write partial results, as on a ring, with calls that return
-final results. A forward pass has 4 B H S S D FLOPs. Under a causal mask, a forward pass has half as many FLOPs. A backward pass
-has 2.5 times as many FLOPs as a forward pass.
+The script prints a table of the largest errors of a row, relative to the scale of the row. For comparison, the table also
+contains the errors of PyTorch's scaled_dot_product_attention (SDPA) in the same dtype. The exit status is 1 if an error exceeds
+its limit. With --time, the script also prints TFLOP/s of calls that return final results, and of calls that read and write
+partial results, as on a ring. A forward pass counts as 4 B H S S D FLOPs, or half as many with a causal mask. A backward pass
+counts as 2.5 forward passes.
 """
 
 import argparse
@@ -40,9 +39,7 @@ MASKS = ("full", "causal", "window", "documents")
 
 
 def make_intervals(mask: str, length: int) -> Intervals:
-    """Create the intervals of a mask on the GPU, for `length` queries and `length` keys. The argument `mask` is one
-    of MASKS.
-    """
+    """Return the intervals of a mask in MASKS on the GPU, for `length` queries and keys."""
     rows = torch.arange(length)[None]
     if mask == "full":
         return Intervals.of(rows * 0, rows * 0 + length, length, "cuda")
@@ -51,7 +48,7 @@ def make_intervals(mask: str, length: int) -> Intervals:
 
 
 def load_kernels(name: str) -> SimpleNamespace:
-    """Return the functions `forward` and `backward` of the "portable" (Triton) kernels or of the "hopper" kernels."""
+    """Return `forward` and `backward` of the "portable" (Triton) or "hopper" kernels."""
     backend = {"portable": "triton", "hopper": "hopper"}[name]
     forward, backward = (importlib.import_module(f"ringattn.kernels.{backend}.{x}") for x in ("forward", "backward"))
     return SimpleNamespace(forward=forward.forward, backward=dispatch.backward if name == "hopper" else backward.backward)
@@ -69,7 +66,7 @@ def kernel_results(
 
 
 def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> dict[str, Tensor]:
-    """Run SDPA with the backend that PyTorch chooses. Return the tensors of NAMES except lse."""
+    """Run SDPA with the backend that PyTorch chooses. Return "out", "dq", "dk" and "dv"."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = stock_attention(q, k, v, is_causal)
     grads = torch.autograd.grad(out, (q, k, v), dout)
@@ -79,10 +76,7 @@ def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool)
 def measure_errors(
     kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, with_sdpa: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the row errors of the kernels and the row errors of SDPA.
-
-    If SDPA is not measured with this mask, the dict of its row errors is empty.
-    """
+    """Return the row errors of the kernels, and of SDPA if it supports the mask."""
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
@@ -95,7 +89,6 @@ def measure_errors(
 
 
 def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[str, float]) -> list[str]:
-    """Return one table cell for each of NAMES. A cell is marked if its error is NaN or exceeds its limit."""
     cells = []
     for name in NAMES:
         cell = f"{ours[name]:.1e}" + (f" ({sdpa[name]:.1e})" if name in sdpa else "")
@@ -104,7 +97,6 @@ def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[s
 
 
 def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Check every combination of dtype, head dim, length and mask. Yield one row of the table per combination."""
     for dtype, dim, length, mask in product(DTYPES, args.dims, args.lengths, MASKS):
         ours, sdpa = measure_errors(kernels, dtype, dim, length, mask, with_sdpa=not args.alone)
         case = [str(dtype).removeprefix("torch."), str(dim), str(length), mask]
@@ -112,11 +104,9 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Return the TFLOP/s of four calls. If a call raises an error, the table contains the name of the error instead of a speed.
-
-    The first two calls are forward passes. The first forward call returns outputs, and the second one reads and writes a state.
-    The last two calls are backward passes. The third call returns bf16 gradients, and the fourth call accumulates gradients in
-    fp32. The calls are timed one after the other in several rounds, because the clock of a GPU is higher after a pause.
+    """Return the TFLOP/s of four calls: a forward that returns outputs, a forward that reads and writes a state, a backward
+    that returns bf16 gradients, and a backward that accumulates fp32 gradients. If a call raises an error, return the name of
+    the error instead. The calls are timed in turn in several rounds, because a GPU has a higher clock after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5
@@ -140,7 +130,6 @@ def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, he
 
 
 def speed_table(kernels: SimpleNamespace, dims: list[int]) -> str:
-    """Measure the speed of every combination of head dim, length and mask, and return a Markdown table."""
     columns = "D | S | mask | forward | with state in and out | backward | into fp32 gradients"
     cases = product(dims, (8192, 16384), ("causal", "full"))
     rows = [[dim, length, mask, *measure_speed(kernels, dim, mask, length)] for dim, length, mask in cases]

@@ -4,7 +4,7 @@
 
 The script first trains a reference run without interruptions. Every other run is killed and restarted `--kills-per-run` times.
 A run is killed at a random moment, while it saves a checkpoint, or while it evaluates its model. Afterwards, the run finishes,
-and its results are compared with the reference. The script kills and restarts runs in five ways:
+and its results are compared with the reference. Runs are killed and restarted in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
@@ -17,7 +17,7 @@ and its results are compared with the reference. The script kills and restarts r
 Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
 checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
 complete checkpoint, so it repeats only the steps after this checkpoint. All processes of a run must have ended 60 seconds after
-the end of the run. The exit status is 1 if a run fails one of these checks.
+the end of the run. If a run fails one of these checks, the exit status is 1.
 """
 
 import hashlib
@@ -46,11 +46,11 @@ STEPS = 120
 EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
-# The script reports an error if a run has not finished after 15 minutes.
+# A launch that takes longer than this many seconds is an error.
 TIMEOUT = 900
-# All processes of a run must end within 60 seconds after their torchrun has ended.
+# After torchrun has ended, all processes of the run must end within this many seconds.
 MAX_SECONDS_LEFT = 60
-# The script sets this environment variable in every process of a run, so that it can find these processes.
+# All processes of a run have this environment variable, so that the script can find them.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
     *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64"),
@@ -61,9 +61,7 @@ SETTINGS = (
 
 
 class ForkedRank:
-    """A process that runs the training command as one rank. The process is forked from this one and has the interface of
-    subprocess.Popen.
-    """
+    """A fork of this process that trains as one rank. It has the interface of subprocess.Popen."""
 
     def __init__(self, arguments: list[str], folder: Path, log: Path, **variables: str) -> None:
         self.returncode: int | None = None
@@ -88,7 +86,7 @@ class ForkedRank:
 
 @dataclass
 class Run:
-    """One training run, which may be launched several times."""
+    """A training run, which may be launched several times."""
 
     folder: Path  # the working directory, in which the run writes outputs/<name>
     name: str
@@ -106,7 +104,7 @@ class Run:
         return self.folder / f"{self.name}.log"
 
     def launch(self) -> list[subprocess.Popen[bytes] | ForkedRank]:
-        """Start torchrun, both torchruns, or the ranks in the background."""
+        """Start the run in the background, and return the processes of torchrun or of the forked ranks."""
         script = [
             str(command.ROOT / "train" / "run.py"),
             *SETTINGS,
@@ -134,7 +132,7 @@ class Run:
             ]
 
     def processes(self) -> list[int]:
-        """Return the processes of this run that are alive, including torchrun."""
+        """Return the ids of all live processes of this run, including torchrun."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -163,10 +161,7 @@ def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> boo
 def wait_for_moment(
     run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random, seconds: float, moment: str
 ) -> None:
-    """Wait until the run should be killed. The moment is one of MOMENTS.
-
-    If the run ends before this moment, return when the run ends.
-    """
+    """Wait for a moment in MOMENTS at which to kill the run, or until the run ends."""
     start = time.monotonic()
     delay, number = rng.uniform(0.0, seconds), rng.randint(1, 5)
     seen: set[str] = set()
@@ -183,18 +178,18 @@ def wait_for_moment(
 
 
 def saves(run: Run) -> set[str]:
-    """Return the names of the checkpoints that the run is writing at present."""
+    """Return the names of unfinished checkpoints."""
     return {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
 
 
 def evaluations(run: Run) -> set[str]:
-    """Return the step whose evaluation is running. The record of a running evaluation does not contain a result yet."""
+    """Return the step that is being evaluated, if any. Its record has no "eval_loss" yet."""
     *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random) -> bool:
-    """Kill one worker, torchrun or all forked ranks. Return False if there was no process to kill."""
+    """Kill the processes that `run.way` selects. Return False if they have already ended."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
     targets = sorted(torchruns) if run.way in ("torchrun", "fork") else sorted(workers)
@@ -209,9 +204,8 @@ def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rn
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that the first launch after a kill has not resumed from an older checkpoint than `newest`.
-
-    The argument `newest` is the newest complete checkpoint at the time of the kill, or None if there was none.
+    """Check that the launch after a kill has resumed from `newest`, the newest complete checkpoint at the time of the kill, or
+    from a later one.
     """
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:
@@ -270,7 +264,7 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
 
 
 def write_corpus(directory: Path) -> str:
-    """Write forty short documents to a new directory, and return the value of data.path for them."""
+    """Write short documents to a new directory, and return a glob pattern for data.path."""
     directory.mkdir(parents=True)
     for i in range(40):
         (directory / f"{i:02}.txt").write_text(

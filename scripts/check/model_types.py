@@ -4,7 +4,7 @@
     python -m scripts.check.model_types qwen3 gemma2    # some types
 
 The models are tiny and have random weights in float64. A type is exact if all logits and gradients equal those of eager
-attention, for two packed documents. Otherwise, `put_on_ring` or the first call must reject it with an error.
+attention, for two packed documents. If the results of a type differ, `put_on_ring` or the first call must have raised an error.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SIZES: dict[str, int] = {
 }
 
 
-# These settings are None by default, which switches a feature off.
+# If one of these settings is None, it switches a feature off, and stays None.
 KEPT_IF_NONE = {"q_lora_rank", "sliding_window", "pad_token_id", "n_group", "topk_group", "hidden_dim", "rotary_dim"}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _SHARED_KEYS = {
@@ -58,7 +58,7 @@ _SHARED_KEYS = {
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }
-# These model types need additional settings at small sizes.
+# Additional settings that small models of some types need
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1, "num_experts_per_token": 2},
     "bamba": _MAMBA,
@@ -81,8 +81,6 @@ SPECIAL |= {kind.removesuffix("_text"): settings for kind, settings in SPECIAL.i
 
 
 class Outcome(NamedTuple):
-    """The class holds the result for one type of model."""
-
     kind: str
     result: str  # "exact", "rejected", "wrong" or "not built"
     detail: str
@@ -95,7 +93,7 @@ def causal_types() -> list[str]:
 
 
 def tiny_config(kind: str) -> Any:
-    """Return the default configuration of a type with small sizes."""
+    """Return the default configuration of a model type, with the sizes in SIZES."""
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(kind)
@@ -155,7 +153,8 @@ def _first_line(error: Exception) -> str:
 
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest error of a tensor relative to its largest element, or to 1e-3 of the largest element of all."""
+    """Return the largest error of any tensor, relative to the tensor's largest element. For tensors of tiny numbers, the error
+    is relative to 1e-3 of the largest element of all tensors."""
     sizes = [y.abs().max().item() for y in expected]
     errors = [(x - y).abs().max().item() for x, y in zip(found, expected, strict=True)]
     relative = [error / max(size, 1e-3 * max(sizes)) for error, size in zip(errors, sizes, strict=True)]
@@ -167,7 +166,7 @@ def _weights(logits: Tensor) -> Tensor:
 
 
 def _in_one_process(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Compute one document after the other. Return the logits, and the gradients of a weighted sum of the logits."""
+    """Compute one document after the other. Return the logits and the gradients."""
     model = copy.deepcopy(model)
     logits = torch.cat([model(input_ids=document, use_cache=False).logits for document in tokens.split(DOCUMENTS, 1)], 1)
     return [logits.detach(), *_gradients(model, (logits * _weights(logits)).sum())]

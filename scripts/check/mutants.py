@@ -6,8 +6,8 @@
 
 The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or exceeds its time limit. A mutant
 survives if all tests pass, which means that a test is missing. The exit status is 1 if any mutant survives. With `--generate`,
-the script makes mutants from the source code of each file given by `--only`. Each of these mutants changes an operator, a
-constant, a condition, or a call of min or max. The mutants are applied to copies of the repository in a temporary directory.
+the script makes mutants from the source code of each file given by `--only`. Generated mutants change an operator, a constant,
+a condition, or a call of min or max. The mutants are applied to copies of the repository in a temporary directory.
 """
 
 import argparse
@@ -32,18 +32,15 @@ from scripts.command import child_environment
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_suffix(".json")
 
-# The time limits, in seconds, of one test and of a whole run of pytest. A mutant that exceeds a limit counts as killed, because
-# it has probably caused an endless loop.
+# Time limits of one test and of a run of pytest, in seconds. A mutant that exceeds a limit counts as killed, because it has
+# probably caused an endless loop.
 TEST_TIMEOUT, TIMEOUT = 60, 400
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mutant is a deliberate fault that replaces the text `old` in a file by the text `new`. The text `old` must occur
-    exactly once in the file.
-
-    `tests` contains arguments for pytest that select the tests that should fail. Each argument is a file, or a file and the
-    name of a test.
+    """A deliberate fault: the text `old`, which must occur exactly once in the file, is replaced by `new`. `tests` contains
+    arguments of pytest that select the tests that should fail.
     """
 
     file: str
@@ -57,21 +54,17 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome for one mutant. The field `killed_by` is the first test that failed, or an empty string if the mutant
-    survived.
-    """
+    """`killed_by` is the first test that failed, or an empty string if the mutant survived."""
 
     mutant: Mutant
     killed_by: str
 
 
 def shorten(text: str) -> str:
-    """Return the text on one line."""
     return "`" + " ".join(text.split()) + "`"
 
 
 def listed_mutants() -> list[Mutant]:
-    """Return the mutants that mutants.json lists."""
     return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in json.loads(LISTED.read_text())]
 
 
@@ -94,18 +87,18 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Return True if a change inside `node` cannot alter a result, or would alter only a tuned number."""
+    """Return whether a fault in `node` would be pointless, because no test should detect it."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # Skip error messages, annotations and zip(strict=...).
         case ast.Assign() | ast.AnnAssign():
-            return isinstance(parent, ast.Module)  # Skip module-level constants, which are usually tuned numbers.
+            return isinstance(parent, ast.Module)  # Skip module-level constants, which are mostly tuned numbers.
         case _:
             return node in getattr(parent, "decorator_list", ())  # a decorator, such as the size of a cache
 
 
 class Source:
-    """The text of a module. The methods convert positions in the syntax tree of the module to offsets in the text."""
+    """The text of a module, with methods that find nodes of its syntax tree in the text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -117,20 +110,16 @@ class Source:
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def span(self, node: ast.expr) -> tuple[int, int]:
-        """Return the offsets at which an expression begins and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
     def operator(self, left: ast.expr, right: ast.expr, symbol: str) -> tuple[int, int]:
-        """Return the offsets of the operator between two operands."""
         begin = self.text.index(symbol, self.span(left)[1], self.span(right)[0])
         return begin, begin + len(symbol)
 
     def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
-        """Extend a range of offsets to whole lines. Then add earlier lines until the text of the range occurs only once in the
-        module.
-        """
+        """Extend a range of the text to whole lines, and to earlier lines until the range occurs only once in the module."""
         first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind("\n", 0, first - 1) + 1
@@ -138,10 +127,7 @@ class Source:
 
 
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
-    """Yield all faults that the script can make from a syntax tree.
-
-    A fault is a tuple (begin, end, replacement). The fault replaces the text between the offsets `begin` and `end`.
-    """
+    """Yield all possible faults as (begin, end, replacement), where `begin` and `end` are offsets in the text."""
     for child in ast.iter_child_nodes(node):
         if not is_ignored(child, node):
             yield from changes(child, source)
@@ -165,10 +151,7 @@ def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
 
 
 def generate(path: Path, count: int, seed: int) -> list[Mutant]:
-    """Make `count` mutants of one file. If fewer mutants of the file are possible, make all of them.
-
-    With the same seed and the same source, the function always makes the same mutants.
-    """
+    """Return up to `count` mutants of one file. The seed and the source determine the mutants."""
     source = Source(path.read_text())
     mutants = []
     for begin, end, replacement in changes(ast.parse(source.text), source):
@@ -180,14 +163,14 @@ def generate(path: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def likely_tests(path: Path) -> tuple[str, ...]:
-    """Return the test file of a module. If the module has no test file, return the folder with the tests of its package."""
+    """Return the test file of a module, or the test folder of its package if there is no such file."""
     relative = path.relative_to(ROOT)
     test = Path("tests") / relative.with_name(f"test_{path.name}")
     return (str(test if (ROOT / test).exists() else test.parent),)
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
-    """Run quick tests in a copy of the repository. Return the first test that fails, or an empty string."""
+    """Run quick tests in a copy of the repository. Return the first failed test, or "" if all tests pass."""
     options = ["--exitfirst", f"--timeout={TEST_TIMEOUT}", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
     # If two versions of a file were written within one second, Python would use the bytecode of the first version for both.
@@ -209,7 +192,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
 
 @contextmanager
 def applied(mutant: Mutant, tree: Path) -> Generator[None]:
-    """Return a context manager in which a mutant is applied to a copy of the repository."""
+    """Return a context manager that applies a mutant to a copy of the repository."""
     path = tree / mutant.file
     source = path.read_text()
     count = source.count(mutant.old)
@@ -223,7 +206,7 @@ def applied(mutant: Mutant, tree: Path) -> Generator[None]:
 
 
 def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Result]:
-    """Run tests on every mutant, and check `jobs` mutants at the same time."""
+    """Run the tests of every mutant, `jobs` mutants at a time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
         trees: Queue[Path] = Queue()
         for job in range(jobs):
@@ -244,7 +227,7 @@ def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Resul
 
 
 def copy_repository(directory: Path) -> Path:
-    """Copy all files that git tracks, in the state of the working tree."""
+    """Copy all tracked files of the working tree."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -253,7 +236,6 @@ def copy_repository(directory: Path) -> Path:
 
 
 def main() -> int:
-    """Print one line per mutant and return 1 if any survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="files or folders to which mutants are applied")
     parser.add_argument("--generate", type=int, metavar="N", help="make N mutants of each file given by --only")

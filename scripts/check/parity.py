@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=8 -m scripts.check.parity --model FOLDER     # a model of your own, in fp32
 
 Run this script before a long training run. The script tests one ring size for each divisor of the number of ranks. The
-reference has no ring, no masks and no padding: it computes one document after the other with the attention of transformers. The
-script prints the largest difference over all ranks, relative to the largest element of each result, and exits with status 1 if
-it exceeds the limit. The gradients of LoRA need the package peft.
+reference computes one document after the other with the attention of transformers, without a ring, masks or padding. The script
+prints the largest difference over all ranks, relative to the largest element of each result. The exit status is 1 if a
+difference exceeds the limit. The gradients of LoRA need the package peft.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MISSING = "not installed"  # instead of a difference, if there is no peft
 
 
 class Batch(NamedTuple):
-    """The class holds a batch and the (row, first token, end) of each document in the batch."""
+    """A batch, and the position of each of its documents as (row, first token, end)."""
 
     arguments: dict[str, Tensor]
     documents: list[tuple[int, int, int]]
@@ -78,7 +78,7 @@ Results = list[list[Tensor]]  # the tensors of the first four quantities
 
 
 def in_one_process(model: nn.Module, batches: list[Batch]) -> Results:
-    """Return the results of all documents, computed one after the other."""
+    """Compute one document after the other, without a ring."""
     logprobs = []
     for batch in batches:
         tokens, positions, labels = (batch.arguments[name] for name in ("input_ids", "position_ids", "labels"))
@@ -96,7 +96,7 @@ def in_one_process(model: nn.Module, batches: list[Batch]) -> Results:
 
 
 def on_ring(model: nn.Module, batches: list[Batch], mesh: DeviceMesh | None) -> Results:
-    """Return the results of all documents from a model that was put on a ring."""
+    """Compute all documents with a model that was put on a ring."""
     from ringattn.transformers import shard_batch, token_logprobs
 
     ranks = 1 if mesh is None else mesh.size()
@@ -120,7 +120,6 @@ def on_ring(model: nn.Module, batches: list[Batch], mesh: DeviceMesh | None) -> 
 
 
 def take_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of all trainable parameters, and reset them."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     model.zero_grad(set_to_none=True)
@@ -145,7 +144,7 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 
 def check(make_model: Callable[[], nn.Module], device: torch.device) -> list[list[str]]:
-    """Return the rows of the table, the same on all ranks: the ring size, the case, and the difference of each quantity."""
+    """Return rows of (ring size, case, difference of each quantity). All ranks return the same rows."""
     from ringattn.transformers import put_on_ring
 
     models = {"": make_model().to(device)}
@@ -175,7 +174,7 @@ def check(make_model: Callable[[], nn.Module], device: torch.device) -> list[lis
 
 
 def tiny_model() -> nn.Module:
-    """Return a model with windows, in eager mode, whose random weights are large enough for attention to matter."""
+    """Return a random model with sliding windows, whose weights are so large that attention affects the loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(

@@ -4,14 +4,13 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
     torchrun --nproc_per_node=8 -m scripts.check.ring --precision fp8
 
-Run this script on a new machine or cluster before a long training run. If the ranks have GPUs, the script uses bf16 over NVLink
-and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the script uses
-fp32 over gloo.
+Run this script on a new machine or cluster before a long training run. On GPUs, the inputs are bf16, and the transports are
+NVLink and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the inputs
+are fp32, and the transport is gloo.
 
-The script compares every row of every result with the reference. The error of a row is divided by the scale of the row. The
-script prints a table of the largest row errors over all ranks. If an error exceeds its limit, the script prints the rank with
-the error and exits with status 1. With --precision fp8, the reference is computed from inputs that are rounded in the same way
-as on the ranks.
+The script prints a table of the largest errors of a row over all ranks, relative to the scale of the row. If an error exceeds
+its limit, the script prints the rank with the error, and the exit status is 1. With --precision fp8, the reference is computed
+from inputs that are rounded in the same way as on the ranks.
 """
 
 import argparse
@@ -39,18 +38,17 @@ from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.gpus import world_group
 from scripts.tables import markdown_table
 
-# FP8_LIMITS holds the largest accepted row errors of a kernel for FP8 inputs. The limits are larger than for other kernels,
-# because the FP8 kernel also rounds the probabilities.
+# The largest accepted row errors of the FP8 kernel, which also rounds the probabilities.
 FP8_LIMITS = {"out": 0.1, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 
 @dataclass(frozen=True)
 class Way:
-    """A variant is one way to divide attention among the ranks."""
+    """A way to divide attention among the ranks."""
 
     transport: str
     schedule: str
-    ulysses: int  # the number of ranks per all-to-all. The ring connects Ulysses groups of `ulysses` ranks.
+    ulysses: int  # the number of ranks per all-to-all; the ring connects Ulysses groups of this size
 
     def __str__(self) -> str:
         all_to_all = f", all-to-all among {self.ulysses}" if self.ulysses > 1 else ""
@@ -58,7 +56,7 @@ class Way:
 
 
 def available_ways(device: torch.device) -> Iterator[Way]:
-    """Yield all combinations of transport, schedule and Ulysses degree that these ranks can run."""
+    """Yield all combinations of transport, schedule and Ulysses degree that the machine supports."""
     ranks = dist.get_world_size()
     degrees = [degree for degree in dict.fromkeys((1, 2, ranks)) if ranks % degree == 0]
     for transport in ("nvlink", "p2p"):
@@ -78,9 +76,8 @@ def available_ways(device: torch.device) -> Iterator[Way]:
 
 
 def make_masks(seq_len: int) -> dict[str, Mask]:
-    """Create one mask of each kind.
-
-    The mask of packed documents has a first and a last document with one token each, and a document that spans many ranks.
+    """Return one mask of each kind. The first and the last packed document have one token each, and one document spans many
+    ranks.
     """
     half = seq_len // 2
     documents = [1, half, 7, seq_len - half - 9, 1]
@@ -93,10 +90,7 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
 
 
 def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision: str = "ieee") -> dict[str, Tensor]:
-    """Run the forward and the backward pass of attention on this rank's shards. Return the tensors of NAMES.
-
-    The argument `shards` contains this rank's shards of q, k, v and dout.
-    """
+    """Run the forward and the backward on this rank's shards of q, k, v and dout. Return the tensors of NAMES."""
     mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
     options = dict(schedule=way.schedule, transport=way.transport, precision=precision, return_lse=True)
@@ -107,11 +101,8 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision
 
 
 class Reference:
-    """The class holds float64 results of attention for several masks. The argument `tensors` contains q, k, v and dout of the
-    whole sequence.
-
-    With precision="fp8", the results are computed from inputs that are rounded in the same way as on the ranks. The rounding
-    depends on the layout of the ring.
+    """Compute float64 results from `tensors`, the q, k, v and dout of the whole sequence. With precision="fp8", inputs are
+    rounded in the same way as on the ranks, which depends on the layout of the ring.
     """
 
     def __init__(self, tensors: list[Tensor], masks: dict[str, Mask], precision: str) -> None:
@@ -121,7 +112,7 @@ class Reference:
         self._results: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
     def results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of NAMES for the whole sequence. The argument `layout` is the layout of the ring."""
+        """Return the tensors of NAMES for the whole sequence."""
         key = mask, layout if self.precision == "fp8" else None
         if key not in self._results:
             compute = self._rounded_results if self.precision == "fp8" else self._plain_results
@@ -141,7 +132,7 @@ class Reference:
 
 
 def largest_errors(way: Way, mask: Mask, expected: Reference) -> Tensor:
-    """Return the largest row errors over all layouts, as a float64 tensor with one row per rank and one column per name."""
+    """Return the largest row errors over all layouts, as a float64 tensor (ranks, len(NAMES))."""
     rank, ranks, seq_len = dist.get_rank(), dist.get_world_size(), expected.tensors[0].shape[1]
     ring = ranks // way.ulysses
     largest = torch.zeros(len(NAMES), dtype=torch.float64)
@@ -157,7 +148,7 @@ def largest_errors(way: Way, mask: Mask, expected: Reference) -> Tensor:
 
 
 def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
-    """Return a text for every tensor whose largest error over all ranks exceeds its limit or is NaN."""
+    """Describe every tensor whose largest error over all ranks exceeds its limit or is NaN."""
     failures: list[str] = []
     for i, name in enumerate(NAMES):
         if not errors[:, i].max() <= limits[name]:
@@ -166,7 +157,7 @@ def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
 
 
 def check_sequence_length(seq_len: int) -> None:
-    """Check that the sequence is so long that every rank has tokens and every mask excludes some pairs.
+    """Check that every rank has tokens, and that every mask except "full" excludes some pairs.
 
     Raises:
         ConfigError: the sequence is too short.
@@ -176,17 +167,14 @@ def check_sequence_length(seq_len: int) -> None:
 
 
 def limits(device: torch.device, dtype: torch.dtype, precision: str) -> dict[str, float]:
-    """Return the largest accepted row errors. A kernel for FP8 inputs also rounds the probabilities, with errors of
-    up to 1/16.
-    """
     return FP8_LIMITS if precision == "fp8" and device.type == "cuda" else row_limits(dtype)
 
 
 def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "ieee") -> list[str]:
-    """Check all masks with all ways to divide attention among the ranks. Print each row of the table as soon as it is complete.
+    """Check all masks and all ways to divide attention among the ranks, and print the table.
 
     Returns:
-        One line for each error that exceeds its limit. The lines are the same on every rank.
+        One line for each error that exceeds its limit. All ranks return the same lines.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)

@@ -1,8 +1,7 @@
 """Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
 
-An operand of a tile counts as loaded, unless the previous tile used the same operand. For a new tile of queries, all operands
-are counted again. These rules match a GPU kernel, which keeps the queries on the chip and loads one tile of keys and values
-after the other.
+Bytes are counted as for a GPU kernel, which keeps a tile of queries on the chip and loads one tile of keys and values after the
+other. For a new tile of queries, all operands are counted again.
 """
 
 from collections.abc import Callable, Generator
@@ -39,7 +38,7 @@ class Loads:
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Count the operands of a tile. The first operand must be the queries of the tile."""
+        """Count the operands of a tile, except those of the previous tile. `operands` starts with the queries."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)
@@ -51,15 +50,14 @@ class Loads:
 def counted_loads() -> Generator[Loads]:
     """Return a context manager that counts the loads of all calls of the blockwise kernel.
 
-    The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. Therefore the lab counts the tensors
-    that `ringattn.kernels.reference` receives, including the accumulators of gradients. The states of the queries are not
-    counted, because they stay on the chip.
+    The blockwise kernel calls `ringattn.kernels.reference` for each pair of tiles. The context manager counts the tensors that
+    these calls receive, except states, which stay on the chip.
     """
     loads = Loads()
 
     def counted(function: Callable[..., Any], forward: bool) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            # The backward receives q, k, v, dout, lse and delta by position, and the accumulators dq, dk and dv by keyword.
+            # positional arguments of the backward: q, k, v, dout, lse and delta
             loads.add([*arguments[:3]] if forward else [*arguments[:6], *(options[name] for name in ("dq", "dk", "dv"))])
             return function(*arguments, **options)
 
@@ -73,17 +71,10 @@ def counted_loads() -> Generator[Loads]:
 
 
 def predicted_loads(intervals: Intervals, heads: int, head_dim: int, tile: TileSize) -> dict[str, int]:
-    """Predict the bytes that the tiles load in the forward pass and in the backward pass, for fp32 inputs.
-
-    Args:
-        intervals: the mask, with B = 1 and as many key heads as query heads.
-        heads: the number of heads.
-        head_dim: the head dim of q, k and v.
-        tile: the size of a tile.
-    """
+    """Predict the bytes that the tiles load in the forward and in the backward, for fp32 inputs with B = 1."""
     keys = heads * total_loop_rows(intervals, *tile)
     queries, row = heads * intervals.num_rows, head_dim * FP32_BYTES
-    # In the backward pass, dout, dq, lse and delta are loaded with each query, and v, dk and dv are loaded with each key.
+    # The backward loads q, dout, dq, lse and delta for each query, and k, v, dk and dv for each key.
     return {
         "forward": forward_loads(intervals, heads, head_dim, *tile, FP32_BYTES),
         "backward": queries * (3 * row + 2 * FP32_BYTES) + keys * 4 * row,

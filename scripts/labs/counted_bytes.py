@@ -1,10 +1,10 @@
-"""Lab 4: compare the bytes that kernels move with the bytes that the model of docs/io.md predicts.
+"""Lab 4: compare the bytes that kernels move with the predictions of docs/io.md.
 
     python -m scripts.labs.counted_bytes
 
-On a GPU, the profiler ncu runs `scripts.tools.count_bytes` for the Triton kernels and for the Hopper kernels. The profiler
-reads the counters of the L2 cache and of DRAM, which requires a permission. On a CPU, the lab counts the bytes that the tiles
-of the blockwise kernel load. All calls are causal self-attention, forward and backward.
+On a GPU, the profiler ncu runs `scripts.tools.count_bytes` for the Triton kernels and for the Hopper kernels. Reading the
+counters of the L2 cache and of DRAM requires a permission. On a CPU, the lab counts the bytes that the tiles of the blockwise
+kernel load. All calls are causal self-attention, forward and backward.
 """
 
 import csv
@@ -29,7 +29,7 @@ from scripts.tools.count_bytes import PREDICTIONS, SECTOR_BYTES, Traffic
 
 SIZES = {"cpu": Sizes([512, 1024, 2048], 2, 64, torch.float32), "cuda": Sizes([16384], 16, 128, torch.bfloat16)}
 TILE = TileSize(128, 128)  # the tile size of the blockwise kernel
-# The hardware counter of each field of a `Traffic`, and the number of bytes that it counts per unit.
+# The hardware counter for each field of `Traffic`, and its bytes per unit
 COUNTERS = {
     "l2_read": ("lts__t_sectors_op_read.sum", SECTOR_BYTES),
     "l2_reduce": ("lts__t_sectors_op_red.sum", SECTOR_BYTES),
@@ -40,8 +40,6 @@ NAMES = {"l2_read": "L2 reads", "l2_reduce": "L2 reductions", "dram_read": "DRAM
 
 
 class Row(NamedTuple):
-    """The predicted and the counted bytes of one counter and one kernel."""
-
     kernel: str
     counter: str
     predicted: int
@@ -49,7 +47,6 @@ class Row(NamedTuple):
 
 
 def profiler_command(backend: str, length: int, sizes: Sizes, log: Path) -> list[str]:
-    """Return the command with which ncu counts the bytes of the kernels of a backend."""
     kernels = "|".join(PREDICTIONS[backend](128, 1, 64, Mask.causal()))
     metrics = ",".join(name for name, _ in COUNTERS.values())
     options = [f"--length={length}", f"--heads={sizes.heads}", f"--head-dim={sizes.head_dim}", f"--backend={backend}"]
@@ -95,7 +92,7 @@ def count_on_gpu(length: int, sizes: Sizes) -> list[Row]:
 
 
 def compare(kernel: str, predicted: Traffic, counted: dict[str, int]) -> list[Row]:
-    """Return a row for each counter of a kernel. Leave out counters whose predicted and counted bytes are both 0."""
+    """Return a row for each counter of a kernel, unless predicted and counted bytes are both 0."""
     rows = [Row(kernel, NAMES[x], getattr(predicted, x), counted[x]) for x in COUNTERS if x in counted]
     return [row for row in rows if row.predicted or row.counted]
 

@@ -2,10 +2,10 @@
 
     python -m scripts.labs.gpt2
 
-The variants `eager` and `sdpa` are GPT2LMHeadModel of transformers with these attention implementations. The variant `ringattn`
-is the GPT of this project, with `flash_attention` and a loss that is computed in chunks. Each variant runs with and without
-torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. A step consists of the
-forward pass, the backward pass and AdamW. All timed steps have the same tokens.
+The variants `eager` and `sdpa` are transformers' GPT2LMHeadModel with the attention implementations "eager" and "sdpa". The
+variant `ringattn` is the GPT of this project, with `flash_attention` and a loss that is computed in chunks. Each variant runs
+with and without torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. A step
+consists of the forward pass, the backward pass and AdamW. All timed steps have the same tokens.
 
 All variants first train on the same text, which is the source code of Python's standard library with one token per byte. The
 table contains the loss on text that follows the training text. On a GPU, the models have the shape of GPT-2 124M
@@ -47,7 +47,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # the loss of (tokens, labels), both 
 
 
 class Row(NamedTuple):
-    """The measurements of a training step. If the step ran out of memory, the fields after `parameters` are None."""
+    """The measurements of a training step. The last four are None if the step ran out of memory."""
 
     variant: str
     compiled: bool
@@ -62,7 +62,6 @@ class Row(NamedTuple):
 def build_hugging_face(
     attention: str, config: ModelConfig, max_length: int, device: torch.device, compiled: bool
 ) -> tuple[nn.Module, Loss]:
-    """Return GPT-2 of transformers with this attention implementation, and its loss function."""
     import transformers
 
     sizes: dict[str, Any] = dict(n_embd=config.dim, n_layer=config.layers, n_head=config.heads, n_positions=max_length)
@@ -77,7 +76,6 @@ def build_hugging_face(
 
 
 def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) -> tuple[nn.Module, Loss]:
-    """Return the GPT of this project, and its loss function."""
     generator = torch.Generator(device).manual_seed(0)
     with device:
         model = GPT(config, vocab_size=0)
@@ -99,9 +97,8 @@ def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) ->
 
 
 def text_of_steps(steps: int, tokens: int, vocabulary: int) -> Tensor:
-    """Return source code of Python's standard library with one token per byte, int64 (steps, tokens + 1).
-
-    The last token of a step is the first token of the next step.
+    """Return the tokens of Python's standard library, one per byte, as int64 (steps, tokens + 1). The last token of a row is
+    the first token of the next row.
     """
     text = b""
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
@@ -112,14 +109,14 @@ def text_of_steps(steps: int, tokens: int, vocabulary: int) -> Tensor:
 
 
 def training_step(loss: Loss, optimizer: torch.optim.Optimizer, text: Tensor, length: int) -> None:
-    """Take one step on a text (tokens + 1,), which is split into sequences of the given length."""
+    """Take one step on `text` (tokens + 1,), split into sequences of `length` tokens."""
     loss(text[:-1].view(-1, length), text[1:].view(-1, length)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor, device: torch.device, compiled: bool) -> Row:
-    """Train a variant on all rows of `text` except the last, compute its loss on the last row, and measure a training step."""
+    """Train a variant on `text` except its last row, compute the loss on the last row, and measure a training step."""
     torch.manual_seed(0)
     torch._dynamo.reset()  # otherwise, the second length would be compiled for dynamic shapes
     if variant == "ringattn":
@@ -146,7 +143,7 @@ def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor
 
 
 def time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the seconds per step, and the seconds that the host needs to launch a step. On a CPU, both are the same."""
+    """Return the seconds per step, and the seconds in which the host launches a step."""
     if device.type == "cpu":
         return (measure.milliseconds(step, device) / 1e3,) * 2
     step()
@@ -224,7 +221,7 @@ def main(argv: list[str]) -> None:
         gc.collect()  # a compiled model contains reference cycles, which only the garbage collector frees
         if on_gpu:
             torch.cuda.empty_cache()
-        # The measurements take minutes, so this line shows the progress.
+        # Show the progress, because the lab takes minutes.
         print(f"{variant}, {length:,} tokens{', compiled' * compiled}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print(results_table(rows), end="")
     model = f"GPT-2, {config.layers} layers of dim {config.dim}"

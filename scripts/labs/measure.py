@@ -1,6 +1,4 @@
-"""Functions that all labs use. Functions for all labs: parse the options, measure the time and the memory of a call, and limit
-the memory.
-"""
+"""Functions for all labs: parse the options, measure the time and the memory of a call, and limit the memory."""
 
 import argparse
 import os
@@ -121,7 +119,6 @@ def limited_memory(limit: int, device: torch.device) -> Generator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an exception means that the GPU or the process is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

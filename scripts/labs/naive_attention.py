@@ -25,13 +25,11 @@ from scripts.plots import clean_axes, plot_points, plt, set_length_axis, short_l
 from scripts.tables import markdown_table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# The names of the steps of naive attention, in their order. The profiler finds the steps by these names.
+# The steps of naive attention, as the profiler names them
 STEPS = ("S = Q K^T", "scale", "mask", "softmax", "O = P V")
 
 
 class Sizes(NamedTuple):
-    """The class holds the sizes of an attention call."""
-
     lengths: list[int]
     heads: int
     head_dim: int
@@ -45,8 +43,6 @@ SIZES = {
 
 
 class Cost(NamedTuple):
-    """The class holds the time and the peak memory of a call."""
-
     ms: float
     bytes: int
 
@@ -90,12 +86,12 @@ def random_inputs(length: int, sizes: Sizes, device: torch.device, count: int = 
 
 
 def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit: int) -> Cost | None:
-    """Measure a forward and a backward pass. Return None if they run out of memory.
+    """Measure a forward and a backward pass together. Return None if memory runs out.
 
     Args:
         attend: the implementation of attention.
         length: the number of tokens.
-        sizes: the other sizes of the call.
+        sizes: the heads, the head dim and the dtype.
         device: the device of all tensors.
         limit: the memory in bytes that the call may use on a CPU.
     """
@@ -114,16 +110,14 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
     except (RuntimeError, MemoryError) as error:
         if not measure.is_out_of_memory(error):
             raise
-    # Python frees the tensors of the failed call only after the `except` clause, because the exception refers to them.
+    # During the `except` clause, the exception keeps the tensors of the failed call alive. Now they can be freed.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return None
 
 
 def compare(sizes: Sizes, device: torch.device, limit: int) -> dict[str, dict[int, Cost | None]]:
-    """Return the cost of each implementation for each length. An implementation that runs out of memory is not run at greater
-    lengths.
-    """
+    """Measure each implementation at increasing lengths until it runs out of memory."""
     found: dict[str, dict[int, Cost | None]] = {}
     for name, attend in IMPLEMENTATIONS.items():
         found[name] = {}
@@ -147,9 +141,7 @@ def results_table(found: dict[str, dict[int, Cost | None]], lengths: list[int]) 
 
 
 def plot(found: dict[str, dict[int, Cost | None]], lengths: list[int], capacity: int, title: str) -> plt.Figure:
-    """Plot the time and the peak memory over the length. A horizontal line shows how much memory there is
-    (`capacity` bytes).
-    """
+    """Plot time and peak memory against the length. A horizontal line at `capacity` bytes shows the available memory."""
     figure, (times, peaks) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for number, (name, costs) in enumerate(found.items()):
         measured = {length: entry for length, entry in costs.items() if entry}

@@ -24,8 +24,8 @@ from scripts.tables import markdown_table
 
 SIZES = {"cpu": Sizes([1024], 4, 64, torch.float32), "cuda": Sizes([8192], 16, 128, torch.bfloat16)}
 REPEATS = 5
-# The FLOPs per score of the three steps between the matrix products. The softmax computes a maximum, a difference, an exp, a
-# sum and a quotient.
+# FLOPs per score of each step between the matrix products. The softmax computes a maximum, a difference, an exp, a sum and a
+# quotient.
 FLOPS_PER_SCORE = {"scale": 1, "mask": 1, "softmax": 5}
 
 
@@ -47,21 +47,18 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
             torch.cuda.synchronize()
     microseconds = {step: [] for step in STEPS}
     for event in profiler.events() or []:
-        # On a GPU, the profiler reports every step twice. Use only the host's event of each step, which includes the time of
-        # the kernels.
+        # On a GPU, the profiler reports every step twice. The host's event of a step includes the time of its kernels.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
             microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
     return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}
 
 
 def shares(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers divided by their sum."""
     total = sum(numbers.values())
     return {name: number / total for name, number in numbers.items()}
 
 
 def results_table(times: dict[str, float], flops: dict[str, int], tiled_ms: float) -> str:
-    """Return a table with one row per step, a row for the total, and a row for tiled attention."""
     rows = []
     for step, ms in times.items():
         rows.append(

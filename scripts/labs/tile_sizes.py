@@ -31,7 +31,7 @@ from scripts.tables import markdown_table
 from scripts.tools.count_bytes import FP32_BYTES, forward_loads
 
 KIB = 2**10
-# For each device: the default sizes of the call, and the tested numbers of queries and keys per tile.
+# By device: (sizes of the call, queries per tile, keys per tile)
 DEFAULTS = {
     "cpu": (Sizes([1024], 2, 64, torch.float32), (64, 256, 1024), (64, 256, 1024)),
     "cuda": (Sizes([16384], 16, 128, torch.bfloat16), (64, 128, 256), (32, 64, 128)),
@@ -66,8 +66,8 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 @contextmanager
 def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
-    """Return a context manager in which the Triton kernels use tiles of this size. The context manager records the compiled
-    kernel of every launch of the forward.
+    """Return a context manager in which the Triton kernels use tiles of this size. It returns a list of the compiled forward
+    kernels, one per launch.
     """
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward
@@ -99,7 +99,6 @@ def measure_triton(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Point:
 
 
 def sweep(sizes: Sizes, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> list[Point]:
-    """Measure all tile sizes, and print a line for each."""
     (length,) = sizes.lengths
     intervals = Intervals.of(*Mask.causal().intervals(length), length)
     inputs = random_inputs(length, sizes, device, 3)
@@ -137,7 +136,6 @@ def draw_map(axes: plt.Axes, points: list[Point], values: list[float], title: st
 
 
 def plot(points: list[Point], on_gpu: bool, title: str) -> plt.Figure:
-    """Draw one map for the traffic, one for the memory on the chip, and one for the time."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     draw_map(axes[0], points, [p.traffic / MIB for p in points], "predicted traffic, MiB")
     memory = "shared memory, KiB" if on_gpu else "memory of a tile, KiB"

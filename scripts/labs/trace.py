@@ -32,7 +32,7 @@ MAX_SCORES = 64  # with more scores, the tables and the picture would be too lon
 
 
 class Problem(NamedTuple):
-    """The tokens of a sequence with full attention, and the position of the query that is traced."""
+    """A sequence with full attention, and the position of the query that is traced."""
 
     q: Tensor  # (N, D) in float64
     k: Tensor  # (N, D)
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of_scores(cls, scores: Sequence[float], values: Sequence[float] | None = None) -> "Problem":
-        """Return a problem in which every query has these scores. The queries and the scale are 1, so the keys equal the
+        """Return a problem in which every query has the scores `scores`, because all queries are 1 and the keys equal the
         scores.
 
         Args:
@@ -75,19 +75,19 @@ class Problem(NamedTuple):
 
     @property
     def scores(self) -> Tensor:
-        """Return the scores of the traced query, (N,)."""
+        """Return the scores (N,) of the traced query."""
         return self.scale * (self.k @ self.q[self.position])
 
     def direct(self) -> Tensor:
-        """Return the output of the traced query (Dv,), computed with the softmax of all scores."""
+        """Return the output (Dv,) of the traced query, computed with the softmax of all scores at once."""
         return torch.softmax(self.scores, 0) @ self.v
 
 
 @dataclass(frozen=True)
 class Event:
-    """The state of the traced query after the kernel has added a tile of keys, or after two states have been merged."""
+    """The softmax state of the traced query after a tile of keys was added, or after two states were merged."""
 
-    hop: int  # the number of hops of the query so far. The last hop returns the state to the owner.
+    hop: int  # the number of hops of the query so far; the last hop returns the state to the owner
     rank: int
     tile: range  # the positions of the added keys, empty if two states are merged
     seen: tuple[int, ...]  # the positions of all keys of the state
@@ -98,7 +98,7 @@ class Event:
 
 
 class Trace(NamedTuple):
-    """A trace holds the events of one query, in the order in which they happen, and the result."""
+    """All events of the traced query in order, and its output and lse."""
 
     events: list[Event]
     out: tuple[float, ...]
@@ -112,14 +112,12 @@ def _numbers_of(state: PartialState, row: int) -> tuple[float, float, tuple[floa
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, tile: int, observe: Callable[..., None]
 ) -> PartialState:
-    """Call the blockwise kernel for one tile of keys after the other. After each tile, call observe(rows of k, old
-    m, state).
-    """
+    """Add one tile of keys after the other. After each tile, call observe(rows of k, old m, state)."""
     state = PartialState.empty(q, v.shape[-1])
     for first in range(0, k.shape[1], tile):
         rows = slice(first, min(first + tile, k.shape[1]))
         part, old_m = intervals.restrict(slice(0, q.shape[1]), rows), state.m.clone()
-        # The old m is a copy, because the call may overwrite the given state.
+        # Copy m, because the call may overwrite the state.
         state = PartialState(*dispatch.forward(q, k[:, rows], v[:, rows], part, scale, state, backend="blockwise"))
         observe(rows, old_m, state)
     return state
@@ -131,7 +129,7 @@ def _result(state: PartialState, row: int) -> tuple[tuple[float, ...], float]:
 
 
 def trace_tiles(problem: Problem, tile: int) -> Trace:
-    """Trace the query through the tiles of one rank that holds all keys.
+    """Trace the query through the key tiles of a single rank.
 
     Args:
         problem: the tokens.
@@ -144,7 +142,7 @@ def trace_tiles(problem: Problem, tile: int) -> Trace:
 
 
 class _Observer:
-    """One rank of a ring, which records the events of the traced query."""
+    """A rank that runs its part of a state ring and records the events of the traced query."""
 
     def __init__(self, problem: Problem, layout: Layout, tile: int, group: SimulatedRank) -> None:
         self.problem, self.layout, self.tile, self.group = problem, layout, tile, group
@@ -156,9 +154,7 @@ class _Observer:
         self.partial_m: Tensor | None = None  # m of the partial state that this rank has computed for the traced query
 
     def run(self) -> tuple[list[Event], tuple[tuple[float, ...], float] | None]:
-        """Run this rank's part of the forward pass. Return (events, result). The result is (out, lse) on the owner of the
-        query, and None on other ranks.
-        """
+        """Run this rank's part of the forward. Return the events and, on the owner of the traced query, (out, lse)."""
         rank = self.group.rank
         q, k, v = (self.layout.shard(x[None, :, None], rank) for x in self.problem[:3])
         plan = get_plan(Mask.full(), self.layout, rank, q.device)
@@ -178,12 +174,12 @@ class _Observer:
             state = _attend(block[0], k, v, pairs[local_step].intervals, self.problem.scale, self.tile, observe)
             if traced and into is None:
                 self.partial_m = state.m
-            # The state `into` is still empty, so this merge does not change the state and is not an event.
+            # Merging into an empty state changes nothing, and is not recorded as an event.
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
-            # A merge is an event of the traced query in two cases. In the first case, the owner merges the state that has
-            # returned. In the second case, another rank merges its partial state with the state over the keys of earlier ranks.
+            # Record two kinds of merges of the traced query: when its state returns to the owner, and when another rank merges
+            # its partial state into the state over the keys of earlier ranks.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
             return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
 
@@ -199,7 +195,7 @@ class _Observer:
 
     def _record_merge(self, a: Tensors, b: Tensors) -> Tensors:
         rank, ranks = self.group.rank, self.layout.ranks
-        # Every hop moves the query to the next rank, so the number of hops follows from the rank.
+        # The query moves to the next rank in every hop.
         hop = (rank - self.owner) % ranks or ranks
         old = [x[0][0, self.row, 0].item() for x in (a, b)]
         merged = dispatch.merge_states(a, [(0, b)])
@@ -228,7 +224,7 @@ def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
         raise ValueError(f"ranks={ranks} with {len(problem.k)} tokens: every rank needs a token, so give 1 to {len(problem.k)}")
     layout = Layout.contiguous(len(problem.k), ranks)
     observed = simulate(ranks, lambda _rank, group: _Observer(problem, layout, tile, group).run())
-    # Within a hop, all events happen on one rank, and sorting keeps their order.
+    # All events of a hop are from one rank, so a stable sort by hop keeps their order.
     events = sorted((event for events, _ in observed for event in events), key=lambda event: event.hop)
     out, lse = next(result for _, result in observed if result is not None)
     return Trace(events, out, lse)
@@ -254,7 +250,7 @@ def _what(event: Event) -> str:
 
 
 def table(problem: Problem, trace: Trace) -> str:
-    """Return a Markdown table with one row per event, and the result below the table."""
+    """Return a Markdown table with one row per event, followed by out and lse."""
     scores = problem.scores.tolist()
     lines = ["| hop | rank | adds | scores | m | alpha | l | o |", "|---|---|---|---|---|---|---|---|"]
     for event in trace.events:
@@ -265,9 +261,8 @@ def table(problem: Problem, trace: Trace) -> str:
 
 
 def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) -> None:
-    """Draw one column of bar charts per trace. Each chart shows the probabilities exp(s - m) of one event, whose sum is l.
-
-    The colour of a bar is the rank of its key on the ring. Solid bars are the keys that an event adds.
+    """Draw one column of bar charts per trace. Each chart shows the probabilities exp(s - m) after one event. Solid bars are
+    newly added keys, and colours are ranks.
     """
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure

@@ -1,5 +1,4 @@
-r"""Count the bytes that the GPU kernels move. The script either prints the prediction of docs/io.md, or runs the kernels under
-a profiler.
+r"""Predict the bytes that the GPU kernels move with the formulas of docs/io.md, or run the kernels for the profiler ncu.
 
     python -m scripts.tools.count_bytes --predict --length 16384 --head-dim 128 --mask causal
 
@@ -10,10 +9,10 @@ a profiler.
 With --backend hopper, both commands use the Hopper kernels, whose names are _forward_kernel, _prepare_kernel, _main_kernel and
 _finish_kernel. The command `python -m scripts.labs.counted_bytes` runs the profiler ncu for both backends and draws the result.
 
-The first command prints the prediction. The second command prints nothing, because ncu writes one line per kernel and counter
-to bytes.csv. A sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from DRAM once.
-Results that are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the script
-requires a CUDA device, and ncu requires the permission to read the counters.
+The first command prints the prediction. In the second command, ncu writes one line per kernel and counter to bytes.csv. A
+sector has 32 bytes. ncu empties the caches before every kernel, so the inputs are read from DRAM at least once. Results that
+are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the script requires a CUDA
+device, and ncu requires the permission to read the counters.
 """
 
 import sys
@@ -37,9 +36,7 @@ MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
 
 class Traffic(NamedTuple):
-    """The class holds the predicted number of bytes that a kernel moves. The field `l2_reduce` counts the bytes of additions in
-    the L2 cache.
-    """
+    """The bytes that a kernel moves. `l2_reduce` counts the bytes of additions in the L2 cache."""
 
     l2_read: int
     dram_read: int
@@ -48,12 +45,12 @@ class Traffic(NamedTuple):
 
 
 def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
-    """Return the total number of rows that the loops of all tiles load.
+    """Return how many rows all tiles together load in their loops.
 
     Args:
         intervals: the mask.
-        tile_rows: the number of rows per tile.
-        step: the number of rows that one iteration of a loop loads.
+        tile_rows: rows per tile.
+        step: rows per iteration of the loop.
     """
     _, _, begin, _, num_unmasked, num_masked = intervals.tiles(tile_rows, step).long().flatten(0, 1).unbind(1)
     end = (begin + (num_unmasked + num_masked) * step).clamp(max=intervals.num_keys)
@@ -63,17 +60,15 @@ def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
 def forward_loads(
     intervals: Intervals, heads: int, head_dim: int, tile_queries: int, tile_keys: int, number_bytes: int = BF16_BYTES
 ) -> int:
-    """Return the bytes of q, k and v that the tiles of a forward pass load.
-
-    Every tile of queries loads its queries once, and the keys and values of its loop once.
+    """Return the bytes of q, k and v that all tiles of a forward load.
 
     Args:
         intervals: the mask, with B = 1 and as many key heads as query heads.
         heads: the number of heads.
         head_dim: the head dim of q, k and v.
-        tile_queries: the number of queries of a tile.
-        tile_keys: the number of keys that one step of a loop loads.
-        number_bytes: the bytes of a number.
+        tile_queries: queries per tile.
+        tile_keys: keys per iteration of the loop.
+        number_bytes: bytes per number.
     """
     keys = total_loop_rows(intervals, tile_queries, tile_keys)
     return heads * head_dim * number_bytes * (intervals.num_rows + 2 * keys)
@@ -86,7 +81,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     """
     intervals = Intervals.of(*mask.intervals(length), length)
     all_rows, row = heads * length, head_dim * BF16_BYTES
-    stats = 2 * FP32_BYTES  # bytes of lse and delta of a row. The values of one head are contiguous.
+    stats = 2 * FP32_BYTES  # bytes of lse and delta of a row
 
     tile = triton_common.choose_tile("forward", torch.bfloat16, head_dim)
     reads = dram_reads(length, head_dim, tile.queries)
@@ -135,9 +130,9 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # The kernel `prepare` reads out, dout and lse. The kernel `prepare` writes pairs of lse and delta, and zeros to which the
-    # main kernel adds dq. The lse of all heads of a token are adjacent in memory. Therefore reading one lse of one head
-    # transfers a whole sector of 32 bytes.
+    # The kernel `prepare` reads out, dout and lse, and writes pairs of lse and delta. It also writes zeros, to which the main
+    # kernel adds dq. In memory, the lse of the next token of a head is far away, so reading an lse transfers a whole sector of
+    # 32 bytes.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),
@@ -161,17 +156,15 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
-    """Return how many times the two operands of a loop are read from DRAM.
-
-    If both operands fit into L2, they are read once. Otherwise, the operands are read once per wave of tiles. The function
-    assumes that every wave reads all rows, so with a mask the result is an upper bound.
+    """Return how many times the operands of the tiles' loops are read from DRAM: once if both fit into L2, and otherwise once
+    per wave of tiles. With a mask, this is an upper bound.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)
 
 
 def launch(length: int, heads: int, head_dim: int, mask: Mask, backend: str = "triton") -> None:
-    """Run one forward pass and one backward pass of the kernels of a backend, "triton" or "hopper"."""
+    """Run the forward and the backward of the backend "triton" or "hopper"."""
     q, k, v, dout = (torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     intervals = Intervals.of(*mask.intervals(length), length, "cuda")
     options = {"scale": head_dim**-0.5, "backend": backend}
@@ -179,7 +172,7 @@ def launch(length: int, heads: int, head_dim: int, mask: Mask, backend: str = "t
     if backend == "hopper":
         dispatch.backward(q, k, v, dout, lse, (out, None), intervals, **options)
     else:
-        # The gradients are added to fp32 accumulators, as on a ring.
+        # Accumulate gradients in fp32, as on a ring.
         grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
         dispatch.backward(q, k, v, dout, lse, row_delta(out, dout), intervals, dq=grads[0], dk=grads[1], dv=grads[2], **options)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Draw the schedule of a ring pass. For each step, the plot shows what each rank computes and which messages are in flight.
+"""Draw the schedule of a ring pass: what each rank computes in each step, and which messages are in flight.
 
 python -m scripts.tools.draw_schedule docs/ring.png
 """
@@ -18,7 +18,7 @@ COLOURS = [plt.get_cmap("Set2")(i) for i in range(8)]
 def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
     """Draw the schedule of a state ring. Steps go from left to right, and ranks go from top to bottom.
 
-    Each local step is a box in the colour of the owner of its queries. Each message is an arrow in the colour of its owner.
+    Boxes are local steps, and arrows are messages, in the colour of the owner of the queries.
     """
     for t, step in enumerate(schedule.steps):
         for rank, owner, _ in step.local_steps:
@@ -36,11 +36,9 @@ def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
 
 
 def draw_message(axes: plt.Axes, t: int, message: Message) -> None:
-    """Draw an arrow from the sender to the receiver. The arrow is solid for a circulating block and dotted for a partial
-    result.
-    """
+    """Draw an arrow, solid for a circulating block and dotted for a partial result."""
     is_block = message.kind == "block"
-    # Blocks and results between the same ranks are drawn at slightly different heights.
+    # Draw blocks and results at different heights, so that they do not overlap.
     shift = -0.08 if is_block else 0.08
     axes.annotate(
         "",

@@ -4,25 +4,23 @@ r"""Predict the time, the bytes and the exposed communication of one attention l
     python -m scripts.tools.plan_ring --length 262144 --ranks 8 16 32 --ulysses auto --network-gbs 50 --plot plan.png
     python -m scripts.tools.plan_ring --measured rows.json
 
-The script predicts the forward and the backward pass of the layer on the cluster that the options describe. The script uses the
-same cost model with which ringattn chooses schedules (`ringattn/planning`).
+The predictions come from the cost model with which ringattn chooses schedules (`ringattn/planning`).
 
-A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next blocks. A step
-takes as long as the slower of these two activities. If communication takes longer than computation, the difference is exposed.
-Each step also costs a fixed GPU time, and merging partial results takes additional time. The hosts start steps ahead of the
-GPUs, but a pass takes at least as long as the hosts need to start all of its steps. With a CUDA graph, the hosts need almost no
-time. If a ring spans several nodes, the ring runs at the speed of the network, because every hop waits for its slowest link.
+In each step of a ring pass, the GPUs compute while the links carry the next blocks. A step takes as long as the computation on
+the busiest rank or the transfer over the busiest link, whichever is longer. Time in which a GPU waits for a transfer is called
+exposed. Each step also costs a fixed GPU time, and merging partial results takes additional time. A pass takes at least as long
+as the host needs to launch its steps, unless it is replayed from a CUDA graph. If a ring spans several nodes, the ring runs at
+the speed of the network, because every hop waits for its slowest link.
 
-A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and the return of the last chunk are exposed. The
-transfers of the other chunks are exposed only if they take longer than attention.
+A Ulysses all-to-all runs in chunks of heads, so that the transfer of one chunk overlaps with attention of another chunk. Only
+the transfers of the first and the last chunk are always exposed.
 
-Long sequences are planned as sequences of 32,768 positions. Each position represents several tokens. Rings of more than 64
-ranks are planned as rings of 64 groups of ranks. Planning with fewer positions and ranks changes times and bytes by less than
-3%.
+To save time, the script plans at most 32,768 positions, each of which represents several tokens, and at most 64 ranks, each of
+which represents several ranks. This changes times and bytes by less than 3%.
 
-The option --measured compares the prediction with measurements in a JSON file. The file contains a list of objects. Each object
-has the keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. If the Ulysses degree is not 1, the
-object also has the key ulysses. The other options describe the mask, the layout, the schedule and the cluster.
+The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
+keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
+1.
 """
 
 import argparse
@@ -54,10 +52,10 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster consists of nodes with several GPUs each. Each GPU has its own connection to the network.
+    """Nodes with several GPUs each. Each GPU has its own connection to the network.
 
-    Times are in seconds, bandwidths in bytes per second, and speeds in FLOP/s. The default FLOP/s are the speed of an H200 on a
-    long sequence without a ring. The default times to launch a step were fitted to rings of four H200s (benchmarks/ring.md).
+    Times are in seconds, bandwidths in bytes per second, and speeds in FLOP/s. The default FLOP/s were measured on one H200
+    with a long sequence. The default launch times were fitted to rings of four H200s (benchmarks/ring.md).
     """
 
     forward_flops: float = 650e12
@@ -71,7 +69,7 @@ class Cluster:
     network_latency: float = 60e-6
     forward_launch: float = 250e-6  # the time that a host needs to start one step
     backward_launch: float = 460e-6
-    forward_overhead: float = STEP_OVERHEAD["forward"]  # GPU time to start and drain one step
+    forward_overhead: float = STEP_OVERHEAD["forward"]  # the fixed GPU time of a step
     backward_overhead: float = STEP_OVERHEAD["backward"]
 
     def __post_init__(self) -> None:
@@ -85,19 +83,19 @@ class Cluster:
         return getattr(self, f"{direction}_{name}")
 
     def interconnects(self, flops: float) -> tuple[Interconnect, Interconnect]:
-        """Return the interconnect between the GPUs of a node, and the interconnect between nodes."""
+        """Return the interconnects inside a node and between nodes."""
         near = Interconnect("nvlink", True, self.nvlink, self.nvlink_latency, flops)
         return near, Interconnect("network", False, self.network, self.network_latency, flops)
 
     def ring_interconnect(self, ranks: int, flops: float) -> Interconnect:
-        """Return the slowest interconnect between `ranks` consecutive GPUs, which determines the speed of a ring."""
+        """Return the slowest interconnect of a ring of `ranks` consecutive GPUs."""
         near, far = self.interconnects(flops)
         return near if ranks <= self.node else far
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer for a batch of bf16 sequences, which is distributed over several ranks."""
+    """An attention layer whose bf16 sequences are sharded over several ranks."""
 
     seq_len: int
     heads: int
@@ -137,39 +135,35 @@ class Layer:
 
     @cached_property
     def pairs(self) -> float:
-        """Return the number of (query, key) pairs that the mask allows, per head and batch entry."""
+        """Return how many (query, key) pairs the mask allows per head and batch entry."""
         return self.scaled_mask(scale := self.seq_len / self.positions).pairs(self.positions)[0] * scale**2
 
     @property
     def positions(self) -> int:
-        """Return the number of positions of the planned sequence. Each position may represent several tokens."""
+        """Return how many positions are planned. Each position may represent several tokens."""
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
-        """Return the mask of a sequence in which each position represents `scale` tokens."""
+        """Return the mask, if each position represents `scale` tokens."""
         return Mask(self.mask == "causal", self.window and max(1, round(self.window / scale)))
 
     @property
     def sent_heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and key heads that an all-to-all sends.
-
-        A key head counts once for every rank that receives it.
+        """Return how many query heads and key heads an all-to-all sends. If several ranks of a group receive a key head, it
+        counts several times.
         """
         return self.heads, self.kv_heads * ulysses_degree.key_copies(self.heads, self.kv_heads, self.ulysses)
 
     @property
     def overlap_chunks(self) -> int:
-        """The number of chunks of heads. A rank overlaps the all-to-all of one chunk with the attention of another chunk."""
+        """The number of head chunks with which a rank overlaps the all-to-all and attention."""
         if self.ulysses == 1:
             return 1
         heads = (count // self.ulysses for count in self.sent_heads)
         return ulysses_degree.head_chunks_for_overlap(self.batch * self.tokens_per_ring_rank, *heads)
 
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
-        """Return the number of ring passes per overlap chunk, and the work of one ring pass.
-
-        The work is the pair (work of the forward pass, work of the backward pass).
-        """
+        """Return how many ring passes an overlap chunk has, and the work of one forward and one backward ring pass."""
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
         chunks = workload.head_chunks_for_memory(q, k, k, self.pairs / self.ring)
@@ -178,13 +172,12 @@ class Layer:
 
 
 def meta(*shape: int) -> torch.Tensor:
-    """Return a bf16 tensor on the meta device. A meta tensor has a shape but needs no memory."""
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The class holds the cost of the forward or the backward pass on the busiest rank."""
+    """The cost of a pass on the busiest rank."""
 
     compute: float  # seconds
     seconds: float
@@ -192,7 +185,6 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """The seconds in which the GPU only communicates or waits for the host, without computing."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -203,7 +195,7 @@ class Cost:
 
 
 def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
-    """Return the cost of the forward pass and the cost of the backward pass of a layer."""
+    """Return the costs of the forward and of the backward of a layer."""
     memory_chunks, (forward, backward) = layer.memory_chunks_and_work()
 
     def cost(work: Work) -> Cost:
@@ -214,11 +206,10 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
-    """Return the plan of the ring, the number of tokens per planned position, and the number of ranks per planned rank."""
+    """Return (plan, tokens per planned position, ranks per planned rank)."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
-        # Blocks circulate only as far as the window reaches. A shorter ring with the same number of tokens per rank therefore
-        # has the same cost.
+        # Blocks circulate only as far as the window reaches, so a shorter ring with the same shards has the same cost.
         reach = -(-(layer.window - 1) // layer.tokens_per_ring_rank) + 2
         ring, seq_len = min(ring, reach), min(seq_len, reach * layer.tokens_per_ring_rank)
     ranks = min(ring, MAX_PLANNED_RANKS)
@@ -231,9 +222,8 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     """Return the cost of one ring pass with the schedule that ringattn would choose."""
     plan, scale, group = planned_ring(layer)
-    # If a planned rank represents `group` ranks, each planned step represents `group` hops. A real rank has 1 / group of the
-    # rows of a planned rank. Therefore a hop moves 1 / group of the bytes and computes 1 / group ** 2 of the (query, key)
-    # pairs.
+    # A planned rank represents `group` ranks, and a planned step represents `group` hops. A real hop moves 1 / group of the
+    # bytes of a planned step, and computes 1 / group ** 2 of its (query, key) pairs.
     work = work.scaled(scale / group)
     interconnect = cluster.ring_interconnect(layer.ranks, cluster.speed("flops", work.direction))
     name = plan.choose_schedule(layer.schedule, work, interconnect)
@@ -248,10 +238,7 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
 
 
 def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[float]:
-    """Return the number of bytes that each rank sends.
-
-    `block_row` is the number of bytes per row of a block, and `result_row` is the number of bytes per row of a result.
-    """
+    """Return the bytes that each rank sends. `block_row` and `result_row` are the bytes per row of a block and of a result."""
     size = {"block": block_row, "result": result_row}
     sent = [0.0] * schedule.ranks
     for step in schedule.steps:
@@ -261,13 +248,10 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
 
 
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
-    """Return the cost that the Ulysses all-to-alls of one direction add to attention.
-
-    The all-to-alls of the forward direction move q, k, v and the output. The all-to-alls of the backward direction move the
-    gradients of q, k, v and the output.
+    """Return the cost that Ulysses all-to-alls add to the forward or to the backward. In the forward, they move q, k, v and the
+    output. In the backward, they move the gradients of these four tensors.
 
     Args:
-        layer, cluster: the layer and the cluster for which the cost is predicted.
         attention: the time of attention per chunk of heads, in seconds.
     """
     rows = layer.batch * layer.seq_len / layer.ranks
@@ -280,17 +264,14 @@ def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
 
 
 def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
-    """Return the layer with the Ulysses degree `text`. The text is a number, or "auto" to choose the degree with
-    `best_ulysses_degree`.
+    """Return the layer with the Ulysses degree `text`, a number or "auto".
 
     Raises:
-        ValueError: the text is neither a number nor "auto", or the number does not divide both the number of ranks and the
-            number of heads.
+        ValueError: `text` is something else, or the number does not divide the ranks and the heads.
     """
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
-        # The forward pass has two matrix products, and the backward pass has five. The variable `flops` is the mean speed of
-        # all seven products.
+        # the mean speed of the two matrix products of the forward and the five products of the backward
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)
         mask, (near, far) = layer.scaled_mask(1.0), cluster.interconnects(flops)
         ranks = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
@@ -327,7 +308,7 @@ def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
 
 
 def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]]:
-    """Print the table of predictions. Return the total cost of the forward and the backward pass of each layer."""
+    """Print the table of predictions. Return the cost of a forward and a backward together for each layer."""
     costs: list[tuple[Layer, Cost]] = []
     lines: list[list[str]] = []
     for layer in layers:
@@ -343,7 +324,7 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file does not contain a list of objects, or an object lacks one of the numbers in SHAPE and TIMES.
+        ValueError: the file is not a list of objects with the numbers in SHAPE and TIMES.
     """
     try:
         rows = json.loads(path.read_text())
@@ -355,7 +336,6 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
 
 
 def print_measured(rows: list[tuple[Layer, dict[str, Any]]], cluster: Cluster) -> None:
-    """Print a table of measured times, predicted times, and measured divided by predicted times."""
     columns = (
         "Ulysses x ring | length | heads | forward, ms | predicted, ms | measured / predicted"
         " | forward + backward, ms | predicted, ms | measured / predicted"
@@ -372,7 +352,7 @@ def print_measured(rows: list[tuple[Layer, dict[str, Any]]], cluster: Cluster) -
 
 
 def plot(costs: list[tuple[Layer, Cost]], path: Path) -> None:
-    """Plot the predicted times with and without communication. The x axis is the number of ranks."""
+    """Plot the predicted times with and without communication against the number of ranks."""
     from scripts.plots import plt, save_plot
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -429,7 +409,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the arguments or the rows describe an impossible layer or an impossible cluster.
+        ValueError: the arguments or the measurements describe an impossible layer or cluster.
     """
     if args.plot and args.measured:
         raise ValueError("--plot and --measured cannot be combined, because --plot draws the table that --measured replaces")

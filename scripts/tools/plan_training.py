@@ -4,9 +4,9 @@
     python -m scripts.tools.plan_training --model 8b --seq-len 262144 --gpus 2 --gpu h100 --host-gib 500 trainer.float8=true
 
 For each number of GPUs, the script prints the mesh (data parallel, ring, Ulysses) with the highest predicted tokens/s, its
-memory plan, the bytes by purpose and place, the seconds per step, the seconds in which the GPUs do not compute, and the MFU. If
-the fastest mesh trains several sequences per step, the script also prints the fastest mesh with one sequence. If nothing fits,
-the script says what would fit. The same code chooses the memory plan of a run (`train/parallel/memory`).
+memory plan, its memory, its seconds per step and its MFU. If the fastest mesh trains several sequences per step, the script
+also prints the fastest mesh with one sequence. If no mesh fits into memory, the script prints how many GPUs, which length or
+how much host memory would be enough. The same code chooses the memory plan of a run (`train/parallel/memory`).
 
 All figures are predictions for bf16 with torch.compile, for sequences of one document. They follow from these measurements:
 
@@ -40,22 +40,20 @@ from ringattn.train.settings.config import Config, check_values, with_settings
 from ringattn.train.settings.literal import to_config
 from scripts import command
 
-# The names of GPUs, their major compute capabilities, and their memory in GiB as CUDA reports it.
+# (name of the GPU, major compute capability, memory in GiB as CUDA reports it)
 GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 9, 79.2),
     "h200": ("NVIDIA H200", 9, 139.8),
     "b200": ("NVIDIA B200", 10, 178.4),
     "a100": ("NVIDIA A100-SXM4-80GB", 8, 79.2),
 }
-# The host memory per GPU and the cores per GPU of the machines on which we measured.
+# The machines on which we measured had this host memory and this number of cores per GPU.
 HOST_GIB_PER_GPU, CORES_PER_GPU = 125, 16
 MOST_GPUS = 4096  # in the search for a number of GPUs that suffices
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a job and their hosts."""
-
     gpu: str  # a key of GPUS
     gpus: int
     gpus_per_host: int
@@ -72,8 +70,6 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Result:
-    """A mesh with its memory plan and its predicted step."""
-
     shape: MeshShape
     plan: MemoryPlan
     needs: Needs
@@ -82,7 +78,7 @@ class Result:
 
 
 def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
-    """Yield the meshes that fit, with their memory plans."""
+    """Yield all meshes whose memory plans fit into memory."""
     for shape in prediction.possible_shapes(config, machine.ranks):
         plan, needs = choose_plan(config, shape, machine)
         if machine.capacity.fits(needs):
@@ -90,7 +86,7 @@ def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, Memor
 
 
 def results(config: Config, machine: Machine) -> list[Result]:
-    """Return the meshes that fit, the one with the most tokens/s first."""
+    """Return all meshes that fit into memory, sorted by descending tokens/s."""
     found = []
     for shape, plan, needs in fitting(config, machine):
         time = step_time(config, shape, machine, plan, prediction.attention_of_layers(config, shape, machine))
@@ -100,7 +96,6 @@ def results(config: Config, machine: Machine) -> list[Result]:
 
 
 def describe(config: Config, machine: Machine, result: Result) -> str:
-    """Return the lines about a mesh."""
     sequences = sequences_per_step(config, result.shape)
     flops = result.speed / config.data.seq_len * prediction.model_flops(config, machine.vocab_size) / machine.ranks
     gpu, host = machine.capacity.gpu or 0, machine.capacity.host
@@ -117,7 +112,7 @@ def describe(config: Config, machine: Machine, result: Result) -> str:
 
 
 def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]:
-    """Return what would fit if a job does not."""
+    """Return changes that would let the job fit into memory."""
 
     def fits(cluster: Cluster, config: Config = config) -> bool:
         return any(True for _ in fitting(config, cluster.machine(vocab_size)))
@@ -137,13 +132,12 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
 
 
 def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
-    """Return the first value for which `is_true` holds. It must hold for all later values, too."""
+    """Return the first value for which `is_true` returns True, by bisection. It must also return True for all later values."""
     index = bisect_left(values, True, key=is_true)
     return values[index] if index < len(values) else None
 
 
 def report(config: Config, cluster: Cluster) -> str:
-    """Return the lines about one number of GPUs."""
     vocab_size = config.model.vocab_size or 257
     machine = cluster.machine(vocab_size)
     lines = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)}\n"
@@ -155,7 +149,6 @@ def report(config: Config, cluster: Cluster) -> str:
 
 
 def compose(model: str, seq_len: int, settings: list[str]) -> Config:
-    """Return the settings of a run."""
     ConfigStore.instance().store(name="schema", node=Config)
     overrides = [f"model={model}", f"data.seq_len={seq_len}", "data.mask_documents=false", "trainer.device=cuda", "name=plan"]
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
