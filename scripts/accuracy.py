@@ -18,8 +18,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# The largest accepted error for fp32 inputs. It allows for rounding errors of sums over about 2,000 keys. If a kernel left out
-# a single key, the error would be 2e-2.
+# The largest accepted error for fp32 inputs. The limit allows for rounding errors of sums over about 2,000 keys. If a kernel
+# left out a single key, the error would be 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together
@@ -27,7 +27,7 @@ GROUP = 64  # the number of rows that `group_error` measures together
 # 64 keys out of 16,384, the error is 0.06.
 GROUP_TOLERANCE = 0.02
 
-# The largest number of scores that exist at one time. They take 0.5 GiB in float64.
+# The largest number of scores that are computed at one time. In float64, these scores take 0.5 GiB.
 MAX_SCORES = 2**26
 
 
@@ -75,7 +75,7 @@ def float64_results(
 
 
 def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output from either an output or a pair (output, lse)."""
+    """Return the output. `result` is the output or a pair (output, lse)."""
     return result if isinstance(result, Tensor) else result[0]
 
 
@@ -114,9 +114,9 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the largest relative error of any group of GROUP consecutive rows, as a float64 scalar.
 
-    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. Single rows are
-    no useful scale, because the gradient of a row that attends to a single key is zero. The largest row is no useful scale
-    either, because later rows are much smaller under a causal mask.
+    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. Errors of single
+    rows would have no useful scale, because the gradient of a row that attends to a single key is zero. The largest row would
+    be no useful scale either, because later rows are much smaller under a causal mask.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

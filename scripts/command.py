@@ -51,7 +51,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
     """Return the environment of a child process that imports the packages in `root`.
 
-    The folders of the present PYTHONPATH are kept behind `root`.
+    The child's PYTHONPATH begins with `root`, followed by the folders of the present PYTHONPATH.
 
     Args:
         root: the folder.
@@ -97,7 +97,7 @@ def describe_run(
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package. Return "of unknown version" if it is not installed."""
+    """Return the version of a package, or "of unknown version" if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

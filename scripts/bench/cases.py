@@ -49,7 +49,8 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """Return the number of keys per query of a window mask. The default is 4,096 keys, or a quarter of short sequences."""
+        """Return the number of keys per query of a window mask. The default is 4,096 keys, but at most a quarter of the
+        sequence."""
         return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 
     @cached_property
@@ -71,7 +72,7 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """Return the block mask as a bool tensor (blocks, blocks) on the CPU. It is the same in every run."""
+        """Return the block mask as a bool tensor (blocks, blocks) on the CPU. Every run uses the same mask."""
         if self.kind != "blocks":
             return None
         side = self.length // BLOCK

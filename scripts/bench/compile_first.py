@@ -2,7 +2,7 @@
 
 The library flash-attn-4 compiles the kernels of one case for about 10 s on one core. A process that measures many cases would
 compile for minutes while the GPU is idle. Therefore several processes compile first. Each process calls one implementation with
-one case, which stores the compiled kernels in the disk caches of Triton and flash-attn-4. The process that measures then loads
+one case, which stores the compiled kernels in the disk caches of Triton and flash-attn-4. The process that measures later loads
 the kernels from these caches.
 """
 
@@ -30,7 +30,8 @@ def use_disk_cache() -> None:
 
 
 def distinct_cases(cases: Iterable[Case]) -> list[Case]:
-    """Return one of all cases that use the same kernels. Cases that differ only in length or window use the same kernels."""
+    """Leave out cases that use the same kernels as an earlier case. Cases that differ only in length or window use the same
+    kernels."""
     found = {}
     for case in cases:
         short = replace(case, length=min(case.length, MAX_LENGTH))
@@ -43,7 +44,7 @@ def compile_first(cases: Iterable[Case], names: list[str], workers: int) -> dict
     """Compile the kernels of all cases for the implementations with these names, in `workers` processes.
 
     Returns:
-        A description of the error for each call that failed. The later measurement reports the errors again.
+        A description of the error for each call that failed.
     """
     start = time.perf_counter()
     errors: dict[tuple[str, Case], str] = {}

@@ -72,8 +72,7 @@ class Layer(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """A kernel that is measured. `attend` computes attention with the cache of a layer, inside a context manager that `context`
-    creates."""
+    """An implementation of decoding. The function `attend` must be called inside the context manager that `context` creates."""
 
     attend: Callable[[Layer], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -129,7 +128,7 @@ def _is_installed(module: str) -> bool:
 
 
 def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
-    """Return all implementations whose libraries are installed, by name."""
+    """Return the implementations whose libraries are installed, by name."""
     queries = q.transpose(1, 2)
 
     def sdpa(layer: Layer) -> Tensor:
@@ -195,7 +194,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
 
 
 def with_bounds(case: Case, q: Tensor) -> Implementation:
-    """Return ringattn with sequence lengths on the GPU, as CUDA graphs require."""
+    """Return ringattn, which reads the sequence lengths from GPU memory, as CUDA graphs require."""
     hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
     bounds = torch.zeros_like(hi), hi
 
@@ -219,7 +218,7 @@ def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
 
 
 def row_error(out: Tensor, exact: Tensor) -> float:
-    """Return the largest relative error of a row, by norm. A NaN counts as an infinite error."""
+    """Return the largest relative error of any row. A NaN counts as an infinite error."""
     got = torch.stack([out[0, :, 0], out[-1, :, 0]]).double()
     return ((got - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(float("inf")).max().item()
 
@@ -262,7 +261,6 @@ def kernel_us(call: Implementation, layers: list[Layer]) -> float:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of the spans."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(stop - max(start, end), 0.0)
@@ -289,7 +287,7 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """Check and time all implementations of a case. Return a dict with the measurements of each implementation."""
-    # The random keys and values from which `make_layers` copies take as much memory as one layer.
+    # While `make_layers` runs, the random keys and values take as much memory as another layer.
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
     calls: dict[str, Implementation] = {}

@@ -22,7 +22,7 @@ WARM_UP = 8  # the first tokens are not timed, because transformers compiles the
 
 
 class Speed(NamedTuple):
-    """The median time per token, and the bytes that the GPU reads per token."""
+    """The speed of generation: the median time per token, and the bytes that the GPU reads per token."""
 
     ms_per_token: float
     bytes: int
@@ -52,7 +52,7 @@ def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
 
 
 def speed_of(times: list[float], config: ModelConfig, context: int, parameters: int) -> Speed:
-    """Compute the speed from `times`, the moments in seconds at which the tokens reached the host."""
+    """Compute the speed. `times` contains the time in seconds at which each token reached the host."""
     steps = [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
     return Speed(statistics.median(steps) * 1e3, bytes_per_token(config, context, parameters))
 

@@ -3,7 +3,8 @@
     python -m scripts.bench.hops --queries 16384 4096
 
 A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. Inputs are bf16, with B
-= 1, 16 heads and head dim 128. In each hop, every query attends to a block of as many keys as there are queries.
+= 1, 16 heads and head dim 128. In each hop, all queries attend to another block of keys. A block has as many keys as there are
+queries.
 
 - In a hop of the KV ring, the attention kernel merges its result into the state of the resident queries.
 - In a hop of the state ring, the attention kernel writes a new state, and a separate kernel on the owner of the queries merges
@@ -42,7 +43,7 @@ PASSES = (f"KV ring, pass of {RANKS} hops", f"state ring, pass of {RANKS} hops")
 
 
 class Problem:
-    """Random queries, and a block of random keys and values for each hop."""
+    """A problem contains random queries, and a block of random keys and values for each hop."""
 
     def __init__(self, queries: int) -> None:
         case = Case("full", queries, HEADS, HEAD_DIM)

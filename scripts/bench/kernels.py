@@ -34,15 +34,15 @@ precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` withou
 The library flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes first compile the kernels
 of all cases, as `scripts.bench.compile_first` explains.
 
-Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. Only the first and
-the last key head are compared. The script writes README.md, rows.json and plots to --output.
+Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The check covers
+only the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
 A GPU lowers its clock rate when it reaches its power limit. A kernel that is timed after a pause therefore seems faster than it
-is, and a kernel that is timed after a power-hungry kernel seems slower. To treat all implementations equally, they are compiled
-and checked first. Then they are timed in turn in several rounds, and every second round runs in reverse order. Before each
-measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every reported time is
-the median over the rounds. With --graph, the calls are replayed from CUDA graphs, so the times do not include the time of the
-host. For short sequences, the host takes longer than the GPU.
+is, and a kernel that is timed after a power-hungry kernel seems slower. For a fair comparison, all implementations are first
+compiled and checked. All implementations are then timed in turn in several rounds, and every second round runs in reverse
+order. Before each measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every
+reported time is the median over the rounds. With --graph, the calls are replayed from CUDA graphs, so the times do not include
+the time of the host. For short sequences, the host takes longer than the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. If
 the head dims of keys and values differ, `Case.flops` counts every matrix product with its own head dim. The rate in GB/s counts
@@ -78,10 +78,10 @@ WARMUP_SECONDS = 0.2
 WINDOWS = (128, 512, 1024, 4096)
 # The attention layers of gpt-oss 20B and of Gemma 3 4B, as (head dim, query heads, key heads, window).
 MODEL_LAYERS = ((64, 64, 8, 128), (256, 8, 4, 1024))
-# Suite "head-dims": (head dim of q and k, head dim of v, query heads, key heads)
+# suite "head-dims": (head dim of q and k, head dim of v, query heads, key heads)
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
 BACKWARD_LENGTHS = (16384, 65536)
-# Suite "fp8": (head dim, number of heads)
+# suite "fp8": (head dim, number of heads)
 FP8_CASES = ((64, 16), (128, 16), (256, 8))
 FP8_TOLERANCE = 0.1  # the largest accepted error with FP8 inputs; rounding the inputs to FP8 causes an error of 0.05
 SUITES = ("speed", "masks", "heads", "head-dims", "windows", "backward", "blocks", "memory")
@@ -164,7 +164,8 @@ def describe_failure(error: Exception) -> dict[str, Any]:
 
 
 def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict[str, Any]:
-    """Return the errors of the results of a call, and its extra memory if the results are correct."""
+    """Run a call, and return the errors of its results. If the results are correct, also return the extra memory of the
+    call."""
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= tolerance:
         return {"status": "wrong", "errors": errors}
@@ -174,11 +175,11 @@ def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP
 def check(
     case: Case, name: str, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Call]]:
-    """Check the forward and the backward of an implementation. The function catches all exceptions.
+    """Check the forward and the backward of an implementation. Exceptions are caught and become a part of `found`.
 
     Returns:
-        (found, calls). Both dicts have the keys "forward" and "backward". `found` contains the results of `check_call`, or the
-        reason why a direction was not checked. `calls` contains only the calls with correct results.
+        (found, calls). Both dicts have the keys "forward" and "backward". The dict `found` contains the results of
+        `check_call`, or the reason why there are none. The dict `calls` contains only calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}
@@ -233,8 +234,8 @@ def time_in_rounds(
     """Time all calls one after the other in several rounds. Every second round runs in reverse order.
 
     Returns:
-        (samples, failures). `samples` contains the milliseconds of each round for every call that succeeded. `failures`
-        describes the error of every call that failed.
+        (samples, failures). The dict `samples` contains the milliseconds of each round for every call that succeeded. The dict
+        `failures` describes the error of every call that failed.
     """
     timed: dict[Key, Callable[[], object]] = {**calls}
     samples: dict[Key, list[float]] = {key: [] for key in calls}

@@ -96,8 +96,8 @@ class Report:
         cell: Callable[[Case, dict[str, Any]], str],
         extra: dict[str, Callable[[Case], str]] | None = None,
     ) -> str:
-        """Return a table with one line per case and one column per implementation. `extra` maps the name of each additional
-        column to a function that returns its text.
+        """Return a table with one line per case and one column per implementation. The dict `extra` maps the name of each
+        additional column to a function that returns its text.
         """
         extra = extra or {}
         lines = []

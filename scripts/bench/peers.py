@@ -31,7 +31,7 @@ ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED, SINKS)  # implementations that ar
 
 
 class Unsupported(Exception):
-    """An implementation does not support the mask of a case."""
+    """The implementation does not support the mask of the case."""
 
 
 def ringattn(backend: str) -> Prepare:
@@ -59,8 +59,8 @@ def fp8(case: Case, _device: torch.device) -> Attend:
 
 
 def fp8_rounded(case: Case, device: torch.device) -> Attend:
-    """Return the FP8 forward without the time to round the inputs, as in the hops of a ring. There is no backward. All calls
-    must have the same inputs, because only the first call rounds them.
+    """Return the FP8 forward for rounded inputs, as the hops of a ring call it. There is no backward. All calls must have the
+    same inputs, because only the first call rounds its inputs.
     """
     if case.kind == "blocks":
         raise Unsupported(case.kind)
@@ -89,8 +89,8 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Return a context manager that enables deterministic algorithms, but does not let PyTorch fill new tensors with NaN, which
-    takes time.
+    """Return a context manager that enables deterministic algorithms. PyTorch would also fill new tensors with NaN, but this is
+    disabled, because it takes time.
     """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False

@@ -7,8 +7,8 @@ does. Planning has four parts: the layout, the schedules, the intervals of all l
 kernels. The work tiles are for 16 heads with head dim 128 and 132 SMs. The table contains medians of the CPU time, because
 other processes may slow down the machine.
 
-The script prints a table and writes its rows as JSON. With --earlier and such a JSON file of another commit, the table also
-contains the times of this commit.
+The script prints a table and writes its rows as JSON. With --earlier and the JSON file of another commit, the table also
+contains the times of the other commit.
 """
 
 import argparse
@@ -40,8 +40,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. The mask also has a window that excludes nothing, but differs for
-    each seed, so that no plan comes from a cache.
+    """Return a causal mask of documents with random lengths. The mask also has a window, which excludes nothing. Each seed has
+    another window, so that no plan comes from a cache.
     """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]

@@ -10,11 +10,11 @@ results are correct.
 
 The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. In each
 round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median of these means over
-all rounds. The variant `local` runs the kernels of `nvlink-auto` as if every message had already arrived, so its time is the
-time of a ring with infinitely fast communication. The variant `ulysses-4-local` does the same for `ulysses-4`. Variants that
-end with `-graph` replay CUDA graphs, so their times do not include the time of the host. The host time matters for short
-shards: with 4,096 tokens per rank, the host takes about as long as the GPU. For all variants, autograd runs the backward in the
-calling thread.
+all rounds. The variants `local` and `ulysses-4-local` run the kernels of `nvlink-auto` and of `ulysses-4` as if every message
+had already arrived. Their times are the times that would result from infinitely fast communication. Variants that end with
+`-graph` replay CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with
+4,096 tokens per rank, the host takes about as long as the GPU. For all variants, autograd runs the backward in the calling
+thread.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -53,7 +53,7 @@ from scripts.tools.plan_ring import bytes_sent
 
 CHECKED_LENGTH = 1536  # the comparison with the float64 reference has this many tokens per rank
 NAMES = ("out", "dq", "dk", "dv")
-# Each measurement repeats a call for about MEASUREMENT_SECONDS, if the speed is ASSUMED_SPEED in FLOP/s per GPU.
+# A measurement takes about MEASUREMENT_SECONDS if a GPU reaches ASSUMED_SPEED, in FLOP/s.
 MEASUREMENT_SECONDS, ASSUMED_SPEED = 0.2, 4e14
 
 

@@ -1,8 +1,8 @@
 """Define the attention problems that `scripts.bench.ring` measures, and the timed calls of each variant.
 
 - Variants such as `nvlink-auto` and `p2p-kv` call `ring_attention` with the named transport and schedule.
-- Variants such as `p2p_priority-auto` use a process group with the NCCL options of NCCL_OPTIONS. They are timed only on
-  request.
+- Variants such as `p2p_priority-auto` use a process group with the options in NCCL_OPTIONS. Variants with NCCL options are
+  timed only on request.
 - The variant `ulysses-4` calls `ulysses_attention` with Ulysses groups of 4 ranks and a ring across the groups.
 - The variants `local` and `ulysses-4-local` run the kernels of a ring and of `ulysses-4` without communication.
 - The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
@@ -74,7 +74,7 @@ VARIANTS = (
     "ulysses-4-graph",
     "context_parallel",
 )
-# NCCL options: whether NCCL's kernels run on a high-priority stream, and their largest number of CTAs
+# (whether NCCL's kernels run on a high-priority stream, their largest number of CTAs)
 NCCL_OPTIONS = {
     "p2p_priority": (True, None),
     "p2p_priority_16": (True, 16),
@@ -84,7 +84,7 @@ REQUESTED_VARIANTS = tuple(f"{name}-auto" for name in NCCL_OPTIONS)  # variants 
 
 
 class Calls(NamedTuple):
-    """The timed calls of a variant. They run inside the context manager `context()`."""
+    """The timed calls of a variant. The calls run inside the context manager `context()`."""
 
     forward: Call
     both: Call  # runs a forward and a backward pass, and returns out, dq, dk and dv
@@ -113,7 +113,7 @@ def ring_group(variant: str) -> dist.ProcessGroup:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether ringattn sends messages in this variant. Only the results of such variants are checked."""
+    """Return whether ringattn sends messages in this variant. Results of other variants are not checked."""
     return "local" not in variant and variant != "context_parallel"
 
 
@@ -167,7 +167,7 @@ def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
 def _calls_with_autograd(
     attend: Callable[[], Tensor], shard: list[Tensor], context: Callable[..., Any] = contextlib.nullcontext
 ) -> Calls:
-    """Return the forward and the backward of `attend`, a differentiable function of the q, k and v in `shard`."""
+    """Return the calls of `attend`, which computes attention of the q, k and v in `shard`."""
     *inputs, dout = shard
 
     def forward() -> Tensor:

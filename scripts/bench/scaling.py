@@ -27,7 +27,7 @@ from scripts.tables import markdown_table
 
 TOKENS = 32_768
 Row = dict[str, Any]
-# The settings of each job. {ranks} becomes the number of ranks, and {long} becomes 32,768 times the number of ranks.
+# The settings of each job. In a setting, {ranks} becomes the number of ranks, and {long} becomes 32,768 times this number.
 SHARED = {
     "ring": (f"data.seq_len={TOKENS}",),
     "ulysses": (f"data.seq_len={TOKENS}", "parallel.ulysses={ranks}"),

@@ -6,7 +6,7 @@
 The script accepts the same cases as `scripts.bench.ring`. After several warm-up calls, one call is recorded, which all ranks
 start at the same time. The first kernels of the recorded call wait for the host, because the GPUs are idle when it starts. All
 ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png to --output. The
-option --draw draws the plot again from timeline.json and needs no GPU. White lines separate consecutive kernels, and are not
+option --draw draws the plot again from timeline.json and needs no GPU. The white lines between consecutive kernels are not
 pauses.
 """
 
@@ -40,7 +40,7 @@ KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-# The names of copies between GPUs in the profiler
+# names of copies between GPUs in the profiler
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 KINDS = {  # maps each kind of event to its lane, its colour and its legend
     "forward": (0, "tab:blue", "attention, forward"),
@@ -73,9 +73,9 @@ def device_events(trace: dict[str, Any]) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Return the kind of each event of one rank, a key of KINDS. The events must be sorted by start time. One stream copies
-    circulating blocks, and another stream copies partial results. Every pass sends a block before its first result, so the
-    stream of the first copy is the stream for blocks.
+    """Return the kind of each event of one rank. Kinds are keys of KINDS. The events must be sorted by start time. One stream
+    copies circulating blocks, and another stream copies partial results. Every pass sends a block before its first result, so
+    the first copy is on the stream for blocks.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}

@@ -82,7 +82,7 @@ def effect(original: Path, directory: Path, kind: str, rng: random.Random, expec
     """Flip a bit in a copy of a checkpoint and resume from the copy. Return "reported" or "without effect".
 
     Raises:
-        AssertionError: the run ends in another way, or finishes with other results than `expected`.
+        AssertionError: the run has failed without reporting the damage in one line, or its results differ from `expected`.
     """
     checkpoint = directory / "checkpoints" / original.name
     shutil.copytree(original, checkpoint)

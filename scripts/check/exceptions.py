@@ -12,8 +12,8 @@ Every rank calls the state ring, the KV ring, Ulysses and decoding, forward and 
                         NCCL, every rank may instead raise the following error
     some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
 
-After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Such calls take
-several seconds, so the option `--faults` limits their number.
+After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Calls that end
+in a `RingFault` take several seconds, so the option `--faults` limits their number.
 
 The script prints a table. The exit status is 1 if a call returns wrong numbers, if a rank hangs, or if a process does not end.
 """
@@ -108,7 +108,7 @@ class Injector:
 
 
 class Problem:
-    """Random inputs of this rank, and the expected results in float64."""
+    """A problem contains random inputs of this rank, and the expected results in float64."""
 
     def __init__(self, operation: str, rank: int, ranks: int, device: torch.device, seed: int) -> None:
         self.operation, self.rank = operation, rank
@@ -130,7 +130,7 @@ class Problem:
             self.expected = [self.layout.shard(x, rank) for x in whole]
 
     def forward(self, group: Group | None, transport: str) -> list[Tensor]:
-        """Return the output and, except for decoding, the inputs for which autograd can compute gradients."""
+        """Return the output and, unless the operation is decoding, its inputs."""
         if self.operation == "decoding":
             return [decode_attention(self.inputs[0], self.cache, group=group)]
         inputs = [x.detach().requires_grad_() for x in self.inputs[:3]]
@@ -149,7 +149,7 @@ class Problem:
 
 
 class Event(NamedTuple):
-    """A planned call, and where its ranks raise exceptions."""
+    """A call, and the kernel calls in which its ranks raise exceptions."""
 
     operation: str
     kind: str
@@ -186,7 +186,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
 
 
 def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
-    """Make all calls from number `first` on, and write the outcome of each call to a file."""
+    """Make all calls, starting with call number `first`, and write the outcome of each call to a file."""
     watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, backend = torch.device("cpu"), "gloo"
@@ -246,7 +246,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
 
 
 class Episode:
-    """Start the processes of all ranks, which make calls until one of the calls ends the processes."""
+    """The processes of all ranks. They make calls until they have made all calls, or until a call ends the processes."""
 
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments
@@ -298,8 +298,8 @@ class Episode:
 
 
 def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
-    """Return the column of the table that counts a call with these outcomes. `endings` contains the messages of watchdogs that
-    have ended ranks during the call.
+    """Return the column of the table that counts a call with these outcomes. If watchdogs have ended ranks during the call,
+    `endings` contains their messages.
     """
     faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
     for rank, ending in endings.items():

@@ -3,9 +3,9 @@
     python -m scripts.check.fp8
     python -m scripts.check.fp8 --dim 256 --keys 65536 --output outputs/check
 
-The first table contains the errors of attention's output for three kinds of bf16 inputs. Normal inputs have a standard normal
-distribution. Heavy-tailed inputs have Student's t distribution with 3 degrees of freedom. In outlier inputs, one feature of q,
-k and v is 30 times as large as the other features. The columns are:
+The script prints two tables. The first table contains the errors of attention's output for three kinds of bf16 inputs. Normal
+inputs have a standard normal distribution. Heavy-tailed inputs have Student's t distribution with 3 degrees of freedom. In
+outlier inputs, one feature of q, k and v is 30 times as large as the other features. The columns are:
 
     bf16               attention with precision="ieee"
     FP8                attention with precision="fp8"
@@ -52,7 +52,7 @@ LIMIT = 0.2
 
 
 def draw(kind: str, seed: int, args: argparse.Namespace) -> list[Tensor]:
-    """Return random q, k, v and dout in bf16. `kind` is one of INPUTS."""
+    """Return random q, k, v and dout in bf16 of a kind in INPUTS."""
     generator = torch.Generator().manual_seed(seed)
 
     def sample(tokens: int) -> Tensor:
@@ -106,7 +106,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def tables(errors: dict[str, dict[str, float]]) -> str:
-    """Return both tables in Markdown. `errors` contains the results of `measure` for each kind of inputs."""
+    """Return both tables in Markdown. The dict `errors` contains the results of `measure` for each kind of inputs."""
 
     def table(names: Iterable[str]) -> str:
         names = list(names)

@@ -183,13 +183,13 @@ def saves(run: Run) -> set[str]:
 
 
 def evaluations(run: Run) -> set[str]:
-    """Return the step that is being evaluated, if any. Its record has no "eval_loss" yet."""
+    """Return the step that is being evaluated, if any. The record of this step has no "eval_loss" yet."""
     *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random) -> bool:
-    """Kill the processes that `run.way` selects. Return False if they have already ended."""
+    """Kill the processes that `run.way` selects. Return False if these processes have already ended."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
     targets = sorted(torchruns) if run.way in ("torchrun", "fork") else sorted(workers)
@@ -204,8 +204,8 @@ def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rn
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that the launch after a kill has resumed from `newest`, the newest complete checkpoint at the time of the kill, or
-    from a later one.
+    """Check that the launch after a kill has not resumed from a checkpoint before `newest`. This was the newest complete
+    checkpoint at the time of the kill.
     """
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:

@@ -4,7 +4,7 @@
     python -m scripts.check.model_types qwen3 gemma2    # some types
 
 The models are tiny and have random weights in float64. A type is exact if all logits and gradients equal those of eager
-attention, for two packed documents. If the results of a type differ, `put_on_ring` or the first call must have raised an error.
+attention, for two packed documents. For all other types, `put_on_ring` or the first call must raise an error.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SIZES: dict[str, int] = {
 }
 
 
-# If one of these settings is None, it switches a feature off, and stays None.
+# A value of None switches a feature off, so these settings stay None.
 KEPT_IF_NONE = {"q_lora_rank", "sliding_window", "pad_token_id", "n_group", "topk_group", "hidden_dim", "rotary_dim"}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _SHARED_KEYS = {
@@ -58,7 +58,7 @@ _SHARED_KEYS = {
     "vocab_size_per_layer_input": VOCAB,
     "hidden_size_per_layer_input": 8,
 }
-# Additional settings that small models of some types need
+# additional settings that small models of some types need
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_expert_group": 2, "topk_group": 1, "num_experts_per_token": 2},
     "bamba": _MAMBA,

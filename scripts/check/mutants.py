@@ -39,8 +39,8 @@ TEST_TIMEOUT, TIMEOUT = 60, 400
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault: the text `old`, which must occur exactly once in the file, is replaced by `new`. `tests` contains
-    arguments of pytest that select the tests that should fail.
+    """A deliberate fault. The text `old`, which must occur exactly once in the file, is replaced by `new`. The field `tests`
+    contains arguments of pytest that select the tests that should fail.
     """
 
     file: str
@@ -87,7 +87,7 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Return whether a fault in `node` would be pointless, because no test should detect it."""
+    """Return whether `node` should have no fault, because no test could detect the fault."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # Skip error messages, annotations and zip(strict=...).
@@ -119,7 +119,8 @@ class Source:
         return begin, begin + len(symbol)
 
     def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
-        """Extend a range of the text to whole lines, and to earlier lines until the range occurs only once in the module."""
+        """Extend a range of the text to whole lines. Add earlier lines until this part of the text occurs only once in the
+        module."""
         first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind("\n", 0, first - 1) + 1
@@ -151,7 +152,7 @@ def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
 
 
 def generate(path: Path, count: int, seed: int) -> list[Mutant]:
-    """Return up to `count` mutants of one file. The seed and the source determine the mutants."""
+    """Return up to `count` mutants of one file. The same seed and source always give the same mutants."""
     source = Source(path.read_text())
     mutants = []
     for begin, end, replacement in changes(ast.parse(source.text), source):

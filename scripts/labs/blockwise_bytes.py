@@ -38,7 +38,7 @@ class Loads:
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Count the operands of a tile, except those of the previous tile. `operands` starts with the queries."""
+        """Count the operands of a tile, except operands that the previous tile has already loaded. The queries come first."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)
@@ -51,7 +51,7 @@ def counted_loads() -> Generator[Loads]:
     """Return a context manager that counts the loads of all calls of the blockwise kernel.
 
     The blockwise kernel calls `ringattn.kernels.reference` for each pair of tiles. The context manager counts the tensors that
-    these calls receive, except states, which stay on the chip.
+    these calls receive. States are not counted, because they stay on the chip.
     """
     loads = Loads()
 

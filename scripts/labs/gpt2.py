@@ -47,7 +47,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # the loss of (tokens, labels), both 
 
 
 class Row(NamedTuple):
-    """The measurements of a training step. The last four are None if the step ran out of memory."""
+    """The measurements of a training step. If the step ran out of memory, the last four fields are None."""
 
     variant: str
     compiled: bool
@@ -143,7 +143,7 @@ def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor
 
 
 def time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the seconds per step, and the seconds in which the host launches a step."""
+    """Return the seconds per step, and the seconds that the host needs to launch a step."""
     if device.type == "cpu":
         return (measure.milliseconds(step, device) / 1e3,) * 2
     step()

@@ -25,7 +25,7 @@ from scripts.plots import clean_axes, plot_points, plt, set_length_axis, short_l
 from scripts.tables import markdown_table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# The steps of naive attention, as the profiler names them
+# the steps of naive attention, as the profiler names them
 STEPS = ("S = Q K^T", "scale", "mask", "softmax", "O = P V")
 
 

@@ -66,8 +66,8 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 @contextmanager
 def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
-    """Return a context manager in which the Triton kernels use tiles of this size. It returns a list of the compiled forward
-    kernels, one per launch.
+    """Return a context manager in which the Triton kernels use tiles of this size. The context manager returns a list of the
+    compiled forward kernels, one per launch.
     """
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward

@@ -98,7 +98,7 @@ class Event:
 
 
 class Trace(NamedTuple):
-    """All events of the traced query in order, and its output and lse."""
+    """A trace contains all events of the traced query in order, and its output and lse."""
 
     events: list[Event]
     out: tuple[float, ...]
@@ -178,7 +178,7 @@ class _Observer:
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
-            # Record two kinds of merges of the traced query: when its state returns to the owner, and when another rank merges
+            # There are two kinds of merges of the traced query. Either its state returns to the owner, or another rank merges
             # its partial state into the state over the keys of earlier ranks.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
             return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
@@ -262,7 +262,7 @@ def table(problem: Problem, trace: Trace) -> str:
 
 def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) -> None:
     """Draw one column of bar charts per trace. Each chart shows the probabilities exp(s - m) after one event. Solid bars are
-    newly added keys, and colours are ranks.
+    newly added keys, and each colour is a rank.
     """
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure

@@ -10,9 +10,9 @@ With --backend hopper, both commands use the Hopper kernels, whose names are _fo
 _finish_kernel. The command `python -m scripts.labs.counted_bytes` runs the profiler ncu for both backends and draws the result.
 
 The first command prints the prediction. In the second command, ncu writes one line per kernel and counter to bytes.csv. A
-sector has 32 bytes. ncu empties the caches before every kernel, so the inputs are read from DRAM at least once. Results that
-are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the script requires a CUDA
-device, and ncu requires the permission to read the counters.
+sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from DRAM at least once.
+Results that are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the script
+requires a CUDA device, and ncu requires the permission to read the counters.
 """
 
 import sys
@@ -36,7 +36,7 @@ MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
 
 class Traffic(NamedTuple):
-    """The bytes that a kernel moves. `l2_reduce` counts the bytes of additions in the L2 cache."""
+    """The bytes that a kernel moves. The field `l2_reduce` counts the bytes of additions in the L2 cache."""
 
     l2_read: int
     dram_read: int
@@ -130,9 +130,9 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # The kernel `prepare` reads out, dout and lse, and writes pairs of lse and delta. It also writes zeros, to which the main
-    # kernel adds dq. In memory, the lse of the next token of a head is far away, so reading an lse transfers a whole sector of
-    # 32 bytes.
+    # The kernel `prepare` reads out, dout and lse, and writes pairs of lse and delta. The kernel also writes zeros, to which
+    # the main kernel adds dq. In memory, the lse of the next token of a head is far away, so reading an lse transfers a whole
+    # sector of 32 bytes.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),
@@ -156,8 +156,8 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
-    """Return how many times the operands of the tiles' loops are read from DRAM: once if both fit into L2, and otherwise once
-    per wave of tiles. With a mask, this is an upper bound.
+    """Return how many times the operands of the tiles' loops are read from DRAM. If both operands fit into L2, they are read
+    once. Otherwise, they are read once per wave of tiles. With a mask, the result is an upper bound.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

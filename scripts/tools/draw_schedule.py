@@ -18,7 +18,7 @@ COLOURS = [plt.get_cmap("Set2")(i) for i in range(8)]
 def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
     """Draw the schedule of a state ring. Steps go from left to right, and ranks go from top to bottom.
 
-    Boxes are local steps, and arrows are messages, in the colour of the owner of the queries.
+    Boxes are local steps, and arrows are messages. Colours show the owner of the queries.
     """
     for t, step in enumerate(schedule.steps):
         for rank, owner, _ in step.local_steps:

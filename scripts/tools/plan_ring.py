@@ -15,8 +15,8 @@ the speed of the network, because every hop waits for its slowest link.
 A Ulysses all-to-all runs in chunks of heads, so that the transfer of one chunk overlaps with attention of another chunk. Only
 the transfers of the first and the last chunk are always exposed.
 
-To save time, the script plans at most 32,768 positions, each of which represents several tokens, and at most 64 ranks, each of
-which represents several ranks. This changes times and bytes by less than 3%.
+To save time, the script plans long sequences with 32,768 positions and large rings with 64 ranks. Each position then represents
+several tokens, and each planned rank represents several ranks. This approximation changes times and bytes by less than 3%.
 
 The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
 keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
@@ -144,26 +144,27 @@ class Layer:
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
-        """Return the mask, if each position represents `scale` tokens."""
+        """Return the mask of a sequence in which each position represents `scale` tokens."""
         return Mask(self.mask == "causal", self.window and max(1, round(self.window / scale)))
 
     @property
     def sent_heads(self) -> tuple[int, int]:
-        """Return how many query heads and key heads an all-to-all sends. If several ranks of a group receive a key head, it
-        counts several times.
+        """Return how many query heads and key heads an all-to-all sends. A key head counts once for every rank that receives a
+        copy.
         """
         return self.heads, self.kv_heads * ulysses_degree.key_copies(self.heads, self.kv_heads, self.ulysses)
 
     @property
     def overlap_chunks(self) -> int:
-        """The number of head chunks with which a rank overlaps the all-to-all and attention."""
+        """The number of head chunks. The all-to-all of one chunk overlaps with attention of another chunk."""
         if self.ulysses == 1:
             return 1
         heads = (count // self.ulysses for count in self.sent_heads)
         return ulysses_degree.head_chunks_for_overlap(self.batch * self.tokens_per_ring_rank, *heads)
 
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
-        """Return how many ring passes an overlap chunk has, and the work of one forward and one backward ring pass."""
+        """Return how many ring passes a rank runs per overlap chunk, and the work of one forward and of one backward ring
+        pass."""
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
         chunks = workload.head_chunks_for_memory(q, k, k, self.pairs / self.ring)
@@ -238,7 +239,8 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
 
 
 def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[float]:
-    """Return the bytes that each rank sends. `block_row` and `result_row` are the bytes per row of a block and of a result."""
+    """Return the bytes that each rank sends. A row of a block has `block_row` bytes, and a row of a result has `result_row`
+    bytes."""
     size = {"block": block_row, "result": result_row}
     sent = [0.0] * schedule.ranks
     for step in schedule.steps:
@@ -248,8 +250,8 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
 
 
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
-    """Return the cost that Ulysses all-to-alls add to the forward or to the backward. In the forward, they move q, k, v and the
-    output. In the backward, they move the gradients of these four tensors.
+    """Return the cost that Ulysses all-to-alls add to the forward or to the backward. In the forward, all-to-alls move q, k, v
+    and the output. In the backward, all-to-alls move the gradients of these four tensors.
 
     Args:
         attention: the time of attention per chunk of heads, in seconds.
@@ -267,7 +269,7 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
     """Return the layer with the Ulysses degree `text`, a number or "auto".
 
     Raises:
-        ValueError: `text` is something else, or the number does not divide the ranks and the heads.
+        ValueError: `text` is neither a number nor "auto", or the number does not divide the ranks and the heads.
     """
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
@@ -308,7 +310,7 @@ def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
 
 
 def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]]:
-    """Print the table of predictions. Return the cost of a forward and a backward together for each layer."""
+    """Print the table of predictions. Return, for each layer, the cost of a forward and a backward together."""
     costs: list[tuple[Layer, Cost]] = []
     lines: list[list[str]] = []
     for layer in layers:

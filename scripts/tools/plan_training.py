@@ -3,10 +3,11 @@
     python -m scripts.tools.plan_training --model 8b --seq-len 1048576 --gpus 1 4 8
     python -m scripts.tools.plan_training --model 8b --seq-len 262144 --gpus 2 --gpu h100 --host-gib 500 trainer.float8=true
 
-For each number of GPUs, the script prints the mesh (data parallel, ring, Ulysses) with the highest predicted tokens/s, its
-memory plan, its memory, its seconds per step and its MFU. If the fastest mesh trains several sequences per step, the script
-also prints the fastest mesh with one sequence. If no mesh fits into memory, the script prints how many GPUs, which length or
-how much host memory would be enough. The same code chooses the memory plan of a run (`train/parallel/memory`).
+For each number of GPUs, the script prints the mesh (data parallel, ring, Ulysses) with the highest predicted tokens/s. The
+output also contains the memory plan, the memory, the seconds per step and the MFU of this mesh. If the fastest mesh trains
+several sequences per step, the script also prints the fastest mesh with one sequence. If no mesh fits into memory, the script
+prints how many GPUs, which length or how much host memory would be enough. The same code chooses the memory plan of a run
+(`train/parallel/memory`).
 
 All figures are predictions for bf16 with torch.compile, for sequences of one document. They follow from these measurements:
 
@@ -132,7 +133,8 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
 
 
 def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
-    """Return the first value for which `is_true` returns True, by bisection. It must also return True for all later values."""
+    """Return the first value for which `is_true` returns True. The search assumes that `is_true` also returns True for all
+    later values."""
     index = bisect_left(values, True, key=is_true)
     return values[index] if index < len(values) else None
 
