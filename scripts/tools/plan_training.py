@@ -30,6 +30,7 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 
+from ringattn.train.commands.errors import USER_ERRORS, describe_error
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs, describe_bytes
@@ -39,6 +40,7 @@ from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.timing import Gpu, Machine, StepTime, sequences_per_step, step_time
 from ringattn.train.settings.config import Config, check_values, with_settings
 from ringattn.train.settings.literal import to_config
+from ringattn.train.settings.overrides import check_overrides
 from scripts import command
 
 # (name of the GPU, major compute capability, memory in GiB as CUDA reports it)
@@ -169,7 +171,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--host-gib", type=float, help=f"the memory of a host; default: {HOST_GIB_PER_GPU} per GPU")
     settings = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     args = parser.parse_args([argument for argument in argv if argument not in settings])
-    config = compose(args.model, args.seq_len, settings)
+    try:
+        check_overrides(settings)
+        config = compose(args.model, args.seq_len, settings)
+    except USER_ERRORS as error:
+        sys.exit(f"error: {describe_error(error)}")
     print(f"Predictions for {args.model} with {args.seq_len:,} tokens per sequence on {GPUS[args.gpu][0]}\n")
     for count in args.gpus:
         print(report(config, Cluster(args.gpu, count, args.gpus_per_host, args.host_gib)), flush=True)

@@ -32,6 +32,13 @@ def test_settings_of_the_command_line_are_used():
     assert all("recomputes 32 of 32" in plan for plan in lines(text, "memory plan"))
 
 
+@pytest.mark.parametrize("setting", ["memory.optimizer=[1", "memory.optimizer=host", "trainer.step=1", "data.seq_len=x"])
+def test_a_malformed_setting_is_reported_in_one_line(setting):
+    with pytest.raises(SystemExit) as raised:
+        plan_training.main(["--seq-len", "8192", setting])
+    assert re.fullmatch(r"error: .*" + re.escape(setting.split("=")[0]) + ".*", raised.value.code)
+
+
 def test_the_fastest_mesh_with_one_sequence_is_also_printed():
     text = report(compose("52m", 32_768, []), Cluster("h200", 2, 8, None))
     assert [mesh.split(", ")[1] for mesh in lines(text, "mesh")] == ["2 sequences per step", "1 sequence per step"]
