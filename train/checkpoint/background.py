@@ -96,7 +96,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint", _begin_thread, (device,))
         self._copies = HostCopies(device)
         # Pinning 32 GiB takes 13 s, during which torch.compile is usually busy with the first step.
-        self._reserved = self._thread.submit(self._copies.reserve, 0 if size is None else size + SLACK)
+        self._reserved: Any = None if size is None else self._thread.submit(self._copies.reserve, size + SLACK)
 
     def save(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> None:
         """Wait for the previous save, and save a checkpoint. Arguments and errors as in `storage.save`.

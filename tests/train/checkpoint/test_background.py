@@ -129,7 +129,9 @@ def test_one_save_is_in_flight_and_the_next_one_waits(tmp_path, monkeypatch):
 
 
 def test_saver_without_memory_saves_in_the_foreground(tmp_path):
+    before = threading.active_count()
     with one_rank(), Saver(CPU, None, 60) as saver:
+        assert threading.active_count() == before
         saver.save(tmp_path, 1, tensors(), {}, 1)
         assert storage.latest(tmp_path) is not None
 
