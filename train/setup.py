@@ -208,7 +208,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         compile_blocks(model)
     if found.plan.chunk:
         chunk_blocks(model, found.plan.chunk)
-    with show_allocation(int(sum(found.memory_needed.host.values()))):
+    with show_allocation(int(found.memory_needed.offloaded)):
         checkpoint_activations(model, found.plan, device, found.memory_needed.host["activations"])
         host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
         graphs = None

@@ -277,8 +277,7 @@ def build_saver(run: Run, done: int) -> background.Saver:
     size = local_bytes([*run.model.parameters(), *states])
     every = trainer.checkpoint_every
     saves_early = every > 0 and done + every - done % every < trainer.steps
-    planned = sum(run.memory_needed.host.values())
-    is_background = background.choose(trainer.background_saves, size, saves_early, planned)
+    is_background = background.choose(trainer.background_saves, size, saves_early, run.memory_needed.offloaded)
     return background.Saver(run.device, size if is_background else None, run.config.parallel.timeout_s)
 
 

@@ -44,8 +44,8 @@ MEMORY_EFFICIENCY = 0.7
 # Per token and layer, fused kernels read and write 40 times the width of the model, and 12 times the width of the feed-forward
 # network, in both passes together. In the 1.44B model, these kernels take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
-# Clipping and AdamW read and write this many bytes per parameter of a rank's shard, in fp32.
-OPTIMIZER_BYTES = 40
+# Clipping and AdamW read and write this many bytes per parameter of a rank's shard, in fp32, and the moments.
+OPTIMIZER_BYTES = 24
 # Bytes per second of FSDP's collectives inside a host. The collectives take 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
 
@@ -156,7 +156,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     model, gpu, layers = config.model, machine.gpu or SLOW_GPU, config.model.layers
     size = 2 if machine.bf16 else 4
     rows = estimate.tokens_per_rank(config, shape)
-    tokens = config.trainer.batch_size * rows
+    tokens = estimate.tokens_per_micro_step(config, shape)
     logits_dim = padded_vocabulary(model, machine.vocab_size)
     head, blocks = logits_dim * model.dim, layers * estimate.block_parameters(model)
     used = layers * estimate.used_block_parameters(model)
@@ -196,7 +196,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
 
     micro_step = max(max(compute, collectives) + exposed, host)
     kept = vocab + blocks * (1 - plan.host_blocks / layers)
-    optimizer = OPTIMIZER_BYTES * kept / machine.ranks / gpu.memory
+    optimizer = (OPTIMIZER_BYTES + 2 * estimate.moment_bytes(config)) * kept / machine.ranks / gpu.memory
     count = num_micro_steps(config, shape)
     seconds = HOST_STEP + count * micro_step + optimizer + _exposed_updates(config, machine, plan, forward)
     communication = max(attention.seconds - kernels_alone(config, shape, gpu).seconds, 0.0)

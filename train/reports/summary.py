@@ -110,7 +110,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "peak_memory_gib": peak_memory_gib(run.device, run.uncounted_bytes),
         "estimated_memory_gib": sum(run.memory_needed.device.values()) / estimate.GIB,
         "peak_host_memory_gib": peak_host_memory_gib(),
-        "estimated_offloaded_gib": sum(run.memory_needed.host.values()) / estimate.GIB,
+        "estimated_offloaded_gib": run.memory_needed.offloaded / estimate.GIB,
         "start_up_s": startup.seconds(),
     }
 

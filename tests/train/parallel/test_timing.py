@@ -82,6 +82,14 @@ def test_float8_speeds_up_the_linear_layers_of_blocks():
     assert times[0] - times[1] == pytest.approx(saved)
 
 
+def test_moments_in_8_bits_save_memory_traffic():
+    config = Config(model=LLAMA, data=DataConfig(seq_len=65_536, mask_documents=False))
+    config8 = with_settings(config, {"memory.moments": "8bit"})
+    times = [step_time(each, ALONE, GPUS, MemoryPlan(), NO_ATTENTION).seconds for each in (config, config8)]
+    parameters = 32 * PARAMETERS + 2 * 128_256 * 4096
+    assert times[0] - times[1] == pytest.approx(2 * (8 - 2 * (1 + 4 / 256)) * parameters / GPUS.gpu.memory)
+
+
 def test_exposed_seconds_are_those_in_which_the_gpu_does_not_compute():
     config = Config(model=LLAMA, data=DataConfig(seq_len=65_536, mask_documents=False))
     attention = timing.kernels_alone(config, ALONE, GPUS.gpu)

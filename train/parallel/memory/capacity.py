@@ -27,16 +27,23 @@ LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_byt
 
 Bytes = dict[str, float]  # by purpose
 
+COPIES = "copies for background saves"
+
 
 class InsufficientMemory(ConfigError):
     """A job needs more memory than its ranks have."""
 
 
 class Needs(NamedTuple):
-    """The bytes that a rank needs, by purpose: on its device, and in host memory for offloaded data."""
+    """The bytes that a rank needs, by purpose: on its device, and in host memory for offloaded data and background saves."""
 
     device: Bytes
     host: Bytes
+
+    @property
+    def offloaded(self) -> float:
+        """The bytes of offloaded data."""
+        return sum(count for purpose, count in self.host.items() if purpose != COPIES)
 
     @property
     def total(self) -> float:
@@ -106,8 +113,8 @@ def describe_bytes(needed: Bytes) -> str:
 def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
     return InsufficientMemory(
         f"each rank would need about {describe_bytes(needed)}, but {owner} has {usable / GIB:.1f} usable: use "
-        "more ranks, a shorter data.seq_len, a smaller model or batch, or leave out settings of memory and "
-        "trainer.cuda_graphs=true"
+        "more ranks, a shorter data.seq_len, a smaller model or batch, or leave out settings of memory, "
+        "trainer.background_saves=true and trainer.cuda_graphs=true"
     )
 
 

@@ -8,7 +8,7 @@ from ringattn import Mask
 from ringattn.planning.workload import head_chunks_for_memory
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import chunk_size
-from ringattn.train.parallel.memory.capacity import GIB, Bytes, Needs
+from ringattn.train.parallel.memory.capacity import COPIES, GIB, Bytes, Needs
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
@@ -79,6 +79,11 @@ def tokens_per_rank(config: Config, shape: MeshShape) -> int:
     return -(-config.data.seq_len // shape.sequence)
 
 
+def tokens_per_micro_step(config: Config, shape: MeshShape) -> int:
+    """Return the approximate number of tokens that one rank processes in a micro-step."""
+    return config.trainer.batch_size * tokens_per_rank(config, shape)
+
+
 class PlanIndependent(NamedTuple):
     """Numbers that are the same for all plans of a run."""
 
@@ -128,11 +133,11 @@ def needs(
     prefetched = size * group if resharded else 0
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
     # Weights in host memory pass through two fp32 buffers.
-    state = (_state_bytes(config) * kept + (8 * group if plan.host_blocks else 0)) / ranks
+    state = ((4 + moment_bytes(config)) * kept + (8 * group if plan.host_blocks else 0)) / ranks
     # With a single micro-step, no gradients exist before the backward pass.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
-    tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
+    tokens = tokens_per_micro_step(config, shape)
     saved = _Saved.of(config, shape, bf16, compiled, plan)
     # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
     shared = tokens * (4 * common.rotary_dims + 24)
@@ -180,11 +185,17 @@ def needs(
 
 
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
-    parameters = _host_parameters(config.model, vocab_size, bf16, plan) / shape.ranks
+    model = config.model
+    parameters = _host_parameters(model, vocab_size, bf16, plan) / shape.ranks
+    # Without this setting, the run saves in the foreground if the copies do not fit.
+    copied = bool(config.trainer.background_saves) * (
+        other_parameters(model, vocab_size) + model.layers * block_parameters(model)
+    )
     return {
         "parameters and optimizer state": 12 * parameters,
         "gradients": 4 * parameters,
         "activations": sum(offloaded_bytes(config, shape, bf16, plan)),
+        COPIES: (4 + moment_bytes(config)) * copied / shape.ranks,
     }
 
 
@@ -198,13 +209,13 @@ def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: Memo
 def offloaded_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -> list[float]:
     """Return the bytes of each offloaded block in the host memory of a rank."""
     saved = _Saved.of(config, shape, bf16, True, plan)
-    tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
+    tokens = tokens_per_micro_step(config, shape)
     return [tokens * saved.checkpointed(index) for index in range(plan.offloaded_blocks)]
 
 
-def _state_bytes(config: Config) -> float:
-    """Return the bytes per parameter of the fp32 weights and the moments of AdamW."""
-    return 4 + (8 if config.memory.moments == "fp32" else 2 * (1 + 4 / MOMENT_BLOCK))
+def moment_bytes(config: Config) -> float:
+    """Return the bytes per parameter of the moments of AdamW."""
+    return 8 if config.memory.moments == "fp32" else 2 * (1 + 4 / MOMENT_BLOCK)
 
 
 class _Saved(NamedTuple):
@@ -245,8 +256,8 @@ class _Saved(NamedTuple):
 
 def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan) -> float:
     """Return the bytes that the backward pass of a feed-forward network adds to the tensors that the block has saved."""
-    model, rows = config.model, tokens_per_rank(config, shape)
-    tokens, query_dim = config.trainer.batch_size * rows, model.heads * model.resolved_head_dim
+    model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
+    query_dim = model.heads * model.resolved_head_dim
     if (count := plan.num_chunks(rows)) == 1:
         # It needs the gradients of the residual stream and of the hidden layer.
         return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
@@ -259,8 +270,8 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
 
 def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan, head_chunks: int) -> float:
     """Return the bytes that the backward pass of attention adds to the tensors that the block has saved."""
-    model, rows = config.model, tokens_per_rank(config, shape)
-    tokens, (query_dim, key_value_dim) = config.trainer.batch_size * rows, _attention_dims(model)
+    model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
+    query_dim, key_value_dim = _attention_dims(model)
     # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.memory import estimate
-from ringattn.train.parallel.memory.capacity import GIB
+from ringattn.train.parallel.memory.capacity import COPIES, GIB
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config, DataConfig, ModelConfig, TrainerConfig
@@ -64,6 +64,14 @@ def test_sharded_state_is_16_bytes_per_parameter():
     # At the peak of such a short step, the gradients of the blocks exist, but not those of the vocabulary.
     assert needed["parameters and optimizer state"] == pytest.approx(12 / 8 * 8.03e9, rel=0.01)
     assert needed["gradients"] == pytest.approx(4 / 8 * 6.98e9, rel=0.01)
+
+
+def test_copies_for_background_saves_are_12_bytes_per_parameter():
+    for wanted, expected in ((True, 12 / 8 * 8.03e9), (False, 0), (None, 0)):
+        config = Config(model=LLAMA, data=DataConfig(seq_len=8), trainer=TrainerConfig(background_saves=wanted))
+        needed = estimate.needs(config, MeshShape(1, 8, 1), 128_256, True, True, MemoryPlan(host_blocks=16))
+        assert needed.host[COPIES] == pytest.approx(expected, rel=0.01)
+        assert needed.offloaded == 16 * 16 / 8 * estimate.block_parameters(LLAMA)
 
 
 def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
@@ -140,6 +148,7 @@ def test_peaks_of_plans_change_by_the_bytes_that_move():
         "parameters and optimizer state": 12 * parameters,
         "gradients": 4 * parameters,
         "activations": 30 * block + tokens * 2 * 4096,
+        COPIES: 0,
     }
     kept, moved = (bytes_needed(LLAMA, 1024, 8, host_blocks=count)["parameters and optimizer state"] for count in (0, 16))
     # Two fp32 buffers, through which the weights pass, remain on the GPU.
