@@ -1,5 +1,6 @@
 """Settings of all tests. They run on the CUDA device if there is one, and otherwise on the CPU with Triton's interpreter."""
 
+import gc
 import importlib.util
 import os
 from collections import Counter
@@ -10,6 +11,8 @@ from typing import TypeVar
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.garbage import freeze_objects
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
@@ -28,6 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without 20 collections of garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        freeze_objects()
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

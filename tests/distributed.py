@@ -31,6 +31,7 @@ import torch.multiprocessing as mp
 from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.comm.watchdog import TIMEOUT as HOP_TIMEOUT
 from scripts.command import rank_variables, serve_store
+from tests.garbage import freeze_objects
 
 # The server imports these modules before it forks the first rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -122,6 +123,7 @@ def _join(rank: int, ranks: int, directory: Path, timeout: float, backend: str, 
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    freeze_objects()
     if backend == "shared":
         os.environ[SHARE_GPUS] = "1"
     if backend != "gloo":
