@@ -26,7 +26,8 @@ outputs = [layout.unshard(ring_attention(*prompt, layout=layout, mask=Mask.causa
 cache = KVCache(capacity=PROMPT + NEW, rank=rank, ranks=ranks)
 cache.prefill(prompt[1], prompt[2], layout)
 
-# New tokens: all ranks pass the same token. One rank stores its key and value, and all ranks compute the output together.
+# For every new token, all ranks pass the same query. One rank stores its key and value, and all ranks compute the output
+# together.
 for i in range(PROMPT, PROMPT + NEW):
     cache.append(k[:, i : i + 1], v[:, i : i + 1])
     outputs.append(decode_attention(q[:, i : i + 1], cache, group=group))

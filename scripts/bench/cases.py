@@ -141,7 +141,7 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of `actual` over the heads in `expected`, which `expected_results` returned."""
+    """Return the `group_error` of `actual` against `expected`, a tensor that `expected_results` has computed."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 

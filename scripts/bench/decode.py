@@ -10,10 +10,10 @@ All caches are bf16. A CUDA device is required. The result of an implementation 
 
 Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph of up to 32 layers is replayed.
 Each layer has its own KV cache, so that no key comes from the L2 cache. The eager time is the wall time of the same calls from
-Python. All implementations of a case are timed in turn in several rounds, without pauses in which the GPU could cool down. The
-table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns compare
-ringattn with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the kernel
-time, which is the time during which at least one kernel runs according to the profiler.
+Python. All implementations of a case are timed in turn in several rounds, without pauses, so that the GPU does not cool down.
+The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns
+compare ringattn with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the
+kernel time. The kernel time is the time during which at least one kernel runs, as measured by the profiler.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once per case,
@@ -21,7 +21,7 @@ and this planning is not timed. FlashInfer compiles its kernels with nvcc in the
 libraries that are not installed.
 
 SDPA has no argument for lengths, so its caches are exactly as long as the sequences. With several queries, SDPA is not causal.
-With --model, the script also runs `scripts.bench.generation`, in which a model of configs/model with random weights generates
+With --model, the script also runs `scripts.bench.generation`. A model of configs/model with random weights then generates
 tokens after --context tokens. The script writes rows.json and README.md to --output.
 """
 
@@ -384,7 +384,7 @@ def main(argv: list[str]) -> int:
     header = command.describe_run("scripts.bench.decode", argv, gpus=1, packages=packages)
     results: dict[Case, dict[str, Any]] = {}
     for case in CASES:
-        # The caches and their source tensors exist at the same time.
+        # The caches and the random tensors that fill them need memory at the same time.
         if not re.search(args.only, case.name) or 2 * case.bytes > args.gib * 2**30:
             continue
         results[case] = measure(case, args.gib * 2**30, args.rounds, DEVICE)

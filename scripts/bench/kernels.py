@@ -175,7 +175,7 @@ def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP
 def check(
     case: Case, name: str, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Call]]:
-    """Check the forward and the backward of an implementation. Exceptions are caught and become a part of `found`.
+    """Check the forward and the backward of an implementation. The function catches exceptions and reports them in `found`.
 
     Returns:
         (found, calls). Both dicts have the keys "forward" and "backward". The dict `found` contains the results of
@@ -211,7 +211,7 @@ def check(
 
 
 def summarise(case: Case, direction: str, samples: list[float]) -> dict[str, Any]:
-    """Return the median time of all rounds in milliseconds, and the rates at this time."""
+    """Return the median time of all rounds in milliseconds, and the TFLOP/s and GB/s at this time."""
     ms = statistics.median(samples)
     rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
     return {"ms": ms, **rates, "samples": samples}

@@ -239,7 +239,8 @@ def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
 
 
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Plot extra memory against the sequence length, next to the memory of N x N scores and of the arguments and results."""
+    """Plot extra memory against the sequence length. The plot also shows the memory of N x N scores, and of the arguments and
+    results."""
     figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):

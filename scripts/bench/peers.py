@@ -147,8 +147,7 @@ def flex(case: Case, device: torch.device) -> Attend:
     """Compile FlexAttention for one case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Without a reset, a run with many cases would reach the limit of recompilations. PyTorch would then run all later cases
-    # without compilation.
+    # Without a reset, many cases would reach PyTorch's limit of recompilations, and later cases would run without compilation.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None

@@ -1,4 +1,4 @@
-"""Measure how fast and with how much memory a text is prepared, next to `datasets.map` alone.
+"""Measure the speed and the memory of the preparation of a text, and compare them with `datasets.map`.
 
     python -m scripts.bench.preparation --gb 1 --processes 1 8 16                    the speed
     python -m scripts.bench.preparation --gb 0.3 3 30 --processes 16 --only ours     the resident memory by size
@@ -123,7 +123,8 @@ def _proportional_size(process: int) -> int:
 
 
 def run(arguments: list[str], cache: Path) -> tuple[float, float]:
-    """Run a Python program with an empty cache of `datasets`. Return its seconds and its largest memory in bytes."""
+    """Run a Python program with an empty cache of `datasets`. Return the seconds and the largest memory of the program in
+    bytes."""
     shutil.rmtree(cache, ignore_errors=True)
     environment = command.child_environment(HF_HOME=str(cache), TOKENIZERS_PARALLELISM="false")
     begin, peak = time.monotonic(), 0

@@ -9,9 +9,9 @@ compared with a float64 reference on a smaller case with the same mask and heads
 results are correct.
 
 The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. In each
-round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median of these means over
-all rounds. The variants `local` and `ulysses-4-local` run the kernels of `nvlink-auto` and of `ulysses-4` as if every message
-had already arrived. Their times are the times that would result from infinitely fast communication. Variants that end with
+round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median over all rounds. The
+variants `local` and `ulysses-4-local` run the kernels of `nvlink-auto` and of `ulysses-4` as if every message had already
+arrived. The times of these variants show how fast a ring with infinitely fast communication would be. Variants that end with
 `-graph` replay CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with
 4,096 tokens per rank, the host takes about as long as the GPU. For all variants, autograd runs the backward in the calling
 thread.
@@ -19,8 +19,8 @@ thread.
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
 receive buffer of the NVLink transport is reported separately (`receive_buffer_bytes`). For every ring, the report also contains
-the number of hops, the bytes that the busiest rank sends, and the difference between the time of the ring and the time of
-`local`.
+the number of hops, the bytes that the busiest rank sends, and the exposed time. The exposed time is the time of a ring minus
+the time of `local`.
 
 Rank 0 writes README.md, ring.json and a plot to --output, with the functions of `scripts/bench/ring_report.py`.
 """

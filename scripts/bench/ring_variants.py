@@ -175,7 +175,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # By default, autograd runs a backward pass in another thread. Waking this thread would make a call about 50% slower.
+        # By default, autograd runs a backward pass in another thread, which would make a call about 50% slower.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)
@@ -209,7 +209,8 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing. It replaces incoming blocks by rows of this rank, and incoming results by zeros."""
+    """A transport that sends nothing. The transport replaces incoming blocks by rows of this rank, and incoming results by
+    zeros."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect

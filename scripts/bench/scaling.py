@@ -116,7 +116,7 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row]) -> plt.Figure:
-    """Plot the speed relative to one GPU. The x axis is the number of GPUs."""
+    """Plot the speed relative to one GPU against the number of GPUs."""
     figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
     counts = sorted({row["ranks"] for row in rows})
     for index, job in enumerate(SHARED):

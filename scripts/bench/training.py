@@ -111,7 +111,7 @@ def is_stock(row: Row, length: int) -> bool:
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Plot TFLOP/s per GPU. The x axis is the sequence length."""
+    """Plot TFLOP/s per GPU against the sequence length."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, variant in enumerate(VARIANTS):
         succeeded = [row for row in rows if row["variant"] == variant and "failed" not in row]

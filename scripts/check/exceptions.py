@@ -149,7 +149,7 @@ class Problem:
 
 
 class Event(NamedTuple):
-    """A call, and the kernel calls in which its ranks raise exceptions."""
+    """An event is one call, in which some ranks may raise exceptions."""
 
     operation: str
     kind: str
@@ -246,7 +246,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
 
 
 class Episode:
-    """The processes of all ranks. They make calls until they have made all calls, or until a call ends the processes."""
+    """The processes of all ranks. The ranks make calls until all calls are done, or until a call ends the processes."""
 
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments

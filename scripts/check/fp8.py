@@ -91,7 +91,7 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the errors for inputs of one kind, by the names of the table's columns."""
+    """Return the errors for inputs of one kind, as a dict with the names of the table's columns."""
     samples: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         q, k, v, dout = draw(kind, seed, args)

@@ -46,7 +46,7 @@ STEPS = 120
 EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
-# A launch that takes longer than this many seconds is an error.
+# If a launch has not ended after this many seconds, the check fails.
 TIMEOUT = 900
 # After torchrun has ended, all processes of the run must end within this many seconds.
 MAX_SECONDS_LEFT = 60
@@ -161,7 +161,7 @@ def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> boo
 def wait_for_moment(
     run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random, seconds: float, moment: str
 ) -> None:
-    """Wait for a moment in MOMENTS at which to kill the run, or until the run ends."""
+    """Wait for a moment of the given kind, or until the run ends. The kinds are the keys of MOMENTS."""
     start = time.monotonic()
     delay, number = rng.uniform(0.0, seconds), rng.randint(1, 5)
     seen: set[str] = set()
@@ -204,8 +204,8 @@ def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rn
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that the launch after a kill has not resumed from a checkpoint before `newest`. This was the newest complete
-    checkpoint at the time of the kill.
+    """Check that the launch after a kill has not resumed from a checkpoint before `newest`, the newest complete checkpoint at
+    the time of the kill.
     """
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:

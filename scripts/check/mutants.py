@@ -87,7 +87,7 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Return whether `node` should have no fault, because no test could detect the fault."""
+    """Return whether faults in `node` are left out, because no test could detect them."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # Skip error messages, annotations and zip(strict=...).

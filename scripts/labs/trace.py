@@ -178,8 +178,8 @@ class _Observer:
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
-            # There are two kinds of merges of the traced query. Either its state returns to the owner, or another rank merges
-            # its partial state into the state over the keys of earlier ranks.
+            # The traced query has two kinds of merges. The owner merges the state that has returned, and other ranks merge
+            # their partial state into the state over the keys of earlier ranks.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
             return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
 

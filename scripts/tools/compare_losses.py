@@ -15,7 +15,7 @@ from scripts import command
 from scripts.plots import clean_axes, plt, save_plot
 from scripts.tables import markdown_table
 
-# A point of a curve is the mean of this many steps.
+# Each point of a curve is a mean over WIDTH steps.
 WIDTH = 10
 
 

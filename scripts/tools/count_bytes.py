@@ -157,7 +157,7 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
     """Return how many times the operands of the tiles' loops are read from DRAM. If both operands fit into L2, they are read
-    once. Otherwise, they are read once per wave of tiles. With a mask, the result is an upper bound.
+    once, and otherwise once per wave of tiles. With a mask, the result is an upper bound.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

@@ -50,7 +50,7 @@ GPUS = {
     "b200": ("NVIDIA B200", 10, 178.4),
     "a100": ("NVIDIA A100-SXM4-80GB", 8, 79.2),
 }
-# The machines on which we measured had this host memory and this number of cores per GPU.
+# (GiB of host memory, cores) per GPU of the machines on which we measured
 HOST_GIB_PER_GPU, CORES_PER_GPU = 125, 16
 MOST_GPUS = 4096  # in the search for a number of GPUs that suffices
 
