@@ -26,7 +26,7 @@ outputs = [layout.unshard(ring_attention(*prompt, layout=layout, mask=Mask.causa
 cache = KVCache(capacity=PROMPT + NEW, rank=rank, ranks=ranks)
 cache.prefill(prompt[1], prompt[2], layout)
 
-# For every new token, all ranks pass the same query. One rank stores its key and value, and all ranks compute the output
+# For every new token, all ranks pass the same q, k and v. One rank stores the key and value, and all ranks compute the output
 # together.
 for i in range(PROMPT, PROMPT + NEW):
     cache.append(k[:, i : i + 1], v[:, i : i + 1])
