@@ -7,9 +7,9 @@ The script generates JSON lines from the source code of the installed packages, 
 BPE tokenizer with --vocabulary tokens on them. The text is tokenised once into bytes and once with the BPE tokenizer. For
 `datasets.map`, the script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
 
-Times include the start of the processes. The memory is the largest sum over its processes of the proportional set size, which
-counts memory that several processes share once, and leaves out the page cache. "opened" is the time from the start of a new
-process that has imported its modules until it has read the first sequence of 65,536 tokens from the folder.
+Times include the start of the processes. The memory is the largest proportional set size of all processes together. The
+proportional set size counts shared memory once, and leaves out the page cache. The column "opened" is the time that a new
+process needs to open the folder and to read the first sequence of 65,536 tokens. The import of modules is not included.
 """
 
 import argparse
