@@ -6,8 +6,11 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from ringattn.train.data import stream as streams
 from ringattn.train.data.packing import PackedDataset
 from ringattn.train.data.shards import Documents
 from ringattn.train.data.stream import StreamDataset, open_stream
+from ringattn.train.data.tokenisation import tokenise
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import DataConfig
 from ringattn.train.trainer import report_sources
@@ -62,21 +66,26 @@ def test_a_text_that_repeats_is_reported(caplog):
 
 STEPS, PER_STEP = 40, 8  # sequences per step
 PIECE_BYTES = 8000  # Each file is one piece.
-STREAM = [
+TRAINING = [
     *(each for each in SMALL if each not in ("data=text", "data.eval_fraction=0", "trainer.batch_size=2")),
-    *("data=jsonl", "data.path=text", "data.streaming=true", "data.shuffle_buffer=30", "data.eval_path=held_out.jsonl"),
     *("parallel.ring=1", f"trainer.tokens_per_step={64 * PER_STEP}", f"trainer.steps={STEPS}", "optim.warmup_steps=2"),
     *("trainer.checkpoint_every=3", "trainer.eval_every=10", "name=a"),
 ]
+STREAM = [
+    *TRAINING,
+    *("data=jsonl", "data.path=text", "data.streaming=true", "data.shuffle_buffer=30", "data.eval_path=held_out.jsonl"),
+]
+PREPARED = [*TRAINING, "data=prepared", "data.path=shards"]
 
 
 def write_text(folder: Path) -> None:
-    """Write eight files of documents with up to 200 characters, and held-out text."""
+    """Write eight files of documents with up to 200 characters, and held-out text. Prepare the files in the folder shards."""
     generator = random.Random(0)
     (folder / "text").mkdir()
     for name in [*(f"text/{number}" for number in range(8)), "held_out"]:
         lines = [json.dumps({"text": f"{name}:{i}" + "x" * generator.randint(0, 200)}) + "\n" for i in range(60)]
         (folder / f"{name}.jsonl").write_text("".join(lines))
+    tokenise(DataConfig("jsonl", path=str(folder / "text")), BytesTokenizer(), folder=folder / "shards")
 
 
 def digest(sequence: tuple) -> str:
@@ -90,11 +99,11 @@ def observe(rank: int) -> None:
     The variable KILL contains the rank to kill, and the number of sequences after which its last second begins.
     """
     torch.set_num_threads, streams.MIN_PIECE_BYTES = lambda count: None, PIECE_BYTES
-    read, count = StreamDataset.sequence, 0
+    count = 0
     victim, after = json.loads(os.environ["KILL"])
     file = open(f"read-{rank}.jsonl", "a")  # noqa: SIM115  # the process is killed
 
-    def read_and_write(data: StreamDataset, index: int) -> tuple:
+    def read_and_write(data: Any, index: int, read: Callable[[Any, int], tuple]) -> tuple:
         nonlocal count
         sequence, count = read(data, index), count + 1
         file.write(json.dumps([index, digest(sequence)]) + "\n")
@@ -103,23 +112,35 @@ def observe(rank: int) -> None:
             threading.Timer(random.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
         return sequence
 
-    StreamDataset.sequence = read_and_write
+    for kind in (StreamDataset, PackedDataset):
+        kind.sequence = partialmethod(read_and_write, read=kind.sequence)
 
 
-def launch_observed(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, victim: int, after: int) -> tuple[bool, str]:
+def launch_observed(
+    ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, victim: int, after: int, arguments: list[str] = STREAM
+) -> tuple[bool, str]:
     monkeypatch.setenv("KILL", json.dumps([victim, after]))
-    succeeded, stdout, stderr = launch_ranks(ranks, folder, *STREAM, prepare=observe)
+    succeeded, stdout, stderr = launch_ranks(ranks, folder, *arguments, prepare=observe)
     assert "Traceback" not in stderr, stderr
     return succeeded, stdout
 
 
-def check_sequences(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that all launches have read the sequences of an uninterrupted stream, and every sequence at least once."""
+def expected_sequences(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """Return the digests of the sequences of an uninterrupted stream."""
     monkeypatch.setattr(streams, "MIN_PIECE_BYTES", PIECE_BYTES)
     config = DataConfig("jsonl", path=str(folder / "text"), streaming=True, shuffle_buffer=30, seq_len=64)
     data = open_stream(config, BytesTokenizer())
-    expected = {index: digest(data.sequence(index)) for index in range(STEPS * PER_STEP)}
-    found = [json.loads(line) for file in folder.glob("read-*.jsonl") for line in file.read_text().splitlines()]
+    return {index: digest(data.sequence(index)) for index in range(STEPS * PER_STEP)}
+
+
+def read_sequences(folder: Path) -> list[tuple[int, str]]:
+    """Return the numbers and the digests of the sequences that all launches have read for training, not for evaluation."""
+    return [tuple(json.loads(line)) for file in folder.glob("read-*.jsonl") for line in file.read_text().splitlines()]
+
+
+def check_sequences(folder: Path, expected: dict[int, str]) -> None:
+    """Check that all launches have read the expected sequences, and every sequence at least once."""
+    found = read_sequences(folder)
     assert {index for index, _ in found} == expected.keys()
     assert [index for index, each in found if each != expected[index]] == []
 
@@ -131,19 +152,26 @@ def losses(folder: Path) -> list[tuple[int, float, float | None]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_killed_stream_continues_with_the_same_batches(ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("source", ["stream", "prepared"])
+def test_a_killed_run_continues_with_the_same_batches(source, ranks, tmp_path, monkeypatch):
     """The batches are the same token for token, and the losses of all steps and evaluations are the same bit for bit."""
-    reference, killed = tmp_path / "reference", tmp_path / "killed"
+    arguments, (reference, killed) = (
+        {"stream": STREAM, "prepared": PREPARED}[source],
+        (tmp_path / "reference", tmp_path / "killed"),
+    )
     for folder in (reference, killed):
         folder.mkdir()
         write_text(folder)
-    assert launch_observed(ranks, reference, monkeypatch, -1, 0)[0]
+    assert launch_observed(ranks, reference, monkeypatch, -1, 0, arguments)[0]
     generator = random.Random(ranks)
     kills = [(generator.randrange(ranks), generator.randint(1, 60 // ranks)) for _ in range(int(os.environ.get("KILLS", "2")))]
-    results = [launch_observed(ranks, killed, monkeypatch, *kill)[0] for kill in kills]
+    results = [launch_observed(ranks, killed, monkeypatch, *kill, arguments)[0] for kill in kills]
+    print(f"{source}, {ranks} ranks: {results.count(False)} of {len(kills)} launches were killed")
     assert False in results  # A launch that ends before it is killed succeeds.
-    assert launch_observed(ranks, killed, monkeypatch, -1, 0)[0]
-    check_sequences(killed, monkeypatch)
+    assert launch_observed(ranks, killed, monkeypatch, -1, 0, arguments)[0]
+    expected = expected_sequences(killed, monkeypatch) if source == "stream" else dict(read_sequences(reference))
+    check_sequences(killed, expected)
+    assert len(expected) == STEPS * PER_STEP
     assert losses(killed) == losses(reference)
     assert len(losses(reference)) == STEPS
 
@@ -156,7 +184,7 @@ def test_a_stream_continues_on_another_number_of_ranks(tmp_path, monkeypatch):
         _, output = launch_observed(ranks, tmp_path, monkeypatch, 0 if ranks != 2 else -1, 90 // ranks)
         resumed += "on another number of ranks" in output
     assert resumed == 2
-    check_sequences(tmp_path, monkeypatch)
+    check_sequences(tmp_path, expected_sequences(tmp_path, monkeypatch))
 
 
 def test_a_stream_is_described_and_evaluated(run_command_line, tmp_path, monkeypatch, capfd):

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +13,7 @@ import pytest
 from ringattn.train.commands import prepare
 from ringattn.train.settings.config import ConfigError
 from tests.train.jobs import one_rank
-from tests.train.launch import ROOT, SMALL, environment, launch_ranks, wait_for_end
+from tests.train.launch import ROOT, SMALL, environment, wait_for_end
 
 ARGUMENTS = "output=shards", "data=jsonl", "data.path=lines.jsonl"
 
@@ -68,50 +66,6 @@ def test_training_on_a_folder_equals_training_on_the_source(run_command_line, tm
     assert run_command_line(*small, "data=prepared", "data.path=shards", "name=source", "trainer.steps=4") == 0
     assert losses("source")[:3] == expected
     assert len(losses("source")) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_runs_continue_with_the_same_batches(ranks, tmp_path, monkeypatch):
-    """All data-parallel ranks are killed three times. The losses depend on every token of the batches."""
-    monkeypatch.chdir(tmp_path)
-    write_lines()
-    run_prepare(*ARGUMENTS)
-    small = [each for each in SMALL if each != "data=text"] + [
-        "trainer.checkpoint_every=1",
-        "parallel.ring=1",
-        "trainer.steps=8",
-    ]
-    for name, source in (("source", ARGUMENTS[1:]), ("prepared", ("data=prepared", f"data.path={tmp_path}/shards"))):
-        arguments = *small, *source, f"name={name}", f"data.path={tmp_path}/{'shards' if name == 'prepared' else 'lines.jsonl'}"
-        (tmp_path / name).mkdir()
-        for _ in range(3 if name == "prepared" else 0):
-            passed, _, _ = launch_ranks(ranks, tmp_path / name, *arguments, prepare=_kill_in_third_step)
-            assert not passed
-            shutil.rmtree(tmp_path / name / "store")
-        passed, _, stderr = launch_ranks(ranks, tmp_path / name, *arguments)
-        assert passed, stderr
-    found = {}
-    for name in ("source", "prepared"):
-        path = tmp_path / name / "outputs" / name / "metrics.jsonl"
-        found[name] = {(record := json.loads(line))["step"]: record["loss"] for line in path.read_text().splitlines()}
-    assert len(found["source"]) == 8
-    assert found["prepared"] == found["source"]
-
-
-def _kill_in_third_step(rank: int) -> None:
-    """Kill this rank in the third step after its start."""
-    from ringattn.train import trainer
-
-    take_step, steps = trainer.take_step, [0]
-
-    def count(*arguments: object, **options: object) -> object:
-        steps[0] += 1
-        if steps[0] == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return take_step(*arguments, **options)
-
-    trainer.take_step = count
 
 
 @pytest.mark.slow
