@@ -211,7 +211,9 @@ class AheadLoader(Loader):
 
     def begin(self, preparation: Preparation) -> None:
         super().begin(preparation)
-        self._send(preparation)
+        # A large message waits for the imports of the process. Meanwhile, this process builds the model.
+        self._sending = threading.Thread(target=self._write, args=(_encode(preparation),), daemon=True)
+        self._sending.start()
 
     def learn(self, requests: Sequence[Requests]) -> None:
         self._requests = requests
@@ -230,10 +232,12 @@ class AheadLoader(Loader):
         return self._receive()
 
     def _send(self, message: Any) -> None:
-        try:
-            _write(self._requests_file, message)
-        except OSError:  # The process has ended.
-            self._receive()
+        self._sending.join()
+        self._write(_encode(message))
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # The process has ended, which `_receive` reports.
+            _write(self._requests_file, data)
 
     def _receive(self) -> list[MicroStep]:
         if (data := self._received.get()) is None:
@@ -268,8 +272,7 @@ def _encode(message: Any) -> bytes:
     return b"".join(x for part in (header, *parts) for x in (part, bytes(-len(part) % 16)))
 
 
-def _write(file: IO[bytes], message: Any) -> None:
-    data = _encode(message)
+def _write(file: IO[bytes], data: bytes) -> None:
     file.write(struct.pack("<q", len(data)))
     file.write(data)
     file.flush()
@@ -334,6 +337,6 @@ def run_loader_process(output: IO[bytes]) -> None:
         except Exception as error:
             steps = f"{type(error).__name__}: {error}"
         try:
-            _write(output, steps)
+            _write(output, _encode(steps))
         except OSError:  # The training process has ended.
             return

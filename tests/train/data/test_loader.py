@@ -151,8 +151,12 @@ def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> No
 
 
 def test_the_error_of_a_process_reaches_the_trainer() -> None:
-    ahead = AheadLoader()
-    ahead.begin(preparation(seq_len=64, failing=6))
+    """Before, the trainer sends a preparation that is larger than the buffer of a pipe, without waiting for the process."""
+    ahead, prepared = AheadLoader(), preparation(seq_len=64, failing=6)
+    prepared.data.text = bytes(2**22)
+    ahead._process.send_signal(signal.SIGSTOP)
+    ahead.begin(prepared)
+    ahead._process.send_signal(signal.SIGCONT)
     ahead.get(0)
     with pytest.raises(LoaderError, match=r"^the loader process failed: OSError: sequence 6 cannot be read$"):
         ahead.get(4)
