@@ -92,11 +92,11 @@ def hop_costs(
 
     `row_bytes` contains the bytes per row of a circulating block and of a result. `flops` returns the FLOPs of local steps.
     """
-    shape = len(schedule.steps), schedule.ranks
+    shape = schedule.num_steps, schedule.ranks
     local_steps, messages = schedule.local_steps, schedule.messages
     compute = np.zeros(shape)
     np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
-    size = messages.rows * np.array(row_bytes)[messages.is_result]
+    size = (messages.stop - messages.start) * np.array(row_bytes)[messages.is_result]
     # Links are full duplex, so only the larger of the two directions counts.
     sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
     for i, end in enumerate((messages.src, messages.dst)):

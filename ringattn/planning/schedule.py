@@ -20,7 +20,7 @@ block is not split. Schedules leave out blocks, rows and computations that the m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,59 +74,71 @@ class Messages(NamedTuple):
     """All messages of a schedule, as arrays of integers with one element per message."""
 
     step: np.ndarray  # the step of the schedule
+    is_result: np.ndarray  # 1 for a result, and 0 for a block
+    owner: np.ndarray
     src: np.ndarray
     dst: np.ndarray
-    is_result: np.ndarray  # 1 for a result, and 0 for a block
-    rows: np.ndarray  # the number of rows
+    start: np.ndarray  # the rows are range(start, stop)
+    stop: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The schedule of one ring pass."""
+    """The schedule of one ring pass. The arrays are sorted by step.
+
+    The schedule of many ranks consists of arrays, because a rank needs only its own steps as objects.
+    """
 
     ranks: int
-    steps: tuple[Step, ...]
+    num_steps: int
+    local_steps: LocalSteps
+    messages: Messages
 
     def __reduce__(self):
-        return Schedule, (self.ranks, self.steps)  # without the cached properties
+        return Schedule, (self.ranks, self.num_steps, self.local_steps, self.messages)  # without the cached properties
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of all ranks."""
+        return tuple(map(Step, self._local_steps(), self._messages()))
 
     @cached_property
     def by_rank(self) -> "_StepsByRank":
         """The steps of each rank: `by_rank[rank][t]`."""
-        return _StepsByRank(self.steps)
+        return _StepsByRank(self)
 
-    @cached_property
-    def local_steps(self) -> LocalSteps:
-        rows = [(t, *x[:2], x.rows.start, x.rows.stop) for t, step in enumerate(self.steps) for x in step.local_steps]
-        return LocalSteps(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
-
-    @cached_property
-    def messages(self) -> Messages:
-        rows = [(t, x.src, x.dst, x.kind == "result", len(x.rows)) for t, step in enumerate(self.steps) for x in step.messages]
-        return Messages(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+    def steps_of(self, rank: int) -> tuple[RankStep, ...]:
+        messages = self.messages
+        sides = (self._messages(end == rank) for end in (messages.src, messages.dst))
+        return tuple(map(RankStep, self._local_steps(self.local_steps.rank == rank), *sides))
 
     def last_owner(self, rank: int) -> int | None:
         """Return the owner of the last block that `rank` computes with."""
         local_steps = [local_step for step in self.by_rank[rank] for local_step in step.local_steps]
         return local_steps[-1].owner if local_steps else None
 
+    def _local_steps(self, chosen: Any = slice(None)) -> list[tuple[LocalStep, ...]]:
+        found: list[list[LocalStep]] = [[] for _ in range(self.num_steps)]
+        for t, rank, owner, start, stop in zip(*(x[chosen].tolist() for x in self.local_steps), strict=True):
+            found[t].append(LocalStep(rank, owner, range(start, stop)))
+        return list(map(tuple, found))
+
+    def _messages(self, chosen: Any = slice(None)) -> list[tuple[Message, ...]]:
+        found: list[list[Message]] = [[] for _ in range(self.num_steps)]
+        for t, is_result, owner, src, dst, start, stop in zip(*(x[chosen].tolist() for x in self.messages), strict=True):
+            found[t].append(Message("result" if is_result else "block", owner, src, dst, range(start, stop)))
+        return list(map(tuple, found))
+
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
     """Computes the steps of a rank at the first access."""
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__()
-        self.steps = steps
+        self.schedule = schedule
 
     def __missing__(self, rank: int) -> tuple[RankStep, ...]:
-        self[rank] = tuple(
-            RankStep(
-                tuple(x for x in step.local_steps if x.rank == rank),
-                tuple(x for x in step.messages if x.src == rank),
-                tuple(x for x in step.messages if x.dst == rank),
-            )
-            for step in self.steps
-        )
+        self[rank] = self.schedule.steps_of(rank)
         return self[rank]
 
 
@@ -144,53 +156,62 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
         results: whether ranks send results back to the owners of the blocks.
         split_points: the row at which each rank's own block is split. If None, ranks compute with their own blocks last.
     """
-    rounds = _rounds(need)
-    returns = results and bool(rounds)
-    first, rest = _own_local_steps(need, split_points, returns)
-    computed = [first, *rounds, rest]
-    steps: list[Step] = []
+    start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
+    number, rank, owner = _rounds(stop > start)
+    returns = results and len(number) > 0
+    num_rounds = int(number.max(initial=-1)) + 1
+    first, rest = _own_rows(need, split_points, returns)
+    rows, is_result = (start[owner, rank], stop[owner, rank]), np.zeros_like(number)
     # A block is sent in step t and used in step t + 1. The result returns in step t + 2.
-    for t in range(len(rounds) + 1 + returns):
-        messages = []
-        if t < len(rounds):
-            messages += [Message("block", x.owner, x.owner, x.rank, x.rows) for x in rounds[t]]
-        if results and t >= 2:
-            messages += [Message("result", x.owner, x.rank, x.owner, x.rows) for x in rounds[t - 2]]
-        steps.append(Step(tuple(computed[t]), tuple(messages)))
-    return Schedule(len(need), tuple(steps))
+    own = _table(5, [(0, *x) for x in first]), _table(5, [(num_rounds + 1, *x) for x in rest])
+    local_steps = np.concatenate((own[0], np.stack((number + 1, rank, owner, *rows), 1), own[1]))
+    messages = np.stack((number, is_result, owner, owner, rank, *rows), 1)
+    if results:
+        messages = np.concatenate((messages, np.stack((number + 2, is_result + 1, owner, rank, owner, *rows), 1)))
+    messages = messages[messages[:, 0].argsort(kind="stable")]
+    return Schedule(len(need), num_rounds + 1 + returns, LocalSteps(*local_steps.T), Messages(*messages.T))
 
 
-def _rounds(need: Need) -> list[list[LocalStep]]:
+def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, columns)
+
+
+def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
     In round s, rank r computes either with the block of rank r XOR s, or with the block of rank (r - s) modulo P. The function
     chooses the variant with fewer rounds under this mask.
+
+    Args:
+        needed: needed[owner][rank] says whether the rank needs rows of the owner's block.
+
+    Returns:
+        One element per computation, in the order of the rounds: the number of the round, the rank, and the owner of the block.
     """
-    ranks = range(len(need))
-    pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
-    if len(need) & (len(need) - 1) == 0:
+    ranks = np.arange(len(needed))
+    owners = [(ranks - ranks[1:, None]) % len(needed)]
+    if len(needed) & (len(needed) - 1) == 0:
         # XOR comes first, so that min() prefers it. With XOR, two ranks exchange their blocks in the same round.
-        pairings.insert(0, [[rank ^ s for rank in ranks] for s in ranks[1:]])
-    with_work = [[x for x in pairing if any(need[owner][rank] for rank, owner in enumerate(x))] for pairing in pairings]
-    return [
-        [LocalStep(rank, owner, need[owner][rank]) for rank, owner in enumerate(owners) if need[owner][rank]]
-        for owners in min(with_work, key=len)
-    ]
+        owners.insert(0, ranks ^ ranks[1:, None])
+    with_work = min((each[needed[each, ranks].any(1)] for each in owners), key=len)
+    number, rank = needed[with_work, ranks].nonzero()
+    return number, rank, with_work[number, rank]
 
 
-def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return the local steps in which ranks compute with their own blocks: those of the first step, and those of the last."""
-    first: list[LocalStep] = []
-    rest: list[LocalStep] = []
+def _own_rows(
+    need: Need, split_points: tuple[int, ...] | None, returns: bool
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the computations of ranks with their own blocks in the first and in the last step: (rank, rank, start, stop)."""
+    first, rest = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for rank in range(len(need)):
         rows = need[rank][rank]
         split = split_points[rank] if split_points else rows.start
         if not returns:
             split = rows.stop
         split = min(max(split, rows.start), rows.stop)
-        first.append(LocalStep(rank, rank, range(rows.start, split)))
-        rest.append(LocalStep(rank, rank, range(split, rows.stop)))
-    return [local_step for local_step in first if local_step.rows], [local_step for local_step in rest if local_step.rows]
+        first.append((rank, rank, rows.start, split))
+        rest.append((rank, rank, split, rows.stop))
+    return [x for x in first if x[2] < x[3]], [x for x in rest if x[2] < x[3]]
 
 
 @lru_cache(maxsize=64)
@@ -201,7 +222,7 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
     Arguments as for `direct`.
     """
     schedules = (_one_way(need, results, split_points, direction) for direction in (1, -1))
-    return min(schedules, key=lambda schedule: sum(len(step.messages) for step in schedule.steps))
+    return min(schedules, key=lambda schedule: len(schedule.messages.step))
 
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
@@ -213,26 +234,29 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
     returns = results and final > 0
-    own_first, own_rest = _own_local_steps(need, split_points, returns)
-    last = final + returns
-    steps = []
+    first_rows, rest = _own_rows(need, split_points, returns)
+    last, num_steps = final + returns, 0
+    all_local_steps, all_messages = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for t in range(last + 1):
-        local_steps: list[LocalStep] = []
-        messages: list[Message] = []
+        local_steps: list[tuple[int, ...]] = []
+        messages: list[tuple[int, ...]] = []
         for owner in range(ranks):
             before, here, after = ((owner + direction * (t + i)) % ranks for i in (-1, 0, 1))
-            rows = carried[owner]
+            rows = carried[owner].start, carried[owner].stop
             if t < extent[owner]:
-                messages.append(Message("block", owner, here, after, rows))
+                messages.append((0, owner, here, after, *rows))
             if results and extent[owner] and first[owner] < t <= extent[owner] + 1:
                 # The last rank that computes with the block sends the result directly to the owner.
-                messages.append(Message("result", owner, before, here if t <= extent[owner] else owner, rows))
+                messages.append((1, owner, before, here if t <= extent[owner] else owner, *rows))
             if 1 <= t <= extent[owner] and need[owner][here]:
-                local_steps.append(LocalStep(here, owner, rows))
-        local_steps = (own_first if t == 0 else []) + local_steps + (own_rest if t == last else [])
+                local_steps.append((here, owner, *rows))
+        local_steps = (first_rows if t == 0 else []) + local_steps + (rest if t == last else [])
         if local_steps or messages:
-            steps.append(Step(tuple(local_steps), tuple(messages)))
-    return Schedule(ranks, tuple(steps))
+            all_local_steps += [(num_steps, *x) for x in local_steps]
+            all_messages += [(num_steps, *x) for x in messages]
+            num_steps += 1
+    columns = _table(5, all_local_steps).T, _table(7, all_messages).T
+    return Schedule(ranks, num_steps, LocalSteps(*columns[0]), Messages(*columns[1]))
 
 
 def build_schedule(need: Need, results: bool, all_pairs: bool = False, split_points: tuple[int, ...] | None = None) -> Schedule:

@@ -144,7 +144,19 @@ needs_of_any_ring = st.integers(1, 7).flatmap(
 @given(needs_of_any_ring, st.booleans(), st.booleans(), st.integers(0, 4))
 def test_every_block_is_computed_where_it_is_needed(need: Need, results: bool, all_pairs: bool, split: int) -> None:
     """For random needs of random rings, with any point at which the ranks' own blocks are split."""
-    carry_out(need, build_schedule(need, results, all_pairs, (split,) * len(need)), results)
+    schedule = build_schedule(need, results, all_pairs, (split,) * len(need))
+    for rank in range(len(need)):
+        for step, own in zip(schedule.steps, schedule.by_rank[rank], strict=True):
+            assert own.local_steps == tuple(x for x in step.local_steps if x.rank == rank)
+            assert own.outgoing == tuple(x for x in step.messages if x.src == rank)
+            assert own.incoming == tuple(x for x in step.messages if x.dst == rank)
+    carry_out(need, schedule, results)
+
+
+def test_a_rank_does_not_create_the_steps_of_other_ranks():
+    schedule = direct(everyone(64), results=True)
+    assert len(schedule.by_rank[3]) == 65
+    assert "steps" not in vars(schedule)
 
 
 @given(needs_of_any_ring, st.booleans())
