@@ -49,7 +49,7 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """Return the number of keys per query of a window mask. The default is 4,096 keys, but at most a quarter of the
+        """Return the number of keys per query of a window mask, by default 4,096 keys, but at most a quarter of the
         sequence."""
         return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 

@@ -73,7 +73,7 @@ def _cell(row: dict[str, Any], key: str, form: Format) -> str:
 
 
 def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
-    """Return the ratio of a measurement to the case `base`, as a text " (forward / backward)"."""
+    """Return the measurement `key` divided by its value for the case `base`, as a text " (forward / backward)"."""
     if base is None:
         return ""
     other = _find(rows, base, row["implementation"])

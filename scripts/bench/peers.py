@@ -89,8 +89,8 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Return a context manager that enables deterministic algorithms. PyTorch would also fill new tensors with NaN, but this is
-    disabled, because it takes time.
+    """Return a context manager that enables deterministic algorithms. By default, PyTorch would also fill new tensors with NaN,
+    which takes time and is disabled here.
     """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False

@@ -40,8 +40,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. The mask also has a window, which excludes nothing. Each seed has
-    another window, so that no plan comes from a cache.
+    """Return a causal mask of documents with random lengths. Each seed also has another window, which is too large to exclude
+    anything, so that no plan comes from a cache.
     """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]

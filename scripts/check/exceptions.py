@@ -173,7 +173,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # If decoding raises exceptions in different kernel calls, it may end in a fault with every transport.
+        # For decoding, exceptions in different kernel calls may end in a fault with every transport.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):

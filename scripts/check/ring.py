@@ -102,7 +102,7 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision
 
 class Reference:
     """Compute float64 results from `tensors`, the q, k, v and dout of the whole sequence. With precision="fp8", the inputs are
-    first rounded in the same way as on the ranks. This rounding depends on the layout of the ring.
+    first rounded in the same way as on the ranks. The rounding of the inputs depends on the layout of the ring.
     """
 
     def __init__(self, tensors: list[Tensor], masks: dict[str, Mask], precision: str) -> None:

@@ -51,7 +51,7 @@ def counted_loads() -> Generator[Loads]:
     """Return a context manager that counts the loads of all calls of the blockwise kernel.
 
     The blockwise kernel calls `ringattn.kernels.reference` for each pair of tiles. The context manager counts the tensors that
-    these calls receive. States are not counted, because they stay on the chip.
+    these calls receive. The states of the queries are not counted, because they stay on the chip.
     """
     loads = Loads()
 

@@ -16,7 +16,8 @@ A Ulysses all-to-all runs in chunks of heads, so that the transfer of one chunk 
 the transfers of the first and the last chunk are always exposed.
 
 To save time, the script plans long sequences with 32,768 positions and large rings with 64 ranks. Each position then represents
-several tokens, and each planned rank represents several ranks. This approximation changes times and bytes by less than 3%.
+several tokens, and each planned rank represents several ranks. Planning with fewer positions and ranks changes times and bytes
+by less than 3%.
 
 The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
 keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is

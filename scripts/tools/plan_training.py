@@ -135,8 +135,8 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
 
 
 def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
-    """Return the first value for which `is_true` returns True. The search assumes that `is_true` also returns True for all
-    later values."""
+    """Return the first value for which `is_true` returns True. The function `is_true` must also return True for all later
+    values."""
     index = bisect_left(values, True, key=is_true)
     return values[index] if index < len(values) else None
 
