@@ -23,7 +23,7 @@ def fake_cudart(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> dict[int, in
 
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", int)  # As in PyTorch, a device without an index is an error.
     return pinned
 
 
@@ -52,7 +52,8 @@ def test_pages_are_allocated_by_several_cores_before_they_are_pinned(monkeypatch
     assert resident[0] - before > 60 * 2**20
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(OTHER_CORES + 3))
     threads = torch.get_num_threads()
-    assert run_with_cores(torch.get_num_threads, GPU) == 3
+    for device in (GPU, torch.device("cuda")):
+        assert run_with_cores(torch.get_num_threads, device) == 3
     assert torch.get_num_threads() == threads
 
 
