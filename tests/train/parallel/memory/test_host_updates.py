@@ -101,20 +101,27 @@ def _check_two_ranks(corpus: str, directory: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_losses_are_the_same_on_a_gpu(corpus, tmp_path):
-    """The first loss and norm are equal. Later, the CPU and the GPU round the updates differently."""
+def test_losses_are_the_same_on_a_gpu(corpus, tmp_path, slow_updates):
+    """Two runs with host memory are equal. The CPU and the GPU round updates differently, so a run without is close.
+
+    In fp32, updates with other rounding errors change the losses and norms of these steps by at most 2e-7. In bf16, they change
+    norms by percents.
+    """
     settings = {"trainer__device": "cuda", "trainer__compile": False, "trainer__deterministic": True}
-    settings |= {"model__dim": 512, "model__window": None}
+    settings |= {"model__dim": 512, "model__window": None, "trainer__precision": "fp32"}
     with one_rank():
         expected, weights = run_steps(corpus, tmp_path / "keep", 1, 0, 1, STEPS, **settings)
         found, result = run_steps(corpus, tmp_path / "offload", 1, 2, 1, STEPS, **settings)
+        repeated, _ = run_steps(corpus, tmp_path / "repeat", 1, 2, 1, STEPS, **settings)
         resumed, _ = run_steps(corpus, tmp_path / "offload", 1, 1, STEPS + 1, STEPS + 1, **settings)
         continued, _ = run_steps(corpus, tmp_path / "keep", 1, 0, STEPS + 1, STEPS + 1, **settings)
-    assert found[:2] == expected[:2]
-    assert found == pytest.approx(expected, rel=0.01)
-    assert resumed == pytest.approx(continued, rel=0.01)
+    lists = f"without, with and again with host memory:\n{expected}\n{found}\n{repeated}\nresumed: {continued}\n{resumed}"
+    assert found == repeated, lists
+    assert found[:2] == expected[:2], lists
+    assert found == pytest.approx(expected, rel=1e-5), lists
+    assert resumed == pytest.approx(continued, rel=1e-5), lists
     for key, weight in weights.items():
-        assert (result[key].cpu() - weight.cpu()).norm() < 0.01 * weight.norm().cpu(), key
+        assert (result[key].cpu() - weight.cpu()).norm() < 1e-5 * weight.norm().cpu(), key
 
 
 def test_an_error_of_an_update_reaches_the_next_step(corpus, tmp_path):
