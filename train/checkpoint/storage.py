@@ -327,7 +327,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
     writer = _Writer(directory, sync_files=True)
     # DCP prints a warning if there is no process group. A background thread must not change the filters of all threads.
     with nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore"):
-        dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS), process_group=group)
+        dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(**PLANNER_OPTIONS), process_group=group)
     return getattr(writer, "sizes", {})
 
 
@@ -453,6 +453,17 @@ class _Writer(dcp.FileSystemWriter):
         transformed = _HashingStream(stream)
         self._hashes[entry.index] = transformed.hash
         return transformed, []
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Leaves out whether a tensor was in pinned memory, so that equal tensors have equal checkpoints."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.pin_memory = False
+        return plan
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -52,6 +52,12 @@ def contents(checkpoint: Path) -> tuple[dict[str, bytes], object, dict[str, obje
     return shards, (index.state_dict_metadata, index.storage_data), {**meta, "index": None, "files": sorted(meta["files"])}
 
 
+def test_pinned_memory_leaves_no_trace_in_a_checkpoint(tmp_path, monkeypatch):
+    expected = storage.save(tmp_path / "pageable", 1, tensors(), {}, 1)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda *_: True)
+    assert contents(storage.save(tmp_path / "pinned", 1, tensors(), {}, 1)) == contents(expected)
+
+
 def test_copies_equal_the_tensors_and_reuse_their_memory():
     copies = HostCopies(CPU)
     copies.reserve(1024)
