@@ -1,4 +1,4 @@
-"""Show the progress of a long save, load or allocation on the console, and what remains if the run is killed during a save."""
+"""Show the progress of long work, such as a save, on the console, and what remains if the run is killed during a save."""
 
 import logging
 import threading
@@ -29,19 +29,22 @@ def show_progress(
     size: int,
     fraction: Callable[[], float],
     if_killed: Callable[[], str] | None = None,
+    unit: str | None = None,
 ) -> Generator[None]:
     """Show the progress of a `with` statement on rank 0, and at its end the size, the time and the rate.
 
     Args:
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
-        path: the file or the folder that the body reads or writes, or a word for the memory that it allocates.
-        size: the number of bytes that all ranks together read or write, or that rank 0 allocates.
+        path: what the body processes, such as the file or the folder that it reads or writes.
+        size: the number of bytes that all ranks together read or write, or the amount of other work.
         fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls this function.
+        unit: what `size` counts, such as "tokens". None: bytes.
         if_killed: a function that returns what happens if the ranks are killed, for a message after a signal.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         yield
         return
+    show = format_size if unit is None else lambda count: f"{count:,.0f} {unit}"
     start, is_done = time.monotonic(), threading.Event()
 
     def watch() -> None:
@@ -54,8 +57,8 @@ def show_progress(
             if start + seconds - shown >= INTERVAL_S:
                 # At the end of a save, its folder is renamed, and `fraction` returns 0.
                 shown, done = start + seconds, max(min(fraction(), 1.0) * size, done)
-                rate = f"{format_size(done / seconds)}/s"
-                log.info(f"{verbs[0]:<12}{path}: {format_size(done)} of {format_size(size)} after {seconds:.0f} s, {rate}")
+                rate = f"{show(done / seconds)}/s"
+                log.info(f"{verbs[0]:<12}{path}: {show(done)} of {show(size)} after {seconds:.0f} s, {rate}")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -65,7 +68,7 @@ def show_progress(
         is_done.set()
         thread.join()
     if (seconds := time.monotonic() - start) >= INTERVAL_S:
-        log.info(f"{verbs[1]:<12}{path}: {format_size(size)} in {seconds:.1f} s, {format_size(size / seconds)}/s")
+        log.info(f"{verbs[1]:<12}{path}: {show(size)} in {seconds:.1f} s, {show(size / seconds)}/s")
 
 
 def show_allocation(size: int) -> AbstractContextManager[None]:

@@ -103,7 +103,7 @@ def run_command_line(arguments: list[str]) -> None:
     run = build_for_inference(longest, model.path)
     with sync_errors():
         run = replace(run, held_out=load_text(longest, model.config.data.seq_len, run.tokenizer))
-    losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_progress=True)
+    losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_bar=True)
     with sync_errors():
         if dist.get_rank() == 0:
             write_results(losses, model, run, options.output)

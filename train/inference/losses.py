@@ -1,11 +1,13 @@
 """Compute the loss on held-out text at several sequence lengths."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from datasets.utils import tqdm
 
+from ringattn.train.checkpoint.progress import show_progress
 from ringattn.train.data.targets import Targets
 from ringattn.train.model.loss import token_losses
 from ringattn.train.parallel.mesh import causal_masks, choose_layout
@@ -18,13 +20,13 @@ SHORTEST_LENGTH = 64
 
 
 @torch.no_grad()
-def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool = False) -> Losses:
+def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = False) -> Losses:
     """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
     Args:
         run: the run. `data.seq_len` is the number of tokens of the sequences that it processes.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
-        show_progress: whether rank 0 shows a progress bar.
+        show_bar: whether rank 0 shows a progress bar. Otherwise, it logs the progress of a long evaluation.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
@@ -38,17 +40,23 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool 
     offset = dp.get_local_rank() * size
     # Every batch communicates, so all ranks process the same number of batches.
     starts = range(offset, offset + targets.num_sequences, dp.size() * size)
-    if show_progress and dist.get_rank() == 0:
+    count, launched = len(starts), 0
+    if show_bar and dist.get_rank() == 0:
         starts = tqdm(starts, desc="evaluate", unit=" batches")
-    for start in until_stopped(run, starts):
-        batch, groups = targets.batch(range(start, start + size))
-        masks = causal_masks(run.config.model, batch.documents)
-        layout = choose_layout(run.config, run.mesh.shape, masks)
-        losses = forward(run, batch, masks, layout, loss_fn).double().flatten()
-        groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device).flatten()
-        sums.index_add_(0, groups, torch.stack([losses, torch.ones_like(losses)], 1))
-    dist.all_reduce(sums)
-    losses, tokens = sums[:-1].cpu().numpy().T.reshape(2, len(lengths), -1)
+    verbs, total = ("evaluating", "evaluated"), targets.num_sequences * data.seq_len
+    # `until_stopped` launches a batch before the previous one is complete.
+    shown = show_progress(verbs, "held-out text", total, lambda: max(launched - 2, 0) / count, unit="tokens")
+    with nullcontext() if show_bar else shown:
+        for start in until_stopped(run, starts):
+            launched += 1
+            batch, groups = targets.batch(range(start, start + size))
+            masks = causal_masks(run.config.model, batch.documents)
+            layout = choose_layout(run.config, run.mesh.shape, masks)
+            losses = forward(run, batch, masks, layout, loss_fn).double().flatten()
+            groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device).flatten()
+            sums.index_add_(0, groups, torch.stack([losses, torch.ones_like(losses)], 1))
+        dist.all_reduce(sums)
+        losses, tokens = sums[:-1].cpu().numpy().T.reshape(2, len(lengths), -1)
     assert (tokens == targets.tokens).all(), "the losses at all lengths must be means over the same target tokens"
     return Losses(lengths, targets.tokens, losses, targets.checksum)
 

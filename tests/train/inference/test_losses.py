@@ -1,5 +1,6 @@
 """Tests of the loss on held-out text: it equals that of plain PyTorch, and all lengths have the same target tokens."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from ringattn import Layout, Mask
 from ringattn.train import setup as run_setup
+from ringattn.train.checkpoint import progress
 from ringattn.train.data import targets
 from ringattn.train.inference import losses as evaluation
 from ringattn.train.settings.config import Config, with_settings
@@ -43,13 +45,16 @@ def plain_loss(run: run_setup.Run, start: int, position: int) -> float:
 
 
 @pytest.mark.parametrize("mask_documents", [True, False])
-def test_losses_equal_those_of_plain_pytorch(mask_documents, config, monkeypatch):
+def test_losses_equal_those_of_plain_pytorch(mask_documents, config, monkeypatch, caplog):
     """The blocks have one target token each, so each target token has all the context that the length allows."""
     monkeypatch.setattr(targets, "MIN_BLOCK", 1)
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)  # Otherwise, only long evaluations show their progress.
+    caplog.set_level("INFO")
     config = with_settings(config, {"trainer.eval_tokens": 32, "data.mask_documents": mask_documents})
     with one_rank():
         run = run_setup.build(config)
         losses = evaluation.evaluate_lengths(run, [7, 61])
+        assert re.search(r"^evaluated   held-out text: [\d,]+ tokens in ", "\n".join(caplog.messages), re.MULTILINE)
         total = run.held_out.tokens_per_epoch - 1
         positions = [(i + 1) * total // 32 - 1 for i in range(32)]
         ends = np.cumsum(run.held_out.lengths[run.held_out._order_of(0)[0]])
