@@ -171,6 +171,9 @@ def wait_for_moment(
                 return
             time.sleep(0.05)
             continue
+        if not (run.directory / "metrics.jsonl").exists():  # the run has not taken its first step
+            time.sleep(0.05)
+            continue
         seen |= saves(run) if moment == "inside a save" else evaluations(run)
         if len(seen) >= number:
             return

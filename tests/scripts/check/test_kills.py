@@ -14,11 +14,16 @@ from scripts.check import kills
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_survive_kills(capsys: pytest.CaptureFixture) -> None:
-    """Runs that torchrun restarts. In test_killed_run.py and test_preemption.py, runs are killed and launched again."""
-    assert (
-        kills.main(["--kills", "3", "--kills-per-run", "1", "--seed", "1", "--ways", "restart", "two launchers", "fork"]) == 0
-    )
-    assert "3 of 3 kills" in capsys.readouterr().out
+    """One run is killed twice and launched again. torchrun restarts two others, one of which has two launchers.
+
+    With this seed, the kills happen inside a save, inside an evaluation and at random moments.
+    """
+    arguments = ["--kills", "4", "--kills-per-run", "2", "--seed", "343", "--ways", "fork", "restart", "two launchers"]
+    settings = ["trainer.steps=60", "trainer.eval_tokens=1024", "trainer.accumulate=2"]
+    assert kills.main([*arguments, "--settings", *settings]) == 0
+    output = capsys.readouterr().out
+    assert "4 of 4 kills" in output
+    assert all(f"{moment}: " in output for moment in kills.MOMENTS)
 
 
 def test_processes_of_a_run_are_found_and_killed(tmp_path) -> None:
