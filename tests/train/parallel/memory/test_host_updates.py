@@ -1,8 +1,11 @@
 """A run whose optimizer is in host memory equals a run without, also after it was resumed or killed."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +22,7 @@ from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.settings.config import with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import SEQUENCES, job, one_rank
-from tests.train.launch import SMALL, launch, start, wait_until, write_corpus
+from tests.train.launch import SMALL, launch_ranks, write_corpus
 from tests.train.parallel.test_equivalence import prepare
 
 CLIP = 1.6
@@ -132,31 +135,21 @@ def test_an_error_of_an_update_reaches_the_next_step(corpus, tmp_path):
         run_steps(corpus, tmp_path, 1, 2, 1, 2)
 
 
-# The updates of step 7 stop after the first of two groups, and the test then kills the run.
-SCRIPT = """
-import time
-from pathlib import Path
+def use_two_groups(rank: int, killed: bool = False) -> None:
+    """Prepare a rank whose model has two FSDP groups. If `killed`, all ranks die in step 7, after the update of one group."""
+    estimate.GROUP_BYTES = 1
+    update, calls = HostUpdates._update, []
 
-from ringattn.train.commands.run import main
-from ringattn.train.parallel.memory import estimate, host_updates
+    def die_in_step_7(*arguments: object) -> None:
+        calls.append(1)
+        if killed and len(calls) == 7 * 2:
+            Path(f"updating_{rank}").touch()
+            while len([*Path().glob("updating_*")]) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(*arguments)
 
-estimate.GROUP_BYTES = 1
-update = host_updates.HostUpdates._update
-calls = 0
-
-
-def stop_in_step_7(self, index, read_scale):
-    global calls
-    calls += 1
-    if STOPS and calls == 7 * 2:
-        Path(f"updating_{time.time_ns()}").touch()
-        time.sleep(300)
-    update(self, index, read_scale)
-
-
-host_updates.HostUpdates._update = stop_in_step_7
-main()
-"""
+    HostUpdates._update = die_in_step_7
 
 
 @pytest.mark.slow
@@ -164,22 +157,17 @@ main()
 def test_a_run_killed_during_its_updates_ends_with_the_same_bits(tmp_path):
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.accumulate=2", "optim.clip=0.5"]
     settings += ["trainer.steps=12", "trainer.checkpoint_every=4"]
-    scripts = {}
-    for stops in (False, True):
-        scripts[stops] = tmp_path / f"{stops}.py"
-        scripts[stops].write_text(SCRIPT.replace("STOPS", str(stops)))
-    result = launch(2, tmp_path, *settings, "name=keep", "memory.optimizer=keep", script=scripts[False])
-    assert result.returncode == 0, result.stderr
-    settings += ["memory.optimizer=offload"]
-    result = launch(2, tmp_path, *settings, "name=uninterrupted", script=scripts[False])
-    assert result.returncode == 0, result.stderr
-    with start(2, tmp_path, *settings, "name=killed", script=scripts[True]) as process:
-        wait_until(lambda: len([*tmp_path.glob("updating_*")]) == 2, process, tmp_path)
+    launch = partial(launch_ranks, 2, tmp_path, *settings)
+    for name, optimizer in (("keep", "keep"), ("uninterrupted", "offload")):
+        succeeded, _, errors = launch(f"name={name}", f"memory.optimizer={optimizer}", prepare=use_two_groups)
+        assert succeeded, errors
+    launch("name=killed", "memory.optimizer=offload", prepare=partial(use_two_groups, killed=True))
+    assert len([*tmp_path.glob("updating_*")]) == 2
     outputs = tmp_path / "outputs"
     assert [path.name for path in (outputs / "killed" / "checkpoints").iterdir()] == ["step_00000004"]
-    result = launch(2, tmp_path, *settings, "name=killed", script=scripts[False])
-    assert result.returncode == 0, result.stderr
-    assert "resumed" in result.stdout
+    succeeded, output, errors = launch("name=killed", "memory.optimizer=offload", prepare=use_two_groups)
+    assert succeeded, errors
+    assert "resumed" in output
 
     losses = {}
     for name in ("keep", "uninterrupted", "killed"):
