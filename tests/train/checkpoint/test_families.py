@@ -348,7 +348,7 @@ TRAINED = (
 
 
 def run_settings(folder: Path, corpus: str, ranks: int) -> Config:
-    values = {"model": settings_of(folder), "trainer.init_from": str(folder), "trainer.steps": 20, "optim.lr": 3e-3}
+    values = {"model": settings_of(folder), "trainer.init_from": str(folder), "trainer.steps": 4, "optim.lr": 1e-2}
     values |= {"data.split": "train", "data.eval_split": None, "data.eval_fraction": 0.0}
     values |= {"trainer.eval_every": TrainerConfig.eval_every, "trainer.eval_tokens": TrainerConfig.eval_tokens}
     return with_settings(job(corpus, 1, ring=ranks), values)
