@@ -44,7 +44,7 @@ TIMEOUT = 240
 # The time in which gloo must connect all ranks. Afterwards, they have torch's default timeout.
 CONNECT_TIMEOUT = datetime.timedelta(seconds=45)
 
-# A function of a pool may run for this long, in seconds. A hop of a ring may take half of this time.
+# A function of a pool may run for this long by default, in seconds.
 POOL_TIMEOUT = 120
 GRACE = 3  # seconds in which the other ranks of a pool may report after a rank has failed
 WRITING = 10  # seconds in which a rank must write down its stacks
@@ -181,10 +181,11 @@ class RankPool:
         ranks: the number of processes.
         directory: a directory for the files of the ranks.
         backend: a key of BACKENDS.
+        timeout: how long a function may run, in seconds. A hop of a ring may take half of this time.
     """
 
-    def __init__(self, ranks: int, directory: Path, backend: str) -> None:
-        self.ranks, self.directory, self.backend = ranks, directory, backend
+    def __init__(self, ranks: int, directory: Path, backend: str, timeout: int = POOL_TIMEOUT) -> None:
+        self.ranks, self.directory, self.backend, self.timeout = ranks, directory, backend, timeout
         self.starts = 0  # how often the pool has started ranks
         self._processes: list[multiprocessing.Process] = []
         self._connections: list[multiprocessing.connection.Connection] = []
@@ -197,7 +198,7 @@ class RankPool:
             args: arguments that pickle can copy to the ranks.
 
         Raises:
-            AssertionError: a rank raised an exception, exited, or did not return within POOL_TIMEOUT. The message contains the
+            AssertionError: a rank raised an exception, exited, or did not return within `timeout`. The message contains the
                 traceback of each such rank, or its stacks and its output. All ranks have been killed.
         """
         if not self._processes:
@@ -230,7 +231,8 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         for rank in range(self.ranks):
             own, other = context.Pipe()
-            arguments = other, rank, self.ranks, directory, self.backend, {HOP_TIMEOUT: str(POOL_TIMEOUT // 2)} | os.environ
+            environment = {HOP_TIMEOUT: str(self.timeout // 2)} | os.environ
+            arguments = other, rank, self.ranks, directory, self.backend, self.timeout, environment
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             other.close()  # otherwise this process would not notice that the rank has exited
@@ -241,7 +243,7 @@ class RankPool:
         """Wait until all ranks have returned. If a rank fails, return one report per rank that has not returned normally."""
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         reports: list[str] = []
-        deadline = time.monotonic() + POOL_TIMEOUT
+        deadline = time.monotonic() + self.timeout
         while waiting and (ready := multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))):
             for connection in ready:
                 rank = waiting.pop(connection)
@@ -275,11 +277,12 @@ def _serve(
     ranks: int,
     directory: Path,
     backend: str,
+    timeout: float,
     environment: dict[str, str],
 ) -> None:
     """Join the process group as one rank of a pool, and call the functions that arrive over `connection`."""
     try:
-        stacks = _join(rank, ranks, directory, POOL_TIMEOUT, backend, environment)
+        stacks = _join(rank, ranks, directory, timeout, backend, environment)
     except BaseException:
         connection.send(traceback.format_exc())
         os._exit(1)

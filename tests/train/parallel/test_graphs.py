@@ -1,6 +1,8 @@
 """Blocks that are replayed from CUDA graphs: when graphs are used, and that the results stay the same."""
 
+import json
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape, causal_masks
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig, with_settings
-from tests.distributed import gpu_backend, run_ranks
+from tests.distributed import RankPool, gpu_backend, run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.test_step import write_short_documents
 
@@ -163,13 +165,13 @@ def graph_job(corpus: str, wanted: bool) -> Config:
     return with_settings(config, values | {f"trainer.{name}": value for name, value in trainer.items()})
 
 
-def losses_of(config: Config) -> list[float]:
-    """Take four steps. Return their losses, followed by the losses on the held-out text, which do not use graphs."""
+def losses_of(config: Config, evaluated: bool = True) -> list[float]:
+    """Take four steps. Return their losses. If `evaluated`, losses on the held-out text follow, which do not use graphs."""
     run = setup.build(config)
     with closing(run.loader):
         assert (run.graphs is not None) == config.trainer.cuda_graphs
         losses = [step.take_step(run, i, run.sequences_per_step * (i - 1))[0]["loss"] for i in range(1, 5)]
-        return losses + list(evaluate(run).values())
+        return losses + (list(evaluate(run).values()) if evaluated else [])
 
 
 @pytest.mark.usefixtures("no_capture")
@@ -228,27 +230,54 @@ def test_training_with_graphs_gives_the_same_losses(corpus):
     assert losses[True][3] < losses[True][0]
 
 
+# Ways in which two ranks share the two sequences of a step. With all of them, a step has the same loss.
+TWO_RANKS = {
+    "ring": {},
+    "ring over NCCL": {},
+    "all-to-alls": {"parallel.ulysses": 2},
+    "data-parallel": {"parallel.ring": 1, "trainer.accumulate": 1},
+}
+
+
+def two_ranks_job(graphed: bool, way: str) -> Config:
+    """All layers are equal, because graphs of rings do not support several masks."""
+    return with_settings(graph_job("", graphed), {"model.layer_types": None, "model.window": None} | TWO_RANKS[way])
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, Path]]:
+    """Two ranks, and the file with their losses without graphs. The ranks keep what they have compiled."""
+    directory = tmp_path_factory.mktemp("graphs")
+    pool, expected = RankPool(2, directory / "ranks", gpu_backend(2), timeout=280), directory / "losses.json"
+    pool.run(write_losses_without_graphs, expected)
+    yield pool, expected
+    pool.close()
+
+
+def write_losses_without_graphs(path: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    losses = losses_of(two_ranks_job(False, "ring"))
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(losses))
+
+
+def check_losses_with_graphs(way: str, path: Path) -> None:
+    """Compare the losses of the steps, and for the ring also those on the held-out text."""
+    if way == "ring over NCCL":
+        os.environ["RINGATTN_TRANSPORT"] = "p2p"
+    try:
+        losses = losses_of(two_ranks_job(True, way), evaluated=way == "ring")
+    finally:
+        os.environ.pop("RINGATTN_TRANSPORT", None)
+    # The errors of differences between losses are almost 0, so their relative tolerance would be too small.
+    assert losses == pytest.approx(json.loads(path.read_text())[: len(losses)], rel=2e-3, abs=2e-3)
+    assert losses[3] < losses[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_rings_and_all_to_alls_in_graphs_give_the_same_losses(corpus, tmp_path):
+@pytest.mark.parametrize("way", TWO_RANKS)
+def test_rings_and_all_to_alls_in_graphs_give_the_same_losses(way, two_gpus):
     """On two ranks, only the order of sums differs between runs with and without graphs."""
-    run_ranks(check_two_ranks, 2, tmp_path, corpus, backend=gpu_backend(2))
-
-
-def check_two_ranks(corpus: str) -> None:
-    """Compare runs with equal layers, because graphs of rings do not support several masks."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
-    for settings in ({}, {"transport": "p2p"}, {"ulysses": 2}, {"ring": 1}):
-        losses = []
-        for wanted in (False, True):
-            config = with_settings(graph_job(corpus, wanted), {"model.layer_types": None, "model.window": None})
-            for name, value in settings.items():
-                if name == "transport":
-                    os.environ["RINGATTN_TRANSPORT"] = value
-                else:
-                    config = with_settings(config, {f"parallel.{name}": value})
-            losses.append(losses_of(config))
-        os.environ.pop("RINGATTN_TRANSPORT", None)
-        # The errors of differences between losses are almost 0, so their relative tolerance would be too small.
-        assert losses[0] == pytest.approx(losses[1], rel=2e-3, abs=2e-3), settings
-        assert losses[1][3] < losses[1][0], settings
+    pool, expected = two_gpus
+    pool.run(check_losses_with_graphs, way, expected)
