@@ -22,7 +22,6 @@ from ringattn.train.checkpoint.storage import CheckpointError, DiskFullError
 from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, ConfigError, with_settings
 from tests.distributed import run_ranks
-from tests.train.checkpoint.test_killed_run import losses
 from tests.train.checkpoint.test_storage import open_full_device
 from tests.train.jobs import job, one_rank
 from tests.train.launch import SMALL, launch_ranks, write_corpus
@@ -299,6 +298,11 @@ MOMENTS = {
     "before the renaming": ("_publish", 1),
     "after the renaming": ("_list_checkpoints", 1),
 }
+
+
+def losses(run: Path) -> list[tuple[int, float, float | None]]:
+    """The step, the loss and the loss on held-out text, for every record of the metrics."""
+    return [(record["step"], record["loss"], record.get("eval_loss")) for record in metrics.read(run / "metrics.jsonl")]
 
 
 def use_one_thread(rank: int) -> None:
