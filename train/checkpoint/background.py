@@ -3,8 +3,8 @@
 A step waits only while its tensors are copied to host memory. A thread then passes the copies to `storage.save`. The thread has
 a process group of its own, because ranks would otherwise mix up its collectives with those of the steps.
 
-If a save fails, the thread requests a stop, which all ranks notice in the same step. They then wait for the save and raise its
-error.
+If a save fails, the thread requests a stop, which all ranks notice in the same step. All ranks then wait for the save and raise
+its error.
 """
 
 import logging
@@ -29,24 +29,25 @@ from ringattn.train.settings.config import ConfigError, round_up
 
 log = logging.getLogger(__name__)
 
-# The copies use at most this fraction of the available host memory. The rest is for the loader and for the files' page cache.
+# Copies of a checkpoint use at most this fraction of the available host memory. The loader and the page cache of the files need
+# the rest.
 MEMORY_FRACTION = 0.5
 
-# Copies begin at multiples of this number of bytes, which suits every dtype.
+# The copy of each tensor begins at a multiple of this number of bytes, which suits every dtype.
 ALIGNMENT = 64
 
-# The bytes that the generators, the counters of steps and the alignment need at most.
+# An upper limit for the bytes of the random generators, the step counters and the alignment.
 SLACK = 2**22
 
 
 def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0) -> bool:
-    """Return whether a run saves in the background. All ranks call this function.
+    """Decide whether a run saves its checkpoints in the background. All ranks call this function.
 
     Args:
         wanted: the setting `trainer.background_saves`.
         size: the bytes of the tensors of a checkpoint on this rank.
         saves_early: whether the run saves before its last step.
-        planned: the bytes of host memory that this rank needs for its memory plan.
+        planned: the bytes of host memory that the memory plan of this rank uses.
 
     Raises:
         ConfigError: on every rank, if `wanted` is True, but a rank has too little host memory.
@@ -99,9 +100,10 @@ class Saver:
         self._reserved: Any = None if size is None else self._thread.submit(self._copies.reserve, size + SLACK)
 
     def save(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> None:
-        """Wait for the previous save, and save a checkpoint. Arguments and errors as in `storage.save`.
+        """Save a checkpoint after the previous save has ended. Arguments and errors as in `storage.save`.
 
-        In the background, the tensors may change as soon as this function returns, and `wait` raises the errors.
+        A background save copies the tensors first, so they may change after this function returns. `wait` then raises the
+        errors.
         """
         self.wait()
         if not self._is_background:
@@ -113,7 +115,7 @@ class Saver:
         self._in_flight = self._thread.submit(self._write, directory, step, copies, meta, keep)
 
     def wait(self) -> None:
-        """Wait for the save in flight, and raise its error."""
+        """Wait for the save that is running, and raise its error."""
         in_flight, self._in_flight = self._in_flight, _nothing()
         in_flight.result()
 
@@ -144,11 +146,11 @@ class Saver:
 
 def _begin_thread(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # The thread would otherwise initialise the first GPU.
+        torch.cuda.set_device(device)  # Without this call, the thread would initialise the first GPU.
 
 
 def _nothing() -> Future[Path | None]:
-    """Return the result of a save that has nothing to do."""
+    """Return a future that is already done."""
     result = Future[Path | None]()
     result.set_result(None)
     return result
@@ -170,7 +172,7 @@ class HostCopies:
             self._block = self._block.new_empty(size)
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of tensors, and of this rank's shards of DTensors. They are valid until the next call."""
+        """Copy tensors, and this rank's shards of DTensors, to host memory. The next call overwrites the copies."""
         shards = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
         if (size := sum(round_up(shard.nbytes, ALIGNMENT) for shard in shards.values())) > len(self._block):
             self.reserve(size)
@@ -186,7 +188,7 @@ class HostCopies:
 
 
 def _with_shard(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Return a DTensor like `tensor` that has this shard, which may be on another device. Return `shard` for other tensors."""
+    """Return a DTensor like `tensor` with the local shard `shard`, or `shard` itself for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return shard
     create: Any = DTensor

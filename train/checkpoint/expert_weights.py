@@ -1,7 +1,7 @@
 """Read and write the weights of experts in Hugging Face's format.
 
-Our parameters stack the weights of all experts of a layer: (experts, out, in). The name of a parameter in the files shows how
-the files store it (`families.weight_name`):
+Our models store the weights of all experts of a layer in one parameter (experts, out, in). Files store these weights in
+different ways, which the name of a parameter in `families.weight_name` describes:
 
     mlp.experts.{}.up_proj         one tensor per expert, as in Mixtral and Qwen3-MoE
     mlp.experts.gate_up_proj:1     column 1, 3, 5, ... of (experts, in, 2 * out), as in gpt-oss
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.train.settings.config import ConfigError
 
-# The numbers that 4 bits of MXFP4 encode. 32 neighbouring numbers have a common scale.
+# The 16 numbers of MXFP4 are these and their negatives. Each group of 32 numbers shares one scale.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_BIAS = 127
 
@@ -40,7 +40,7 @@ def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
 
 
 class OneTensorPerExpert:
-    """The tensors of all experts as one tensor, of which some experts can be read."""
+    """One tensor per expert, read as a single tensor (experts, ...)."""
 
     def __init__(self, name: str, slices: list[Any]) -> None:
         self._slices = slices
@@ -92,11 +92,11 @@ class JoinedExperts:
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return numbers in MXFP4 as bf16 (..., 32 * groups), exactly if they are not below the smallest number of bf16.
+    """Convert MXFP4 numbers to bf16 (..., 32 * groups). The conversion is exact, except for numbers too small for bf16.
 
     Args:
-        blocks: uint8 (..., groups, 16). Each byte contains two numbers, the first one in its lower half.
-        scales: uint8 (..., groups), the exponents of two, plus 127.
+        blocks: uint8 (..., groups, 16). Each byte contains two numbers. The lower four bits contain the first one.
+        scales: uint8 (..., groups), the exponents of two plus 127.
     """
     numbers = torch.tensor([*FP4, *(-x for x in FP4)], dtype=torch.float32, device=blocks.device)
     halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
@@ -104,12 +104,12 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def exported_tensors(parameters: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of an export. `parameters` maps each name to the parameters that have it."""
+    """Combine parameters into the tensors that an export writes. `parameters` lists the parameters of each name."""
     tensors: dict[str, Tensor] = {}
     for name, parts in parameters.items():
         base, colon, part = name.partition(":")
         if "{}" in name:
-            # Tensors in a file must not share memory.
+            # safetensors rejects tensors that share memory.
             tensors |= {name.format(expert): weight.clone() for expert, weight in enumerate(parts[0])}
         elif not colon:
             tensors[name] = torch.cat(parts)

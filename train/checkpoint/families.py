@@ -1,6 +1,6 @@
 """List the families of models in Hugging Face's format, and map their config.json and weights to our settings and names.
 
-Every family is a variation of Llama. To support another family whose parts our model has, add an entry to FAMILIES.
+Every supported family is a variation of Llama. To support another family whose parts our model has, add an entry to FAMILIES.
 """
 
 import math
@@ -12,10 +12,7 @@ from ringattn.train.settings.config import ConfigError
 
 
 class Entry(NamedTuple):
-    """An entry of config.json that determines a setting of our model.
-
-    The type of the default is the type of the entry.
-    """
+    """The setting that an entry of config.json determines. The entry must have the type of `default`."""
 
     setting: str
     default: Any
@@ -46,7 +43,7 @@ class Family:
 
 
 def listed(config: dict[str, Any], default: Callable[[int], str]) -> list[str]:
-    """Return the `layer_types` of a config.json in our terms. `default` returns the type of a layer, counted from 1."""
+    """Translate the `layer_types` of a config.json, or else call `default` for each layer, counted from 1."""
     types = config.get("layer_types")
     count = config["num_hidden_layers"]
     if types is None:
@@ -72,7 +69,7 @@ def qwen_layers(config: dict[str, Any]) -> list[str]:
 
 
 def alternating_layers(config: dict[str, Any]) -> list[str]:
-    """Return the types of the layers. Every n-th layer is full, where n is `sliding_window_pattern`."""
+    """Return the types of the layers. Every layer whose number is a multiple of `sliding_window_pattern` is full."""
     pattern = config["sliding_window_pattern"]
     return listed(config, lambda layer: "sliding" if layer % pattern else "full")
 
@@ -131,7 +128,7 @@ AFTER = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-# The balance loss changes only the training, and `model.balance_loss` determines it.
+# These entries affect only training, for which we use `model.balance_loss` instead.
 ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -310,7 +307,7 @@ FAMILIES = {
         entries={"attention_bias": Entry("qkv_bias", True), "attention_out_bias": Entry("output_bias", False)},
     ),
 }
-# Maps our names of modules and weights, without the prefix of a block, to the names in Hugging Face's format.
+# Hugging Face's names of our modules and weights. The names of layers lack the prefix "blocks.N".
 NAMES = {
     "embedding": "model.embed_tokens",
     "attention_norm": "input_layernorm",
@@ -327,9 +324,9 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# config.json may also contain these entries. Unless a family has other values, our model supports only these.
+# config.json may also contain these entries. Unless a family differs, our model supports only these values.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# Parts of other models, which these entries of config.json must not enable.
+# Our model lacks the features that these entries of config.json switch on.
 OFF = (
     *("rope_interleaved", "use_mrope", "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
     *("use_qk_norm",),
@@ -341,7 +338,7 @@ READ = {
     *("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor", "quantization_config"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 }
-# Entries that do not change the logits of a model.
+# These entries of config.json do not change the logits of a model.
 IRRELEVANT = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
@@ -394,9 +391,9 @@ def fixed_entries(family: Family) -> dict[str, Any]:
 
 
 def weight_name(name: str, family: Family) -> str:
-    """Return the name of one of our modules, without the prefix of a block, in Hugging Face's format.
+    """Return Hugging Face's name of one of our modules, which has no "blocks.N" prefix.
 
-    If several of our modules map to the same name, the file contains their weights one after another in one tensor.
-    `expert_weights.py` explains names with {} and with a colon.
+    If several of our modules map to the same name, one tensor in the file concatenates their weights. `expert_weights.py`
+    explains names with {} and with a colon.
     """
     return family.names.get(name, NAMES.get(name, name))

@@ -35,7 +35,7 @@ from ringattn.train.settings.config import MAY_DIFFER, RANGES, ConfigError, Mode
 
 log = logging.getLogger(__name__)
 
-# The only supported values of the settings of each rope_type.
+# Settings of each rope_type for which only one value is supported.
 YARN = {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"]}
 ROPE_FIXED: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -44,11 +44,11 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
     "yarn-exact": {**YARN, "truncate": False},
     "longrope": {},
 }
-# For these, a factor of null means the ratio of the extended to the trained length.
+# If the "factor" of these rope types is null, it is the ratio of the extended to the trained length.
 HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
-# The names of tensors without weights that other programs store: constants and masks.
+# Other programs store these constants and masks as tensors. They are not weights, so loading ignores them.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
-# The settings that distinguish the families. Without an entry in config.json, they have their defaults.
+# The settings that distinguish the families. A setting without an entry in config.json has its default.
 ARCHITECTURE = (
     *("rope_interleaved", "qkv_bias", "output_bias", "qk_norm", "qk_norm_all_heads", "attention_scale", "norm"),
     *("norm_position", "parallel", "activation", "embedding_scale", "residual_scale", "logit_scale"),
@@ -59,7 +59,6 @@ OF_LAYERS = {
     *("window", "layer_types", "rope_theta", "local_rope_theta", "rotary_fraction"),
     *("rope_factor", "rope_trained_len", "rope_scaling"),
 }
-# The advice for a model with another architecture.
 OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
 
 
@@ -69,7 +68,7 @@ def is_model(path: Path) -> bool:
 
 
 def hugging_face_name(name: str, family: Family) -> str:
-    """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format.
+    """Return Hugging Face's name of a parameter of `ringattn.train.model.gpt.GPT`.
 
     `expert_weights.py` explains names with {} and with a colon.
     """
@@ -199,7 +198,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` of the first source that contains it. It must be an integer, or a number if `kind` is float."""
+    """Return `name` from the first source that contains it. If the value does not have the type `kind`, raise ConfigError."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
@@ -223,12 +222,11 @@ def _unused_tensors(files: Collection[str], settings: dict[str, Any], family: Fa
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the sequence length of the training, which config.json may contain in one of three places."""
+    """Return the sequence length before an extension. config.json may contain this length in one of three places."""
     return _number("original_max_position_embeddings", config, rope, default=config.get("max_position_embeddings"))
 
 
 def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
-    """Return the factor of yarn or longrope."""
     if rope.get("factor") is not None:
         return _number("factor", rope, kind=float)
     return _number("max_position_embeddings", config) / _rope_trained_len(config, rope)
@@ -263,7 +261,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
         checks[name] = value if config.get(name) is None else config[name], (value,)
     checks |= {name: (config.get(name), (None, False)) for name in OFF}
     for name, value in ROPE_FIXED.get(kind, {}).items():
-        # In transformers, null means the default value only for these two settings.
+        # transformers replaces null by the default value only for these two entries.
         is_default = name in ("beta_slow", "beta_fast") and rope.get(name) is None
         checks[name] = value if is_default else rope.get(name, value), (value,)
     if family.rotary_fraction is None:
@@ -281,7 +279,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
 
 
 def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], float | None]:
-    """Return the entries for rotary embeddings, and their base in sliding layers if it is separate."""
+    """Return the entries for rotary embeddings, and the separate rotary base of sliding layers, or None."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if family.local_rope_theta is None:
         return rope, None
@@ -299,7 +297,7 @@ def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any
 
 
 def _period(types: list[str]) -> list[str]:
-    """Return the shortest list that is repeated in the given list."""
+    """Return the shortest prefix of `types` whose repetition gives `types`."""
     return next(types[:n] for n in range(1, len(types) + 1) if all(kind == types[i % n] for i, kind in enumerate(types)))
 
 
@@ -309,7 +307,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     `vocab_size` counts the tokens of the run's tokenizer.
 
     Raises:
-        ConfigError: a setting that determines the shapes of weights differs, or there are too few rows of embeddings.
+        ConfigError: a setting that changes the shapes of weights differs, or the embedding has too few rows.
     """
     settings = read_settings(path)
     rows = settings.pop("vocab_size")
@@ -354,8 +352,8 @@ def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
 
 
 def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
-    """List `settings` by their names on the command line, each with its value in the folder and its value in `model`."""
-    # The user sets resolved_head_dim and resolved_ffn_dim by the options head_dim and ffn_dim.
+    """List the differing settings, each with its value in the folder and its value in `model`."""
+    # Users set resolved_head_dim and resolved_ffn_dim with the options head_dim and ffn_dim.
     names = {name: f"model.{name.removeprefix('resolved_')}" for name in settings}
     return ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in settings.items())
 
@@ -363,12 +361,12 @@ def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
 def load(path: Path, model: nn.Module) -> None:
     """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
 
-    The vocabulary of `model` may be padded to more rows, which keep their values. DCP's HuggingFaceStorageReader is not used:
-    it cannot leave out rows, and reads files that the index does not contain.
+    The embedding of `model` may have additional padded rows, which this function does not change. DCP's
+    HuggingFaceStorageReader cannot leave out rows, and reads files that the index does not contain, so it is not used.
 
     Args:
-        path: the folder.
-        model: the model, whose parameters may be sharded along their first dimension.
+        path: the folder of the Hugging Face model.
+        model: the model. Its parameters may be sharded along their first dimension.
 
     Raises:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
@@ -379,7 +377,7 @@ def load(path: Path, model: nn.Module) -> None:
     for parameter_name, parameter in parameters.items():
         name = hugging_face_name(parameter_name, family)
         if parameter_name == "embedding" and name not in files and "head" not in parameters:
-            name = hugging_face_name("head", family)  # The file contains the shared matrix only under this name.
+            name = hugging_face_name("head", family)  # Tied weights are stored only under this name.
         tensors.setdefault(name, {})[parameter_name] = parameter
     size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):
@@ -416,9 +414,9 @@ def _warn_of_the_head(path: Path, is_tied: bool) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a parameter, and the index of the first one.
+    """Return the rows of a parameter that this rank holds, and the index of the first of these rows.
 
-    FSDP splits rows like `torch.chunk`: the last ranks may have fewer rows, or none.
+    FSDP splits the rows like `torch.chunk`, so the last ranks may hold fewer rows, or none.
     """
     if not isinstance(parameter, DTensor):
         return parameter, 0
@@ -429,7 +427,7 @@ def _open_tensors(path: Path) -> dict[str, Any]:
     """Open the safetensors files of a folder. Return the open file of each tensor.
 
     Raises:
-        ConfigError: a file cannot be read, or lacks a tensor that the index lists.
+        ConfigError: a file cannot be read, or a tensor that the index lists is missing.
     """
     from safetensors import SafetensorError, safe_open
 

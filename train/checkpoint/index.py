@@ -1,7 +1,7 @@
 """Read the index of a checkpoint without running code from it.
 
 torch.distributed.checkpoint (DCP) stores the index `.metadata` as a pickle, and loading a pickle may run any code. Therefore
-this module loads only the classes that an index needs.
+this module rejects all classes except those of an index.
 """
 
 import io
@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# Creating objects of these classes has no side effects.
+# Unpickling may create objects of these classes, because doing so has no side effects.
 _METADATA_CLASSES = (
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -32,8 +32,8 @@ def parse_index(content: bytes, files: Container[str]) -> Metadata:
     """Return the index with this content. `files` are the names of the other files of the checkpoint.
 
     Raises:
-        Exception: the content is not an index, or a tensor lies in another file. A broken pickle may raise an error of any
-            type.
+        Exception: the content is not an index, or the index names a file that is not in `files`. A broken pickle may raise an
+            error of any type.
     """
     index = _IndexUnpickler(io.BytesIO(content)).load()
     for name, entry in index.state_dict_metadata.items():
@@ -56,7 +56,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Replaces `getattr`, which pickles of Python 3.11.0 to 3.11.3 call for a member of an enumeration."""
+    """Return a member of an enumeration. Pickles of Python 3.11.0 to 3.11.3 call `getattr` for this, which is not safe."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

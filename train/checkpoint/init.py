@@ -1,7 +1,4 @@
-"""Load the initial weights of a new run from a checkpoint or from a Hugging Face model (`trainer.init_from`).
-
-These weights replace the random ones that `ringattn.train.parallel.shard` has drawn.
-"""
+"""Load the initial weights of a new run from a checkpoint or from a Hugging Face model (`trainer.init_from`)."""
 
 from pathlib import Path
 
@@ -47,7 +44,7 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
 
 
 def load(path: Path, model: nn.Module) -> None:
-    """Load the weights at `path` into `model`. All ranks call this function after `compare_settings` has accepted `path`.
+    """Load the weights at `path` into `model`. All ranks call this function. Call `compare_settings` first.
 
     Raises:
         ConfigError: on every rank, if a weight is missing, has another shape or is not finite, or if a file cannot be read.

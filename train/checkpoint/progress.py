@@ -16,9 +16,9 @@ from ringattn.train.parallel.memory.pinned import resident_bytes
 
 log = logging.getLogger(__name__)
 
-# The seconds between two messages. Shorter saves and loads are not shown.
+# The seconds between two progress messages. A save or a load that takes less time shows no message.
 INTERVAL_S = 5.0
-# The number of seconds between two checks for a signal.
+# The seconds between two checks for a stop signal.
 POLL_S = 0.5
 
 
@@ -85,14 +85,14 @@ def format_size(count: float) -> str:
 
 
 def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
-    """Return the bytes of the files in a folder whose names match a pattern. The folder may not exist yet."""
+    """Return the total size in bytes of the files in a folder whose names match a pattern. The folder may not exist yet."""
     total = 0
-    with suppress(OSError):  # The folder may be renamed during the loop.
+    with suppress(OSError):  # A checkpoint's folder may be renamed during the loop.
         for file in folder.glob(pattern):
             total += file.stat().st_size
     return total
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of these tensors on this rank. A rank has one shard of a DTensor."""
+    """Return how many bytes of these tensors this rank holds. A rank holds only its shard of a DTensor."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

@@ -30,7 +30,7 @@ FREE = (
     *("trainer.sample_tokens", "trainer.sample_prompt", "trainer.profile"),
 )
 
-# The groups of settings that are compared with those of a checkpoint.
+# A resumed run compares the settings of these groups with its checkpoint.
 COMPARED = tuple(group for group in GROUPS if group != "logger")
 
 
@@ -80,7 +80,7 @@ def _log_ignored(settings: str) -> None:
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
-    """Return the content of meta.json of a checkpoint that a run has saved.
+    """Return the meta.json of a checkpoint that a training run has saved.
 
     Raises:
         CheckpointError: `path` is not such a checkpoint, or its meta.json is damaged.
@@ -99,7 +99,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
     If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is a checkpoint of another run, this
-    run starts from it until this run has checkpoints of its own.
+    run starts from it, and later launches resume from this run's own checkpoints.
 
     Returns:
         The checkpoint, or None for a new run, and the path of the checkpoint of another run if this run branched from it.
@@ -107,14 +107,14 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     Raises:
         ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
     """
-    # Only rank 0 looks for checkpoints, so that all ranks resume from the same checkpoint.
+    # Rank 0 chooses the checkpoint, so that all ranks resume from the same one.
     with sync_errors():
         found = choose_checkpoint(directory, trainer) if dist.get_rank() == 0 else None
     return broadcast_object(found)
 
 
 def choose_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
-    """Find a checkpoint like `find_checkpoint`, but on this rank alone."""
+    """Do the work of `find_checkpoint` on one rank, without communication."""
     newest = storage.latest(directory)
     if newest is not None:
         if trainer.init_from is not None:
@@ -149,10 +149,10 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
-    """Return the settings of a resumed run, which keeps some settings of its checkpoint.
+    """Combine the settings of a resumed run with those that must stay as in its checkpoint.
 
-    The run keeps the learning rate and the warmup, unless the user sets them. Otherwise a larger `trainer.steps` would lengthen
-    the warmup. If the checkpoint belongs to this run, the run also keeps `trainer.init_from`.
+    The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Otherwise a larger `trainer.steps`
+    would lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
 
     Args:
         path: the checkpoint.
@@ -185,7 +185,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
     Raises:
         ConfigError: the corpora differ, or the position is not a number of sequences.
     """
-    # Without the entry "sequences", the run has read the sequences in the order of the stream.
+    # Checkpoints without the entry "sequences" have read the sequences in the order of the stream.
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
@@ -202,7 +202,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
 
 
 def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current: dict[str, Any], config: Config) -> str:
-    """Describe why the fingerprints `saved` and `current` of two corpora differ, if possible by the settings that differ."""
+    """Describe why two corpora have different fingerprints, if possible by naming the settings that differ."""
     if not meta.get("corpus"):
         return "it does not describe its corpus"
     changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb", "data.num_proc"))
@@ -220,14 +220,15 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
     Arguments as in `apply_saved_settings`.
 
     Raises:
-        ConfigError: a setting of the model differs, or all steps are completed and another setting differs.
+        ConfigError: a model setting differs, or any setting differs after the last step.
     """
     changes = _changes(meta, config, COMPARED)
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
         changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
     if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
         raise ConfigError(f"{path} was trained with {', '.join(fixed)}: resume with the same settings, or choose another name")
-    # A completed run only generates samples, for which the mesh, the memory plan and the tokens per step do not matter.
+    # After the last step, a run only generates a sample. The mesh, the memory plan and the tokens per step do not affect a
+    # sample.
     irrelevant = ("parallel.", "memory.", "tokens_per_step")
     relevant = [change for name, change in changes.items() if not name.startswith(irrelevant)]
     if relevant and meta["step"] >= config.trainer.steps:
@@ -241,8 +242,8 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
     """Check that a job of a sweep resumes with the settings of its checkpoint, except for a larger number of steps.
 
-    The directory of a job is named by the settings that the sweep varies. If other settings differ, the checkpoint belongs to
-    another sweep.
+    The name of a job's directory contains the settings that the sweep varies. If any other setting differs, the checkpoint
+    belongs to another sweep.
     """
     changes = _changes(meta, config, COMPARED)
     for name in ("trainer.steps", "trainer.total_tokens"):
@@ -258,7 +259,8 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
     """Describe the model settings that differ between a new run and the checkpoint of its initial weights.
 
     Raises:
-        ConfigError: the number of heads differs. Loading the weights checks only shapes, which may still be equal.
+        ConfigError: the number of heads differs. Weights for other numbers of heads may have the same shapes, which loading
+            would accept.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:
@@ -269,7 +271,7 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
 
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str], free: Iterable[str] = FREE) -> dict[str, str]:
-    """Describe each setting in `groups` that differs from the checkpoint. The names in `free` are left out.
+    """Describe each setting in `groups` whose value differs from the checkpoint, except those in `free`.
 
     Returns:
         A dict from the name of each differing setting to its description.

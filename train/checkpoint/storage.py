@@ -3,9 +3,9 @@
     <directory>/step_00000010/     the tensors, as torch.distributed.checkpoint (DCP) writes them, and meta.json
     <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes it
 
-Every rank writes its own shards to a directory that all ranks see. A run that resumes reads the parts that it needs, so the
-number of ranks may change. Every read compares checksums. meta.json contains its own checksum and that of the index. The index
-contains the checksum of every shard. Checkpoints of earlier versions lack some checksums.
+Every rank writes its own shards to a directory that all ranks see. A resuming rank reads the parts that it needs, so the number
+of ranks may change. Every read compares checksums. The file meta.json contains its own checksum and the checksum of the index.
+The index contains the checksum of every shard. Checkpoints of earlier versions lack some checksums.
 
 `save` accepts only tensors, because DCP would pickle any other object, and loading a pickle may run any code. DCP's index is a
 pickle as well, which `ringattn.train.checkpoint.index` reads safely.
@@ -47,8 +47,8 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The version of the format. If earlier code could not read new checkpoints, the number must increase. Version 1, of ringattn
-# 0.2.0, had no number. Version 2 has checksums of meta.json and of every shard.
+# The version of the format. Increase this number if older code cannot read new checkpoints. Version 1, written by ringattn
+# 0.2.0, had no number. Version 2 added checksums of meta.json and of every shard.
 FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
@@ -56,7 +56,7 @@ CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 # DCP then stores every tensor under its given name, without a table of nested names.
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-# DCP stores each shard as an archive, which adds at most this many bytes.
+# DCP stores each shard in an archive. The archive adds at most this many bytes to the shard.
 ARCHIVE_BYTES = 2048
 
 # A file of another host must be visible after this many seconds. NFS caches names and sizes for up to 60 s.
@@ -65,7 +65,7 @@ VISIBLE_S = 70.0
 # Some network file systems cannot sync a directory.
 NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
-# Errors if the disk is full, or if the user's quota is exceeded.
+# The error codes of a full disk and of an exceeded quota.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -93,8 +93,8 @@ def save(
     Args:
         directory: the directory of the run's checkpoints.
         step: the number of completed steps.
-        tensors: the tensors by name. Every rank writes its shard of a DTensor. One rank writes any other tensor.
-        meta: values that JSON can represent. This function adds `format`, `step`, the sizes of the files and the checksums.
+        tensors: the tensors by name. Every rank writes its shards of DTensors. One rank writes each other tensor.
+        meta: values that JSON can represent. `save` adds `format`, `step`, the file sizes and the checksums.
         keep: how many checkpoints to keep, at least 1.
         group: a group of all ranks for the collectives of a background thread. None: the default group.
 
@@ -147,7 +147,7 @@ def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> Abs
 
 
 def estimate_size(tensors: Iterable[Tensor]) -> int:
-    """Return the approximate number of bytes that these tensors take up in a checkpoint of all ranks."""
+    """Estimate the total size in bytes of these tensors in a checkpoint, over all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     # `numel` of a DTensor counts the whole tensor.
     return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
@@ -156,11 +156,11 @@ def estimate_size(tensors: Iterable[Tensor]) -> int:
 def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) -> None:
     """Check before the first step that the disk has space for the checkpoints. Only one rank calls this function.
 
-    If only some checkpoints fit, log a warning.
+    If the disk has space for some but not all checkpoints, log a warning.
 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
-        step: the number of completed steps. Later checkpoints will be removed, so their space counts as free.
+        step: the number of completed steps. The space of later checkpoints counts as free, because the run removes them.
         needed: the number of bytes of one checkpoint.
         keep: how many checkpoints the run keeps.
         saves: how many checkpoints the run will write.
@@ -241,7 +241,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
     The sharding of a DTensor may differ from that in the checkpoint. Names, shapes and dtypes are compared before any tensor is
-    read. If any name begins with "model." or "optim.", `tensors` must contain all such names of the checkpoint.
+    read. If `tensors` contains model parameters or optimizer state, it must contain all such tensors of the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.
@@ -252,7 +252,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
         if not all(hasattr(info, "checksum") for info in index.storage_data.values()):
             _log_missing_checksums(path)
         _check_tensors(path, index.state_dict_metadata, tensors)
-        # DCP warns that every rank reads without the other ranks, which is intended.
+        # DCP warns that ranks read independently of each other, which is intended here.
         with warnings.catch_warnings(action="ignore"):
             dcp.load(tensors, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
 
@@ -264,12 +264,12 @@ def _log_missing_checksums(path: Path) -> None:
 
 @contextmanager
 def _convert_errors(problem: str, advice: str) -> Generator[None]:
-    """Replace every error of the body by a CheckpointError that contains the problem, the first error and the advice."""
+    """Convert every error of the body to a CheckpointError with the problem, the first error and the advice."""
     try:
         yield
-    # CheckpointException is not a subclass of Exception, so it must be named here.
+    # CheckpointException derives from BaseException, so `except Exception` would miss it.
     except (Exception, CheckpointException) as error:
-        # DCP gathers the errors of all ranks. Report that of the lowest rank.
+        # DCP gathers the errors of all ranks. Report the error of the lowest rank.
         errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         first = errors[0]
         if isinstance(first, CheckpointError):
@@ -282,8 +282,8 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 def _is_full_disk(error: BaseException | None) -> bool:
     """Return whether an error was raised because the disk is full.
 
-    If a write of a zip archive fails, torch raises "unexpected pos", whose context is the error of the operating system. An
-    error that comes from another rank has no context.
+    If torch cannot write a zip archive, it raises "unexpected pos". The context of this error is the error of the operating
+    system. Errors from other ranks arrive without a context.
     """
     if isinstance(error, OSError):
         return error.errno in FULL_DISK
@@ -332,7 +332,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
 
 
 def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
-    """Return the name of a file that is missing in `path` or has another size, or None."""
+    """Return the name of the first file that is missing or has a wrong size, or None if all files are complete."""
     for name, size in files.items():
         if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
             return name
@@ -359,12 +359,12 @@ def _write_meta(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:
-    """Return the checksum of meta.json without the entry `checksum`. The order of entries and white space do not matter."""
+    """Return the checksum of the entries of meta.json except `checksum`. The order of entries and white space do not matter."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    # Otherwise a power failure could leave a checkpoint that has a valid name but lacks some of its contents.
+    # Sync the contents before the rename. Otherwise a power failure could leave an incomplete checkpoint with a valid name.
     _fsync(temporary)
     if target.exists():
         _hide(target)
@@ -385,7 +385,7 @@ def _fsync(path: Path) -> None:
 
 
 def _list_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints, the oldest first. Step numbers have eight digits, so names sort like steps."""
+    """Return the complete checkpoints in ascending order of steps."""
     return sorted(path for path in directory.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
@@ -426,7 +426,7 @@ class _HashingStream(io.IOBase):  # passes bytes on to another stream
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes tensors, and adds the checksum of each shard to its entry in the index, as `checksum`."""
+    """Writes tensors, and adds the attribute `checksum` to the index entry of each shard."""
 
     sizes: dict[str, int]  # on rank 0, after a save: the sizes of the files
 
@@ -434,7 +434,7 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
         # The list of a network file system may lack the files of other hosts.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
-        # Some releases of torch write a copy of `metadata`, so only `results` contains the shards.
+        # Some releases of torch use a copy of `metadata` as the index, so the names of the shards come from `results`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
             # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
@@ -449,7 +449,7 @@ class _Writer(dcp.FileSystemWriter):
         return results
 
     def transform_save_stream(self, entry: WriteItem, stream: io.IOBase) -> tuple[io.IOBase, list[str]]:
-        """DCP writes each shard to the returned stream."""
+        """Return the stream to which DCP writes a shard."""
         transformed = _HashingStream(stream)
         self._hashes[entry.index] = transformed.hash
         return transformed, []
@@ -477,7 +477,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors with an already checked index. DCP calls torch.load with weights_only=True."""
+    """Reads tensors with an index that was already checked. DCP calls torch.load with weights_only=True."""
 
     def __init__(self, path: Path, index: Metadata):
         super().__init__(path)
