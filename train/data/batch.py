@@ -15,8 +15,8 @@ class Batch:
 
     Attributes:
         tokens: (B, S) int64.
-        labels: (B, S) int64, the next tokens. A label of IGNORE does not contribute to the loss. Labels are computed before the
-            sequence is sharded, so no rank needs a token of another rank.
+        labels: (B, S) int64, the next tokens. A label of IGNORE does not contribute to the loss. Labels are computed on the
+            whole sequence, so no rank needs a token of another rank.
         documents: for each sequence, the length of each document, or part of a document, in it. The lengths sum to S.
     """
 
@@ -42,7 +42,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, layout: Layout, rank: int, device: torch.device) -> "Shard":
-        """Copy the tokens of `rank` to `device`. The host does not wait for the copies."""
+        """Copy the tokens of rank number `rank` to `device`. Copies to a GPU are asynchronous."""
         shards = layout.shard(batch.tokens, rank), layout.shard(batch.labels, rank), layout.positions(rank)
         if device.type == "cuda":
             # A copy from memory that is not pinned would make the host wait for the GPU.

@@ -4,7 +4,7 @@
     sequence    pieces that together have at most S tokens; padding fills the rest
     epoch       all sequences in a random order
 
-The pieces are packed from the longest to the shortest. Each piece goes to the sequence with the least space that suffices. The
+Pieces are packed from the longest to the shortest. Each piece goes to the fullest sequence that still has space for it. The
 number of consumed sequences is the only state of the data, as in `packing`.
 """
 
@@ -20,12 +20,12 @@ PACKING = 2**62  # the seed of an order that does not depend on the epoch
 
 
 class BestFitDataset(TokenisedDocuments):
-    """An endless series of sequences with few cut documents. Sequence number i depends only on the arguments and on i.
+    """An endless series of sequences, packed so that few documents are cut. The arguments and the index i determine sequence i.
 
     The label of the last token of a document is the token that begins every document.
 
     Attributes:
-        padding: the fraction of all tokens of the sequences that is padding.
+        padding: the fraction of padding among all tokens.
         sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
         group_size: the number of consecutive sequences with a similar cost of attention, or 1.
     """
@@ -42,7 +42,7 @@ class BestFitDataset(TokenisedDocuments):
         self._size = np.minimum(self.lengths[self._number] - self._start, seq_len)
         order = random_order(np.random.Philox(key=[seed % 2**64, PACKING]), len(self._size))
         sequence = pack_best_fit(self._size[order], seq_len)
-        # The pieces, sorted by sequence, and the index of the first piece of each sequence.
+        # The pieces of one sequence are neighbours in `_pieces`, and `_first` contains the index of its first piece.
         self._pieces = order[sequence.argsort(kind="stable")]
         self._first = np.concatenate([[0], np.bincount(sequence).cumsum()])
         count = len(self._first) - 1
@@ -57,7 +57,7 @@ class BestFitDataset(TokenisedDocuments):
 
     @property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """The lengths of all pieces, and whether each one begins its document. Pieces of a document are neighbours."""
+        """Return the length of every piece, and whether a document begins there. Pieces of a document are neighbours."""
         return self._size, self._start == 0
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
@@ -94,15 +94,15 @@ class BestFitDataset(TokenisedDocuments):
 
 
 def pack_best_fit(sizes: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the number of the sequence of each piece, int64 (pieces,).
+    """Assign every piece to a sequence. Return the index of its sequence for each piece, int64 (pieces,).
 
     Args:
-        sizes: (pieces,) int64, from 1 to `seq_len`. Pieces of equal size are packed in this order.
+        sizes: (pieces,) int64, from 1 to `seq_len`. Pieces of equal size keep their order.
         seq_len: the number of tokens per sequence.
     """
     order = (-sizes).argsort(kind="stable")
     result = np.empty_like(sizes)
-    # The sequences with each amount of space, and the sorted amounts.
+    # `by_space` lists the sequences by their free space, and `spaces` contains the sorted keys.
     by_space, spaces, count = dict[int, list[int]](), list[int](), 0
     for piece, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         index = bisect_left(spaces, size)

@@ -1,8 +1,8 @@
 """Render conversations with the chat template of a tokenizer, and find the turns of the assistant in the text.
 
-A template may mark these turns with {% generation %} and {% endgeneration %}. Without such marks, this module renders the
-conversation before each turn (with the prompt for the next answer) and the conversation up to the end of the turn. The ends of
-the two texts are the bounds of the turn.
+A template may mark these turns with {% generation %} and {% endgeneration %}. For other templates, this module renders two
+texts per turn: the conversation before the turn, with the prompt for the next answer, and the conversation up to the end of the
+turn. The lengths of both texts give the bounds of the turn.
 """
 
 import json
@@ -16,7 +16,7 @@ from ringattn.train.settings.config import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# The entries of `tokenizer_config.json` that a template may use.
+# A template may use these entries of `tokenizer_config.json`.
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 Messages = list[dict[str, Any]]
@@ -49,7 +49,7 @@ class ChatTemplate:
         try:
             values: dict[str, Any] = options | self.variables
             rendered: Any = render([messages], chat_template=self.source, **values)
-        except Exception as error:  # A template may fail in any way.
+        except Exception as error:  # Templates are code and may raise any error.
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(f"the chat template of {self.path} does not accept these messages: {reason:.200}") from None
         (text,), spans = rendered
@@ -58,7 +58,7 @@ class ChatTemplate:
     def find_turns(self, messages: Messages, special_names: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the span of characters of each turn of the assistant.
 
-        A turn includes its stop token. Errors as in `render`, and also if the turns cannot be found.
+        A turn includes its stop token. Raise ConfigError if the template rejects the messages, or if the turns cannot be found.
         """
         is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
         if is_marked:
@@ -82,10 +82,10 @@ class ChatTemplate:
 
 
 def _end_of_turn(text: str, start: int, end: int, special_names: re.Pattern[str], is_marked: bool) -> int:
-    """Return the end of the stop token of a turn, or `end` if there is none.
+    """Return the position after the stop token of a turn, or `end` if the turn has no stop token.
 
-    The stop token is the last special token in the turn. If a template marks only the content of a turn, the stop token is the
-    special token that follows.
+    The stop token is the last special token in the turn. If the template marks only the content of the turn, the stop token
+    follows the turn.
     """
     last = max((name.end() for name in special_names.finditer(text, start, end)), default=None)
     if last is not None and not text[last:end].strip():
@@ -117,10 +117,10 @@ def load_template(tokenizer: str) -> ChatTemplate:
 
 
 def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Messages:
-    """Return the messages of a record, without entries that are None, as parquet files contain them.
+    """Return the messages of a record. Parquet files contain None for missing entries, which this function removes.
 
     Args:
-        messages: the value of the column.
+        messages: the value in the messages column of the record.
         tokenizer: the tokenizer, whose special tokens must not occur in a message.
         parses: whether `data.special_tokens=parse` permits special tokens.
 

@@ -16,7 +16,7 @@ NUM_SAMPLED = 64
 
 
 class Progress(NamedTuple):
-    """How much of a source has been consumed."""
+    """The tokens and the epochs of a source that a run has consumed."""
 
     tokens: int
     epochs: float
@@ -34,12 +34,12 @@ class NumberedSequences:
     sequences_per_epoch: int
 
     def batch(self, indices: Iterable[int]) -> Batch:
-        """Return the sequences with the numbers `indices`, in this order."""
+        """Return a batch of the sequences with these indices."""
         tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the progress in the corpus after the first `consumed` sequences, under the name ""."""
+        """Return the tokens and the epochs that the first `consumed` sequences contain, under the name ""."""
         return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
@@ -48,7 +48,7 @@ class NumberedSequences:
 
 
 class TokenisedDocuments(NumberedSequences):
-    """Reads tokenised documents. Subclasses pack the documents into numbered sequences.
+    """A base class for datasets that pack tokenised documents into sequences.
 
     Attributes:
         splits: the number of documents in each split of the source.
@@ -65,24 +65,24 @@ class TokenisedDocuments(NumberedSequences):
 
     @functools.cached_property
     def sampled(self) -> int:
-        """A CRC-32 of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus."""
+        """Return a CRC-32 of the tokens of up to NUM_SAMPLED documents, spread evenly over the corpus."""
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
-            # Earlier versions stored int32, and their checkpoints contain this checksum.
+            # Checkpoints contain the checksum of int32 tokens.
             crc = zlib.crc32(self._documents[int(index)].astype(np.int32).data, crc)
         return crc
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
         """Values that identify the corpus and its order. If the values change, a saved position in the data is invalid."""
-        # The lengths identify the order of the documents.
+        # The lengths of the documents identify their order.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}
 
 
 def random_order(random: np.random.Philox, count: int) -> np.ndarray:
-    """Return the numbers below `count` in a random order."""
+    """Return a random permutation of the numbers below `count`."""
     # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
     return np.argsort(random.random_raw(count), kind="stable")
 

@@ -8,9 +8,9 @@ processes do not share Python's lock, so planning does not delay the launch of k
     request(consumed) of the next AHEAD steps   ->      Preparation.prepare
     list of MicroStep                           <-
 
-On CPUs, a loader process would only take time away from training, so `Loader` prepares a step in the training process.
+On CPUs, a loader process would compete with training for the cores, so `Loader` prepares each step in the training process.
 
-The loader process ends when its input is closed. The operating system closes the input when the training process ends.
+When the training process ends, the operating system closes the input of the loader process, which then ends as well.
 """
 
 import gc
@@ -68,7 +68,7 @@ Positions = Mapping[int, Position]  # by the number of the reader
 
 
 class MicroStep(NamedTuple):
-    """The inputs of one rank in one micro-step."""
+    """The batch of one micro-step, with its masks, its layout and its attention plans."""
 
     batch: Batch
     masks: Masks
@@ -86,7 +86,7 @@ class Preparation:
         data: the training sequences.
         shape: the numbers of ranks.
         dp, ring: the indices of this rank along these axes of the mesh.
-        is_fixed: as for `Plan`. True if a CUDA graph replays attention.
+        is_fixed: as for `Plan`. True if attention runs in CUDA graphs.
     """
 
     config: Config
@@ -98,7 +98,7 @@ class Preparation:
 
     @property
     def sequences_per_step(self) -> int:
-        """The number of sequences that all ranks together consume in one step."""
+        """Return how many sequences all ranks together consume in one step."""
         return self.shape.dp * self.config.trainer.accumulate * self.config.trainer.batch_size
 
     def batches(self, consumed: int) -> list[Batch]:
@@ -112,7 +112,8 @@ class Preparation:
         return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
 
     def prepare(self, consumed: int, requests: Sequence[Requests] | None = None) -> list[MicroStep]:
-        """Return the micro-steps of one step. With `requests`, one per mask, plan the attention of masks with documents.
+        """Return the micro-steps of one step. If `requests` are given, one per mask, also plan the attention of masks with
+        documents.
 
         A mask without documents is the same in all steps, so the first step creates its plan.
         """
@@ -131,16 +132,16 @@ class Preparation:
 
 
 def masks_of(config: Config, batch: Batch) -> Masks:
-    """Return the causal masks of a batch. The settings determine their windows and their documents."""
+    """Return the causal masks of a batch for the layers of the model, with documents if `data.mask_documents` is set."""
     return causal_masks(config.model, batch.documents if config.data.mask_documents else None)
 
 
 class Loader:
-    """Prepare each step when it is needed, in this process."""
+    """Prepares each step in this process, when the step is needed."""
 
     def __init__(self) -> None:
         self._preparation: Preparation | None = None
-        # Where the readers of a stream continue after a number of sequences
+        # The positions of a stream's readers, by the number of consumed sequences
         self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
@@ -159,7 +160,7 @@ class Loader:
             LoaderError: the loader process failed, or the stream cannot be read.
         """
         micro_steps, size = self._prepare(consumed), self.preparation.sequences_per_step
-        # The run may still need the positions before and after the previous step.
+        # A save may need the positions before or after the previous step.
         known = {count: positions for count, positions in self._positions.items() if count >= consumed - size}
         self._positions = known | {consumed + size: micro_steps[-1].positions}
         return micro_steps
@@ -167,7 +168,7 @@ class Loader:
     def _prepare(self, consumed: int) -> list[MicroStep]:
         try:
             return self.preparation.prepare(consumed)
-        except ConfigError as error:  # Other ranks may not have this error.
+        except ConfigError as error:  # Only this rank may have the error.
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:
@@ -178,11 +179,11 @@ class Loader:
         """Record the schedules and tables that a step has requested from each plan. Later steps request the same ones."""
 
     def close(self) -> None:
-        """End the loader process, if there is one."""
+        """End the loader process."""
 
 
 class AheadLoader(Loader):
-    """Prepares the next steps in a loader process, which imports its modules while the training process starts."""
+    """Prepares the next steps in a loader process. The process imports its modules while the training process starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class AheadLoader(Loader):
         # A thread receives the messages, so that the loader process never waits for the training process.
         self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
         threading.Thread(target=_receive_all, args=(connection, self._received), daemon=True).start()
-        # The finalizer also runs if an error ends the job before `close` is called.
+        # The finalizer ends the process even if an error prevents the call of `close`.
         self._end = weakref.finalize(self, _end, self._process, self._requests_file)
 
     def begin(self, preparation: Preparation) -> None:
@@ -222,7 +223,7 @@ class AheadLoader(Loader):
         self._end()
 
     def _prepare(self, consumed: int) -> list[MicroStep]:
-        # If this step does not follow the previous one, drop all requested steps.
+        # After a jump to another step, drop the steps that were requested before.
         while self._pending and self._pending[0] != consumed:
             self._receive()
         while len(self._pending) <= AHEAD:
@@ -259,7 +260,7 @@ def start_loader(device: torch.device) -> Loader:
 def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
     process.kill()
     process.wait()
-    with suppress(BrokenPipeError):  # A request may still be in the buffer.
+    with suppress(BrokenPipeError):  # Closing flushes requests that are still in the buffer.
         requests.close()
 
 
@@ -294,7 +295,7 @@ def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
 
 
 def _decode(data: bytearray) -> Any:
-    """Return the message. The arrays of the message use the memory of `data`."""
+    """Decode a message. Its arrays share the memory of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("<q", view)
     start, parts = 8 * (1 + count), list[memoryview]()
@@ -312,16 +313,16 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearra
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
                 received.put(data)
     finally:
-        received.put(None)  # Without this message, the training process would wait forever.
+        received.put(None)  # None tells the training process that no message will follow.
 
 
 def run_loader_process(output: IO[bytes]) -> None:
-    """Prepare the steps that the training process requests, until the input ends, and write them to `output`."""
+    """Prepare the requested steps and write them to `output`, until the input ends."""
     # These signals also reach this process, which must not end before the training process has completed its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
-    # Garbage collection would take long, because a plan for 64 ranks consists of thousands of small objects.
+    # A plan for 64 ranks consists of thousands of small objects, so frequent garbage collection would be slow.
     gc.freeze()
     gc.set_threshold(100_000)
     preparation: Preparation | None = None

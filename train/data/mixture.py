@@ -1,9 +1,9 @@
 """Mix the sequences of several sources, so that each source has a given share of the tokens.
 
-Each sequence comes from one source. Sequence j of a source with the share w belongs at the position (j + 1/2) / w of the
-mixture, and the mixture sorts the sequences of all sources by these positions (the method of Sainte-Laguë). Therefore, the
-number of sequences of a source differs from its share by a few sequences at most, after any number of sequences. The source of
-a sequence is computed from its number alone, so the number of consumed sequences is still the only state of the data.
+Each sequence comes from one source. Sequence j of a source with the share w has the position (j + 1/2) / w in the mixture.
+Sorting the sequences of all sources by position gives their order (the method of Sainte-Laguë). After any number of sequences,
+each source therefore differs from its share by at most a few sequences. The index of a sequence determines its source, so a
+checkpoint only needs the number of consumed sequences.
 """
 
 from bisect import bisect_right
@@ -17,11 +17,11 @@ from ringattn.train.data.shards import Documents, JoinedParts
 
 
 class MixtureDataset(NumberedSequences):
-    """An endless series of sequences of several sources. Sequence number i depends only on the arguments and on i.
+    """An endless series of sequences from several sources. The arguments and the index i determine sequence i.
 
     Attributes:
         sources: the sequences of each source, by name.
-        weights: the share of the tokens of each source. The shares sum to 1.
+        weights: the share of each source in the tokens. The shares sum to 1.
         sequences_per_epoch: the number of sequences before the first source runs out.
         group_size: the number of consecutive sequences that come from the same source.
     """
@@ -30,8 +30,8 @@ class MixtureDataset(NumberedSequences):
         """Mix the sources.
 
         Args:
-            sources: the sequences of each source, by name. Each one is a PackedDataset or a RecordDataset.
-            weights: the weight of each source, greater than 0. The weights may have any sum.
+            sources: the sequences of each source, by name. Each source is a PackedDataset or a RecordDataset.
+            weights: the weight of each source, greater than 0. Only the ratios of the weights matter.
             group_size: as the attribute.
         """
         self.sources, self.group_size = dict(sources), group_size
@@ -49,7 +49,7 @@ class MixtureDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Values that identify the mixture. If the values change, a saved position in the data is invalid."""
+        """Return values that identify the mixture. If the values change, a saved position in the data is invalid."""
         sources = {name: [self.weights[name], each.fingerprint] for name, each in self.sources.items()}
         return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources}
 
@@ -70,7 +70,7 @@ class MixtureDataset(NumberedSequences):
         return getattr(self.sources[name], "padding", 0.0)
 
     def _locate(self, index: int) -> tuple[np.ndarray, int]:
-        """Return the number of sequences of each source before sequence `index`, int64 (sources,), and the source of it."""
+        """Return the sequences per source before `index`, int64 (sources,), and the source of sequence `index`."""
         group, offset = divmod(index, self.group_size)
         counts, source = count_before(self._shares, group)
         counts *= self.group_size
@@ -84,17 +84,17 @@ class MixtureDataset(NumberedSequences):
 
 
 def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
-    """Return how the first `position` items of a mixture are distributed over its sources, and the source of the next item.
+    """Return how many of the first `position` items come from each source, and the source of the next item.
 
     Args:
         shares: (sources,) float64, the shares, which sum to 1.
         position: the number of items.
 
     Returns:
-        The number of items of each source, int64 (sources,), and the index of the source of item number `position`.
+        The number of items per source, int64 (sources,), and the index of the source of item `position`.
     """
-    # The time of item j of a source is (j + 1/2) / share. Item number i of the mixture has a time between i - K / 2 and
-    # i + K / 2, where K is the number of sources. Only the items with a time near `position` must be sorted.
+    # Item j of a source has the time (j + 1/2) / share. With K sources, item i of the mixture has a time between i - K / 2 and
+    # i + K / 2. Therefore only items with a time near `position` must be sorted.
     margin = len(shares)
     first = np.maximum(np.floor((position - margin) * shares).astype(np.int64) - 1, 0)
     stop = np.ceil((position + margin) * shares).astype(np.int64) + 2
@@ -107,7 +107,8 @@ def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
 
 
 def in_proportion(parts: list[Documents], weights: Iterable[float]) -> Documents:
-    """Join the held-out documents of several sources. Leave out documents, so that each source has its share of the tokens.
+    """Join the held-out documents of several sources. Some documents are dropped, so that each source has its share of the
+    tokens.
 
     Args:
         parts: the documents of each source.

@@ -2,8 +2,8 @@
 
     ... text ... | fact | ... text ... | question, and the beginning of the answer | answer
 
-The answer is correct if each of its tokens has the largest logit, so greedy decoding would write it. The first fact is at a
-given depth of the text. The tasks besides `needle` resemble those of RULER (Hsieh et al. 2024, arXiv:2404.06654).
+The answer is correct if each of its tokens has the largest logit, so greedy decoding would write it. The first fact is inserted
+at a given depth of the text. The tasks besides `needle` resemble those of RULER (Hsieh et al. 2024, arXiv:2404.06654).
 """
 
 import itertools
@@ -28,7 +28,7 @@ NUM_DEPTHS = 6  # spread evenly from the beginning to the end of the text
 
 
 class Task(NamedTuple):
-    """Facts in the order of the text, the question, the beginning of the answer, and its end, which the model must predict."""
+    """The facts in the order of the text, and the question. The model reads `beginning` and predicts `answer`."""
 
     facts: list[str]
     question: str
@@ -68,8 +68,8 @@ class NeedleDocuments:
 
     Attributes:
         task: a key of TASKS.
-        text: the text in which facts are hidden.
-        tokenizer: the tokenizer of the model.
+        text: the text that hides the facts.
+        tokenizer: the model's tokenizer.
         before, after: the tokens that a chat template writes before the text and after the question.
     """
 
@@ -90,12 +90,12 @@ class NeedleDocuments:
         return cls(task, text, tokenizer, parser.encode(before).tolist(), parser.encode(after).tolist())
 
     def batch(self, length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-        """Return documents of `length` tokens, one per sequence, and the index of the depth of each as int64 (B,).
+        """Return documents of `length` tokens, one per sequence, and their depth indices, int64 (B,).
 
-        Document n has depth n modulo NUM_DEPTHS. It depends only on the length, the text and n.
+        Document n has the depth index n modulo NUM_DEPTHS. The length, the text and n determine document n.
 
         Raises:
-            ConfigError: the facts and the question do not fit into `length` tokens.
+            ConfigError: `length` is too small for the facts and the question.
         """
         rows = [self._document(length, number) for number in numbers]
         tokens = torch.from_numpy(np.array([row for row, _ in rows]))
@@ -105,14 +105,13 @@ class NeedleDocuments:
         return Batch(tokens, labels, ((length,),) * len(rows)), torch.from_numpy(np.array(numbers) % NUM_DEPTHS)
 
     def _document(self, length: int, number: int) -> tuple[list[int], int]:
-        """Return the tokens of a document, and the number of tokens of its answer."""
         random = np.random.Philox(key=[SEED, number])
         names = [NAMES[i] for i in np.argsort(random.random_raw(len(NAMES)), kind="stable")]
         values = [str(10_000 + int(word % 90_000)) for word in random.random_raw(len(NAMES))]
         task = TASKS[self.task](names, values)
         encode = self.tokenizer.encode
         beginning, whole = encode(task.beginning).tolist(), encode(f"{task.beginning} {task.answer}").tolist()
-        # The first tokens of the answer may contain the end of its beginning.
+        # The last token of the beginning may differ when the answer follows. The model must then predict this token.
         common = next((i for i, (a, b) in enumerate(zip(beginning, whole, strict=False)) if a != b), len(beginning))
         facts = [encode(f"\n{fact}\n").tolist() for fact in task.facts]
         question = [*encode(f"\n\n{task.question}" + "\n" * (not self.after)).tolist(), *self.after, *whole]
@@ -125,7 +124,7 @@ class NeedleDocuments:
         text = self.text.stream(begin, begin + space)[0] if space else np.zeros(0, np.int64)
         text = np.where((text == self.tokenizer.eos) | (text == self.tokenizer.bos), encode("\n")[-1], text).tolist()
         depth = number % NUM_DEPTHS / (NUM_DEPTHS - 1)
-        # The first fact is at the depth, and the others are between the depth and the end.
+        # The first fact is at the given depth, and the others are at random places after it.
         places = sorted(depth + (1 - depth) * (int(word) / 2**64) for word in random.random_raw(len(facts) - 1))
         cuts = [0, *(int(place * space) for place in (depth, *places)), space]
         parts = [text[first:last] for first, last in itertools.pairwise(cuts)]

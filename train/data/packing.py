@@ -7,10 +7,11 @@
 An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Without the second order, consecutive steps
 would often read the same long document. A document may continue in the next sequence of the stream.
 
-With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, the sequences may be
-shuffled in groups. A group contains G sequences with similar costs of attention. Sequences that fill no group are dropped.
+With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, sequences can be
+shuffled in groups, so that all ranks get sequences of similar cost. A group contains G sequences whose attention has a similar
+cost. An incomplete group is dropped.
 
-The only state of the data is the number of consumed sequences.
+A checkpoint stores only the number of consumed sequences.
 """
 
 import functools
@@ -44,16 +45,16 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 Loaded = TypeVar("Loaded")
 log = logging.getLogger(__name__)
 
-# Numbers the corpora that this process loads. All ranks load their corpora in the same order.
+# Gives a number to each corpus. All ranks load their corpora in the same order, so the numbers agree.
 _corpus_numbers = itertools.count()
 
 
 class PackedDataset(TokenisedDocuments):
-    """An endless series of sequences. Sequence number i depends only on the arguments of the constructor and on i.
+    """An endless series of sequences. The constructor's arguments and the index i determine sequence i.
 
     Attributes:
         sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
-        group_size: the number G of sequences per group, or 1 if there are no groups.
+        group_size: the number G of sequences per group. 1 means no groups.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
@@ -64,7 +65,8 @@ class PackedDataset(TokenisedDocuments):
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
             shuffle: True for a random order of the sequences of an epoch, False for the order of the stream.
-            group_size: the number G of sequences per group. Without `shuffle`, or with fewer sequences, there are no groups.
+            group_size: the number G of sequences per group. With `shuffle=False`, or with fewer than G sequences, there are no
+                groups.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -90,8 +92,8 @@ class PackedDataset(TokenisedDocuments):
 
     @property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """The lengths of all parts of documents in the sequences of the first epoch, in the order of the stream, and whether
-        each part begins its document.
+        """Return the lengths of all parts of documents in the first epoch, in the order of the stream, and whether each part
+        begins its document.
         """
         _, ends, _ = self._order_of(0)
         bounds = np.arange(self._num_filled + 1) * self.seq_len
@@ -110,7 +112,7 @@ class PackedDataset(TokenisedDocuments):
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
-        # The documents are views, so only the tokens of the sequence are copied.
+        # `documents` contains views of memory maps, so only the tokens of this sequence are read.
         documents[-1] = documents[-1][: len(documents[-1]) - (int(ends[last]) - stop - 1)]
         documents[0] = documents[0][skipped:]
         stream = np.concatenate(documents, dtype=np.int64)
@@ -139,9 +141,10 @@ class PackedDataset(TokenisedDocuments):
         return self._epoch_order[1:]
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
-        """Return the cost of attention of each sequence of the stream: the sum of its squared document lengths."""
+        """Return the attention cost of each sequence of the stream, which is the sum of its squared document lengths."""
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. Two equal edges add 0 to a cost.
+        # A stable sort merges sorted arrays in linear time. If an edge occurs twice, the empty document between both adds 0 to
+        # the cost.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
@@ -199,7 +202,7 @@ def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]
 
 
 def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) -> PackedDataset | RecordDataset:
-    """Load the held-out fraction of a corpus. The fraction of a text depends on the `data.seq_len` of the training."""
+    """Load the held-out fraction of a corpus. The split depends on `trained_len`, the sequence length of the training."""
 
     def load_part(config: DataConfig) -> Documents:
         return _split(load_documents(config, tokenizer), config, trained_len)[1]
@@ -297,7 +300,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
     """Load the held-out text in the order of the stream, or return None if there is none. All ranks must call this function.
 
     Args:
-        config: the settings of the training text, which also determine the held-out text.
+        config: the settings of the training text and of the held-out text.
         training: the training text.
 
     Raises:

@@ -12,12 +12,12 @@ from ringattn.train.data.tokenisation import describe_tokenizer
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# The files of a tokenizer that training, generation and export need.
+# Training, generation and export need these files of a tokenizer.
 TOKENIZER_FILES = ("tokenizer_config.json", "config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 def open_prepared(config: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """Return the documents of the folder `data.path`, or the part `data.split` of them. No tokens are read.
+    """Open the documents of the folder `data.path`, or the part `data.split` of them. No tokens are read.
 
     Raises:
         ConfigError: the folder is incomplete or damaged, or was prepared with another tokenizer or other settings.

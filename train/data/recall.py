@@ -5,9 +5,10 @@ A document contains a block of facts and, at its end, a block of queries. All ot
     ... filler ... | (k3,v3) .. (k1,v1) .. .. (k2,v2) | ... filler ... | k2 v2 k3 v3 k1 v1 |
                      facts, BLOCK tokens                                 queries, BLOCK tokens
 
-A fact is one token that encodes a key and a value. After the key of a query, the model must predict the value. Only these
-predictions have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A model that
-cannot attend to the facts can only guess, because values are independent and a key occurs in one query of a document.
+A fact is a single token that contains a key and a value. The model reads the key of a query and must predict the value. Only
+these predictions have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A
+model that cannot attend to the facts can only guess, because the values are random and each key occurs in only one query of a
+document.
 
 All tokens of a sequence are computed from a seed and the number of the sequence, so nothing is stored.
 """
@@ -22,10 +23,10 @@ from ringattn.train.data.documents import NumberedSequences
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# Each of the two blocks has this many tokens in long documents.
+# The number of tokens in the block of facts, and in the block of queries, of a long document.
 BLOCK = 32
 
-# The number of tokens of the shortest documents for training.
+# The length in tokens of the shortest training documents.
 MIN_LENGTH = 4
 
 # The token ids of the task. The fact of key k and value v has the id k * NUM_VALUES + v.
@@ -35,22 +36,22 @@ FIRST_VALUE = FIRST_KEY + NUM_KEYS
 FIRST_FILLER = FIRST_VALUE + NUM_VALUES
 VOCABULARY = 256
 
-# The probability of a correct answer without the block of facts.
+# The accuracy of a model that guesses the values.
 CHANCE = 1 / NUM_VALUES
 
-# Larger than any `data.seed`, so that no run trains on the sequences of the evaluation.
+# This seed is larger than any `data.seed`, so no run trains on the sequences of the evaluation.
 EVALUATION_SEED = 2**63
 GRID_SEED = 2**63 + 1
 
-# The evaluation places the facts at this many positions, which are spread evenly over the document.
+# The evaluation places the facts at this many evenly spaced positions of the document.
 NUM_POSITIONS = 11
 
 
 class RecallDataset(NumberedSequences):
-    """An endless series of sequences for training. Each sequence consists of documents of one length.
+    """An endless series of training sequences. Each sequence consists of documents of one length.
 
-    The length is `seq_len` divided by a random power of two, because short documents teach the task quickly. The facts are at a
-    random position of each document.
+    The length is `seq_len` divided by a random power of two, because short documents teach the task quickly. The position of
+    the facts in a document is random.
 
     Attributes:
         sequences_per_epoch: the number of different sequences.
@@ -59,14 +60,13 @@ class RecallDataset(NumberedSequences):
     sequences_per_epoch = 2**32
 
     def __init__(self, seq_len: int, seed: int):
-        """Raise ConfigError if `seq_len` is below MIN_LENGTH."""
         check_length(seq_len)
         self.seq_len = seq_len
         self._seed = seed
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that identify the sequences and their order."""
+        """Return values that identify the sequences and their order."""
         task = {"task": "recall", "keys": NUM_KEYS, "values": NUM_VALUES, "block": BLOCK, "shortest": MIN_LENGTH}
         return task | {"seq_len": self.seq_len, "seed": self._seed, "sequences": "generated"}
 
@@ -96,21 +96,21 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return the `document_lengths` that have space for two full blocks, or the longest length if there are none."""
+    """Return the `document_lengths` of at least two full blocks, or only the longest length if all are shorter."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 
 
 def block_size(length: int) -> int:
-    """Return the number of tokens in each of the two blocks of a document. The number is even."""
+    """Return the number of tokens in the facts' block and in the queries' block, which is even."""
     return min(length // 4 * 2, BLOCK)
 
 
 def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-    """Return documents for the evaluation, one per sequence, and the position of the facts in each document as int64 (B,).
+    """Return evaluation documents, one per sequence, and the position index of their facts, int64 (B,).
 
-    The facts of document n are at position n modulo NUM_POSITIONS. Position 0 is the beginning of the document, and the last
-    position is directly before the queries.
+    Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at the beginning of the document.
+    At the last position, they are directly before the queries.
 
     Args:
         length: the number of tokens of each document, at least MIN_LENGTH.
@@ -141,7 +141,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the labels, both int64 (documents, length), of documents whose facts begin at `starts`."""
+    """Return documents whose facts begin at `starts`: tokens and labels, both int64 (documents, length)."""
     count, block = len(starts), block_size(length)
     num_keys = block // 2
     tokens = _filler(random, count * length).reshape(count, length)
@@ -160,7 +160,7 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
     """Return `count` random selections of `size` different integers below `bound`, int64 (count, size)."""
-    # The permutations of numpy may differ between its releases. numpy sorts 16-bit integers much faster than longer ones.
+    # Releases of numpy may differ in their permutations, so this code sorts random numbers.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]
 

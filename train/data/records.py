@@ -4,9 +4,9 @@
     sequence    records that together have at most S tokens; padding fills the rest
     epoch       all sequences in a random order
 
-Only the answers of the assistant, or the completion, and their stop tokens have labels. A record with more than S tokens is
-dropped. Each sequence receives the longest records that still fit, so little padding is needed. The number of consumed
-sequences is the only state of the data, as in `packing`.
+Only the answers of the assistant (or the completion) and their stop tokens have labels. Each sequence takes the longest records
+that still fit, so sequences need little padding. The number of consumed sequences is the only state of the data, as in
+`packing`.
 
 A token t without loss is encoded as -1 - t.
 """
@@ -25,7 +25,7 @@ from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# Seeds of random orders that do not depend on the epoch.
+# The seeds of random orders that are the same in every epoch.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
@@ -35,18 +35,18 @@ class RecordEncoder:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
         self._config, self._tokenizer, self._template = config, tokenizer, None
         if config.format == "chat":
-            # The text that a template writes contains the names of special tokens.
+            # Text from a chat template contains special tokens by name, so the tokenizer must recognise them.
             self._tokenizer = JsonTokenizer(config.tokenizer, config.eos_token, special_tokens="parse")
             self._template = chat.load_template(config.tokenizer)
 
     @property
     def identity(self) -> list[object]:
-        """Values that change if the tokens of a record change."""
+        """Return values that change if the same record would give other tokens."""
         template = self._template and (self._template.source, self._template.variables)
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 
     def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
-        """Return the tokens of the record at `where`, int32 (N,). -1 - t is the token t without loss.
+        """-1 - t encodes a token t without loss.
 
         Raises:
             ConfigError: the record is invalid. The message contains `where`.
@@ -83,11 +83,11 @@ class RecordEncoder:
 
 
 class RecordDataset(TokenisedDocuments):
-    """An endless series of sequences of whole records. Sequence number i depends only on the arguments and on i.
+    """An endless series of sequences of whole records. The arguments and the index i determine sequence i.
 
     Attributes:
         num_dropped: the number of records with more than `seq_len` tokens.
-        padding: the fraction of all tokens of the sequences that is padding.
+        padding: the fraction of padding among all tokens.
         sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
         group_size: the number of consecutive sequences with a similar cost of attention, or 1.
     """
@@ -99,7 +99,7 @@ class RecordDataset(TokenisedDocuments):
             records: the tokenised records.
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            group_size: as the attribute. It is ignored if there are fewer sequences.
+            group_size: as the attribute. With fewer sequences than that, there are no groups.
 
         Raises:
             ConfigError: no record has at most `seq_len` tokens.
@@ -147,7 +147,7 @@ class RecordDataset(TokenisedDocuments):
         return order[self.lengths[order] <= self.seq_len]
 
     def beginning(self, num_tokens: int) -> list[int]:
-        """Return a prompt: the tokens of a record before its first answer, if possible at most `num_tokens`."""
+        """Return the tokens of a record before its first answer, as a prompt of at most `num_tokens` tokens if possible."""
         prompts = list[list[int]]()
         for number in self.random_records()[:NUM_SAMPLED].tolist():
             tokens, labels = self.record(number)
@@ -169,10 +169,10 @@ class RecordDataset(TokenisedDocuments):
 
 
 def pack_whole(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
-    """Distribute records over sequences of `seq_len` tokens. Each sequence is filled with the longest records that fit.
+    """Distribute records over sequences of `seq_len` tokens. Each sequence takes the longest records that still fit.
 
     Args:
-        lengths: (records,) int64, at most `seq_len`. Records of equal length are taken in this order.
+        lengths: (records,) int64, at most `seq_len`. Records of equal length keep their order.
         seq_len: the number of tokens per sequence.
 
     Returns:
@@ -199,7 +199,7 @@ def split_records(records: Documents, fraction: float) -> tuple[Documents, Docum
 
     Args:
         records: the tokenised records.
-        fraction: the fraction of the tokens that is held out.
+        fraction: the fraction of the tokens in the held-out part.
 
     Raises:
         ConfigError: there is only one record.

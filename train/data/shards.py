@@ -23,15 +23,15 @@ INDEX = "index.json"
 VERSION = 1
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
-# Larger documents are verified only when they are read for the first time.
+# Documents of more tokens are checked only when they are first read.
 ALWAYS_VERIFIED = 2**20
 
 
 class ShardWriter:
-    """Writes a shard under temporary names. `publish` renames its files.
+    """The method `publish` gives them their final names.
 
     Attributes:
-        num_tokens: the number of tokens that have been written.
+        num_tokens: the number of tokens written so far.
     """
 
     def __init__(self, folder: Path, dtype: str, has_loss: bool):
@@ -65,13 +65,13 @@ class ShardWriter:
         self.num_tokens += len(stored)
 
     def discard(self) -> None:
-        """Remove the files, unless they have been published."""
+        """Remove the files of a shard that was not published."""
         for suffix, file in self._files.items():
             file.close()
             self._partial(suffix).unlink(missing_ok=True)
 
     def publish(self, name: str, counts: dict[str, Any]) -> None:
-        """Give the files their names, and then write NAME.json with `counts`, the sizes and the checksums."""
+        """Rename the files to their final names. Then write NAME.json with `counts`, the sizes and the checksums."""
         offsets = np.cumsum([0, *self._lengths], dtype=OFFSET).tobytes()
         checksums = np.array(self._checksums, dtype=CHECKSUM).tobytes()
         for suffix, content in (("offsets", offsets), ("checksums", checksums)):
@@ -110,7 +110,7 @@ class Store(Protocol):
     lengths: np.ndarray
 
     def read(self, number: int) -> np.ndarray:
-        """Return the tokens of a document. If the documents have a loss mask, -1 - t is the token t without loss."""
+        """Return the tokens of a document. In a document with a loss mask, -1 - t encodes a token t without loss."""
         ...
 
 
@@ -138,13 +138,13 @@ class Shards:
             raise damaged(folder / INDEX, "the shards do not have its numbers of documents and tokens")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_opened": {}}  # The pickle of a memory map would contain its tokens.
+        return vars(self) | {"_opened": {}}  # Without this line, pickling would copy the tokens of the memory maps.
 
     def _map(self, name: str, suffix: str, dtype: np.dtype) -> np.ndarray:
         return np.memmap(self.folder / f"{name}.{suffix}", dtype, mode="r")
 
     def _check_shard(self, shard: dict[str, Any]) -> np.ndarray:
-        """Check all that can be checked without reading tokens, and return the lengths of the documents."""
+        """Check the files of a shard without reading tokens, and return the lengths of its documents."""
         size, count = shard["tokens"], shard["documents"]
         sizes = {"tokens": size * np.dtype(self.index["dtype"]).itemsize, "offsets": (count + 1) * 8, "checksums": count * 4}
         for suffix, expected in (sizes | ({"loss": size} if self.index["has_loss"] else {})).items():
@@ -238,7 +238,7 @@ class Documents:
         return Documents(self.store, self.numbers[indices], self.lengths[indices], splits=self.splits)
 
     def first(self, count: int) -> "Documents":
-        """Return the first `count` documents, or all if there are fewer."""
+        """Return the first `count` documents, or all documents if there are fewer."""
         return self if count >= len(self) else self.select(np.arange(count))
 
     def append_part(self, number: int, start: int, length: int) -> "Documents":

@@ -1,8 +1,8 @@
 """Read documents from Python's standard library, text files, JSON lines, Parquet files, or the Hugging Face hub.
 
-Several processes can read a corpus, because it is divided into pieces. The pieces depend only on the files.
+A corpus is divided into pieces, which several processes can read in parallel. The pieces depend only on the files.
 
-Every error names the file, and the line or the row. Readers keep only one document of a file in memory.
+Each error message names the file, and the line or the row. Readers keep only one document of a file in memory.
 """
 
 import bz2
@@ -41,12 +41,12 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# A streamed dataset of the hub has at most this many held-out rows. An evaluation reads only a part of them.
+# A streamed dataset of the hub has at most this many held-out rows. An evaluation needs only a part of these rows.
 HELD_OUT_ROWS = 10_000
 
-# The place of a document, for error messages, and its content: a text, or a record with `DataConfig.columns`. A row without
-# text has the text "". A blank line of JSON lines is None, and does not count as a row in a slice such as "train[:90%]". The
-# content of a faulty document is the error that describes the fault.
+# An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the
+# columns `DataConfig.columns`. A row without text has the content "". A blank line of JSON lines has the content None. Slices
+# such as "train[:90%]" do not count blank lines. If a document is faulty, its content is the error.
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
@@ -55,7 +55,7 @@ COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed fil
 
 
 class State(NamedTuple):
-    """A file, and what changes if its content changes."""
+    """The path, the size and the time of a file, which show whether the file has changed."""
 
     path: str
     size: int
@@ -72,7 +72,7 @@ class Piece:
     """A part of a corpus that one process reads.
 
     Attributes:
-        files: several files, or one file of which a range is read. There are none for a dataset of the hub.
+        files: several files, or one file of which a range is read. Pieces of a hub dataset have no files.
         size: the approximate size in bytes.
         begin, end: the bytes of a file of JSON lines, the row groups of a Parquet file, or the rows of a dataset of the hub.
     """
@@ -84,7 +84,7 @@ class Piece:
 
 
 class Line(NamedTuple):
-    """Line `number` (from 1) of the lines that begin at byte `begin` of a file. Only messages need its number in the file."""
+    """A line of a file, for messages. `number` counts from 1 at byte `begin`. `str` finds the line's number in the whole file."""
 
     file: str
     begin: int
@@ -104,16 +104,16 @@ def _lines_before(file: str, begin: int) -> int:
 
 
 class Corpus:
-    """The documents of a source, divided into pieces of about `piece_bytes` bytes, by default PIECE_BYTES.
+    """The documents of a source, divided into pieces of about `piece_bytes` bytes.
 
     Attributes:
         pieces: the pieces, in the order of the documents.
-        identity: for a dataset of the hub, a value that changes with its content, otherwise "".
-        known_sizes: the number of rows by split if it is known without reading the corpus.
+        identity: a value that changes with the content of a hub dataset, or "" for files.
+        known_sizes: the number of rows of each split, if known without reading the corpus.
 
     Raises:
         ConfigError: there is no such file or dataset.
-        Exception: a dataset of the hub or a split cannot be read. The type depends on the reader.
+        Exception: a hub dataset or a split cannot be read. The type depends on the reader.
     """
 
     def __init__(self, config: DataConfig, piece_bytes: int | None = None):
@@ -137,7 +137,7 @@ class Corpus:
         return vars(self) | {"pieces": []}  # Every task contains its piece.
 
     def read(self, piece: Piece) -> Iterator[Entry]:
-        """Read the documents of a piece. A fault does not end the iterator."""
+        """Read the documents of a piece. After a faulty document, the iterator continues."""
         config, names = self._config, [state.path for state in piece.files]
         match config.source:
             case "hub":
@@ -175,7 +175,7 @@ PieceRows = tuple[Piece, int, int]  # the first row, and the row after the last 
 
 
 def select_rows(config: DataConfig, pieces: list[Piece], counts: list[int]) -> tuple[dict[str, int], list[PieceRows]]:
-    """Return the number of rows by split, and the rows that `data.split` selects: pieces, each with a range of its rows.
+    """Return the number of rows of each split, and the pieces, with ranges of rows, that `data.split` selects.
 
     `counts` contains the number of rows of each piece.
     """
@@ -194,7 +194,7 @@ def count_rows(entries: Iterable[Entry]) -> int:
 
 
 def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterator[Entry]:
-    """Yield the entries from row `first` to row `last` - 1. None: all following entries."""
+    """Yield the entries of the rows `first` to `last` - 1. If `last` is None, yield all entries from row `first` on."""
     row = 0
     for where, content in entries:
         if last is not None and row >= last:
@@ -205,9 +205,9 @@ def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterat
 
 
 def _folder_of(config: DataConfig) -> Callable[[str], str]:
-    """Return a function that maps a file to the folder directly in `data.path`, or in the standard library, that contains it.
+    """Return a function that maps a file to its top-level folder in `data.path` or in the standard library.
 
-    A file outside of these folders is its own folder.
+    A file in neither of them is its own folder.
     """
     library = Path(sysconfig.get_path("stdlib"))
     root = library if config.source == "stdlib" else Path(config.path or "").expanduser().resolve()
@@ -221,7 +221,9 @@ def _folder_of(config: DataConfig) -> Callable[[str], str]:
 
 
 def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Entry]:
-    """Yield the faults of the files in a folder, and one document with all other files. A line names each file."""
+    """Yield an error for each faulty file of a folder, and then one document that joins all other files. A line with its name
+    precedes each file.
+    """
     read: Any = _read_library_file if config.source == "stdlib" else _read_text
     texts, size = list[str](), 0
     for name in members:
@@ -283,7 +285,7 @@ def _parts(states: list[State], config: DataConfig, piece_bytes: int) -> Iterato
 
 
 def _pieces_of_file(state: State, config: DataConfig, piece_bytes: int) -> list[Piece]:
-    """Divide a file at multiples of `piece_bytes`, or at row groups. Files that cannot be divided are one piece."""
+    """Divide a file at multiples of `piece_bytes`, or at row groups. A file that cannot be divided is a single piece."""
     try:
         if config.source == "parquet":
             with pyarrow.parquet.ParquetFile(state.path) as reader:
@@ -304,7 +306,7 @@ def _pieces_of_file(state: State, config: DataConfig, piece_bytes: int) -> list[
 
 
 def begins_line(piece: Piece) -> bool:
-    """Return whether any line begins in a piece of a file of JSON lines. A long line may cover whole pieces."""
+    """Return whether any line begins in this piece of a JSON lines file."""
     if not piece.begin:
         return True
     with open(piece.files[0].path, "rb") as stream:
@@ -313,7 +315,7 @@ def begins_line(piece: Piece) -> bool:
 
 
 def find_change(piece: Piece) -> ConfigError | None:
-    """Return an error if a file of the piece has changed since the corpus was divided."""
+    """If a file of the piece has changed since the corpus was divided, return an error."""
     for state in piece.files:
         try:
             found = State.of(state.path)
@@ -355,12 +357,12 @@ def _read_text(file: str, limit_mb: int) -> str:
 
 
 def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
-    """Read the lines that begin at the bytes `begin` to `end` - 1 of a file. With a range, the file is not compressed."""
+    """Read the lines that begin at the bytes `begin` to `end` - 1 of a JSON lines file. A compressed file is read as a whole."""
     limit, read = config.max_document_mb * 10**6, _json_text if config.format == "text" else _json_record
     number, position = 0, begin
     try:
         with _open(file) as stream:
-            if begin:  # The line that contains the byte before `begin` belongs to the previous piece.
+            if begin:  # The previous piece contains the line with the byte before `begin`.
                 stream.seek(begin - 1)
                 position += _skip_line(stream) - 1
             start = position
@@ -373,7 +375,7 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
                 yield where, _attempt(read, where, line, config)
                 if not line.endswith(b"\n"):
                     position += _skip_line(stream)
-                del line  # A document may have hundreds of megabytes.
+                del line  # A document may have more than 100 MB.
     except ConfigError as error:
         yield file, error
     except READ_ERRORS as error:
@@ -384,7 +386,7 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
 
 
 def _skip_line(stream: IO[bytes]) -> int:
-    """Read the rest of a line, and return its number of bytes."""
+    """Skip the rest of a line, and return the number of skipped bytes."""
     size = 0
     while part := stream.readline(2**20):
         size += len(part)
@@ -396,7 +398,7 @@ def _skip_line(stream: IO[bytes]) -> int:
 def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
     try:
         with pyarrow.parquet.ParquetFile(file) as reader:
-            if reader.metadata.num_rows == 0:  # Such a file may have no columns.
+            if reader.metadata.num_rows == 0:  # An empty Parquet file may lack columns.
                 raise _empty(file)
             schema = reader.schema_arrow
             check_columns(file, schema.names, config)
@@ -420,7 +422,7 @@ def check_hub_columns(rows: Any, config: DataConfig) -> None:
 
 
 def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
-    """Read the documents of a Dataset or an IterableDataset. A fault does not end the iterator."""
+    """Read the documents of a Dataset or an IterableDataset. After a faulty document, the iterator continues."""
     return _arrow_rows(config.description, rows.select_columns(config.columns).with_format("arrow").iter(64), config, first=0)
 
 
@@ -459,7 +461,8 @@ def check_size(where: object, size: int, limit_mb: int) -> None:
         )
 
 
-# All errors that a reader may raise. The only common base class of zlib.error and lzma.LZMAError is Exception.
+# Readers raise these errors for unreadable files. zlib.error and lzma.LZMAError have no other common base than Exception. The
+# only common base class of zlib.error and lzma.LZMAError is Exception.
 READ_ERRORS = (OSError, EOFError, pyarrow.ArrowException, lzma.LZMAError, zlib.error)
 
 
@@ -517,7 +520,7 @@ def load_hub(config: DataConfig) -> datasets.Dataset:
         name = _hub_name(config)
         return datasets.load_dataset(name, config.subset, split=config.split)
     rows = open_hub(config)
-    # The cache of `datasets` finds the rows by these arguments.
+    # `datasets` caches the rows under a key made of these arguments.
     arguments = {"config": config, "revision": hub_commit(config)}
     found: Any = datasets.Dataset.from_generator(_first_rows, features=rows.features, gen_kwargs=arguments)
     return found
@@ -531,7 +534,7 @@ def open_hub(config: DataConfig, revision: str | None = None) -> Any:
     """Open a dataset of the hub as an IterableDataset, which is downloaded while it is read."""
     settings: dict[str, Any] = {"split": config.split, "revision": revision, "streaming": True}
     rows: Any = datasets.load_dataset(_hub_name(config), config.subset, **settings)
-    # Without a description of the columns, the first rows must be read.
+    # If the dataset does not describe its columns, `datasets` infers them from the first rows.
     return rows if rows.features is not None else rows._resolve_features()
 
 
@@ -608,8 +611,8 @@ def check_surrogates(where: object, text: str) -> None:
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
     """Return whether two corpora of the same `source` have no document in common.
 
-    Corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint. Corpora
-    that share only some files are not disjoint. `sizes` contains the number of rows in each split of the training text.
+    Two corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint.
+    Two corpora that share only some files count as not disjoint.
     """
     if training.path and training.source == "prepared":
         first, second = ([str(Path(each.path or "").expanduser().resolve())] for each in (training, held_out))
@@ -629,12 +632,12 @@ def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
 
 
 def absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
-    """Return the parts of a split. Each part has the attributes `splitname`, `from_` and `to`."""
+    """Return the parts of a split, with the attributes `splitname`, `from_` and `to`."""
     return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 
 def check_columns(where: object, found: Iterable[str], config: DataConfig) -> None:
-    """Raise ConfigError unless all `config.columns` are among the columns `found`."""
+    """Raise ConfigError if `found` lacks one of `config.columns`."""
     for column in config.columns:
         if column not in found:
             raise no_column(where, column, found, config.format)
@@ -654,7 +657,7 @@ def no_text(where: object, column: str, found: object) -> ConfigError:
 
 
 def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
-    """Return the error for a corpus that cannot be read. The message contains the first cause of `error` in one line."""
+    """Return the error for a corpus that cannot be read. The message is one line with the first cause of `error`."""
     while error.__cause__:
         error = error.__cause__
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"

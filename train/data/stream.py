@@ -5,11 +5,11 @@
     block       the next documents of a reader, which are shuffled (the shuffle buffer)
     sequence i  the next S tokens of reader i mod R
 
-The number R of readers depends only on the corpus, so the sequences do not depend on the number of ranks. A rank runs only the
-readers of its own sequences. If the number of data-parallel ranks divides R, no other rank runs them.
+The number R of readers depends only on the corpus. Therefore the sequences do not depend on the number of ranks. If the number
+of data-parallel ranks divides R, each reader runs on only one data-parallel rank.
 
 The state of a reader is its position: the beginning of its block, and the number of consumed documents and tokens in the block.
-A resumed reader reads and shuffles the same block again. A checkpoint contains the positions of all readers.
+A resumed reader reads and shuffles the same block again. A checkpoint contains the position of every reader.
 """
 
 import re
@@ -29,13 +29,14 @@ from ringattn.train.data.tokenisation import add_ends
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# With a power of two, the usual numbers of ranks divide the readers evenly.
+# A power of two divides evenly among the usual numbers of ranks.
 MAX_READERS = 64
-# Documents with many megabytes must not fill the memory, so a block ends at this number of characters.
+# A block ends at this number of characters, so that very long documents do not fill the memory.
 BLOCK_CHARACTERS = 2**26
-# The documents of a reader that are tokenised at once. A tokenizer.json uses several threads for them.
+# A reader tokenises documents in chunks of about this many characters. Tokenizers from a tokenizer.json process a chunk with
+# several threads.
 CHUNK_CHARACTERS = 2**18
-# The bytes of each file that identify its content.
+# A checksum covers this many bytes at the beginning of each file.
 SAMPLED_BYTES = 2**16
 # Smaller pieces would have too few documents.
 MIN_PIECE_BYTES = 2**20
@@ -66,7 +67,7 @@ class Position(NamedTuple):
 
 
 class Reader:
-    """Reads the sequences of some pieces of a corpus.
+    """Reads the sequences that some pieces of a corpus give.
 
     Args:
         stream: the stream.
@@ -104,7 +105,6 @@ class Reader:
         return tokens[:-1], tokens[1:].copy(), tuple(map(len, parts))
 
     def _document(self) -> np.ndarray:
-        """Return the tokens of the current document."""
         if not self._tokenised:
             first = stop = self._position.document
             size = 0
@@ -112,7 +112,7 @@ class Reader:
                 size += len(self._texts[stop])
                 stop += 1
             self._tokenised.extend(self._stream.tokenise(self._texts[first:stop]))
-            self._texts[first:stop] = [""] * (stop - first)  # The memory is needed for the tokens.
+            self._texts[first:stop] = [""] * (stop - first)  # The tokens need the memory of the text.
         return self._tokenised[0]
 
     def _end_document(self) -> None:
@@ -122,7 +122,6 @@ class Reader:
             self._load_block(self._position.block + 1)
 
     def _load_block(self, block: int) -> None:
-        """Read and shuffle the documents of a block."""
         stream, texts, size, begin, empty_epochs = self._stream, list[str](), 0, self._next, 0
         faults = self._faulty, self._fault
         while len(texts) < stream.block_documents and size < BLOCK_CHARACTERS:
@@ -141,10 +140,11 @@ class Reader:
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
-        """Read the texts from a place on: an epoch, the piece in the order of this epoch, and the entry of this piece.
+        """Read the texts from a place on. A place consists of an epoch, the index of a piece in the order of this epoch, and an
+        entry of the piece.
 
         Yields:
-            The place after each text, and the text, or None at the end of an epoch.
+            The place after each text, and the text. At the end of an epoch, the text is None.
         """
         while True:
             order = random_order(np.random.Philox(key=[self._stream.seed, (self._number << 48) + epoch]), len(self._pieces))
@@ -157,7 +157,7 @@ class Reader:
             yield (epoch, 0, 0), None
 
     def _check(self, content: sources.Content) -> str:
-        """Return the text of an entry, or "" if it has no text. A faulty entry is an error, or counted and skipped."""
+        """Return the text of an entry, or "" if it has none. For a faulty entry, raise its error, or count it and return ""."""
         if not isinstance(content, ConfigError):
             return str(content or "")
         if self._stream.config.on_error == "raise":
@@ -168,13 +168,13 @@ class Reader:
 
 @dataclass
 class StreamDataset(NumberedSequences):
-    """An endless series of sequences that are read from a stream. They should be read in ascending order.
+    """An endless series of sequences that are read from a stream. Read the sequences in ascending order.
 
     Attributes:
-        config: the settings of the corpus.
+        config: the data settings.
         tokenizer: the tokenizer.
-        corpus: reads the pieces. It has the attributes of `HubCorpus`.
-        start: the position from which each reader continues, by its number. A reader that is missing starts at the beginning.
+        corpus: a FileCorpus or a HubCorpus, which reads the pieces.
+        start: the position from which each reader continues, by its number. A reader without an entry starts at the beginning.
     """
 
     config: DataConfig
@@ -193,19 +193,19 @@ class StreamDataset(NumberedSequences):
 
     @property
     def splits(self) -> dict[str, int]:
-        """More rows than any split has. The number of rows is not known."""
+        """The number of rows of a split is unknown, so return a number that no split exceeds."""
         names = (self.config.split, self.config.eval_split or "train")
         return {re.split(r"\W", name)[0]: 2**40 for name in names}
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Values that identify the stream. If the values change, saved positions are invalid."""
+        """Return values that identify the stream. If the values change, saved positions become invalid."""
         known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
         return known | {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
 
     @property
     def positions(self) -> dict[int, Position]:
-        """The positions of the readers that have been used."""
+        """Return the position of each reader that has been used."""
         return {number: reader.position for number, reader in self._readers.items()}
 
     @staticmethod
@@ -230,11 +230,11 @@ class StreamDataset(NumberedSequences):
         return reader.sequence()
 
     def tokenise(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of documents, with the tokens that begin and end them: each int32 (N,)."""
+        """Return the tokens of documents, including the tokens that begin and end a document, each int32 (N,)."""
         return [add_ends(tokens, self.tokenizer) for tokens in self.tokenizer.encode_batch(texts)]
 
     def read(self, piece: Any) -> Iterator[sources.Content]:
-        """Read the contents of a piece. The content of a faulty document is an error."""
+        """Read the contents of a piece. A faulty document has an error as its content."""
         return (content for _, content in self.corpus.read(piece))
 
     def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[Any]]:
@@ -250,7 +250,7 @@ class StreamDataset(NumberedSequences):
         return saved
 
     def check_positions(self, saved: Any, consumed: int) -> None:
-        """Raise ConfigError unless a checkpoint contains the positions of all readers after `consumed` sequences."""
+        """Raise ConfigError if a checkpoint lacks a position of a reader after `consumed` sequences."""
         expected = {str(number): -(-(consumed - number) // self.num_readers) for number in range(self.num_readers)}
         expected = {number: count for number, count in expected.items() if count > 0}
         is_complete = isinstance(saved, dict) and saved.keys() == expected.keys()
@@ -261,7 +261,7 @@ class StreamDataset(NumberedSequences):
             )
 
     def at(self, saved: Any, consumed: int) -> "StreamDataset":
-        """Return the stream that continues from the positions in a checkpoint. Errors as in `check_positions`."""
+        """Return this stream, continued from the positions in a checkpoint. Errors as in `check_positions`."""
         self.check_positions(saved, consumed)
         return replace(self, start={int(number): Position(*values) for number, values in saved.items()})
 
@@ -276,7 +276,7 @@ def open_stream(config: DataConfig, tokenizer: Tokenizer) -> StreamDataset:
         corpus = HubCorpus(config) if config.source == "hub" else FileCorpus(config)
     except ConfigError:
         raise
-    except Exception as error:  # The type of the error depends on the reader.
+    except Exception as error:  # Each reader raises errors of its own types.
         raise sources.cannot_read(config, error) from error
     return StreamDataset(config, tokenizer, corpus)
 
@@ -285,7 +285,7 @@ class FileCorpus:
     """Files of JSON lines or Parquet files.
 
     Attributes:
-        pieces: the parts of the corpus. A small corpus has smaller parts, so that several ranks can read it.
+        pieces: the pieces of the corpus. Small corpora are divided into smaller pieces, so that several ranks can read them.
         identity: a checksum of the names, the sizes and the beginnings of the files.
     """
 
@@ -297,7 +297,7 @@ class FileCorpus:
             self.identity = zlib.crc32(repr(known).encode(), self.identity)
         share = sum(name.stat().st_size for name in names) // MAX_READERS
         self._corpus = sources.Corpus(config, min(max(share, MIN_PIECE_BYTES), sources.PIECE_BYTES))
-        # A reader whose pieces contain no text could not produce sequences.
+        # A reader needs pieces that contain text.
         self.pieces = [each for each in self._corpus.pieces if config.source != "jsonl" or sources.begins_line(each)]
 
     def read(self, piece: sources.Piece) -> Iterator[sources.Entry]:
@@ -310,7 +310,7 @@ class HubCorpus:
     """A dataset of the hub, which is downloaded while it is read.
 
     Attributes:
-        pieces: the numbers of the parts of the dataset, which are files or row groups.
+        pieces: the indices of the dataset's parts, which are files or row groups.
         identity: the commit and the files.
     """
 

@@ -5,16 +5,16 @@ losses at different lengths are means over the same tokens. The target tokens fo
 
     held-out text     ------------####------------####------------####          # target token
 
-At a length of L tokens, the model reads windows of at most L tokens, and only the losses at their ends are used. For example,
-these windows evaluate a block at length 8. The document begins at the bar.
+At length L, the model reads windows of at most L tokens. Only the losses at the ends of the windows count. The document begins
+at the bar.
 
     document          |................########                                 . earlier token of the document
     first window                  ....####
     second window                     ....####
 
-A window has up to L / 2 target tokens and begins as early as the length and the document allow. Without `data.mask_documents`,
-the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len` tokens, so that
-torch.compile compiles the model only once. The mask treats each window as a document.
+A window has up to L / 2 target tokens. The window begins as early as the length and the document allow. Without
+`data.mask_documents`, the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len`
+tokens, so that torch.compile compiles the model only once. In the attention mask, each window is a document.
 """
 
 import zlib
@@ -34,8 +34,8 @@ from ringattn.train.data.recall import RecallDataset
 from ringattn.train.data.records import RecordDataset
 from ringattn.train.model.loss import IGNORE
 
-# More blocks sample more documents, so the error is smaller. However, an evaluation at length S processes up to S tokens per
-# block.
+# The number of blocks of target tokens. More blocks reduce the statistical error, but evaluating a block at length S takes up
+# to S tokens.
 NUM_BLOCKS = 32
 
 # The minimum number of tokens per block, which limits the time of an evaluation at very long lengths.
@@ -44,12 +44,12 @@ MIN_BLOCK = 256
 
 @dataclass(frozen=True)
 class Passage:
-    """A block of target tokens, together with the earlier tokens to which they can attend.
+    """A block of target tokens, and the earlier tokens to which they can attend.
 
     Attributes:
         tokens: (n,) int64.
-        labels: (n,) int64, the next tokens. A token with the label IGNORE is not a target token.
-        documents: (n,) int64, the number of the document of each token, in ascending order.
+        labels: (n,) int64, the next tokens. Target tokens are the tokens whose label is not IGNORE.
+        documents: (n,) int64, the document number of each token, in ascending order.
         first: the position of the first target token.
     """
 
@@ -74,10 +74,10 @@ class Targets:
     """The target tokens of an evaluation at several lengths, packed into sequences.
 
     Attributes:
-        tokens: (D,) int64, the number of target tokens of each document that contains any.
-        checksum: a checksum (CRC-32) of the labels of the target tokens.
-        num_groups: the number of lengths times D.
-        num_sequences: the number of sequences that contain the windows of all lengths.
+        tokens: (D,) int64, the number of target tokens in each of the D documents with target tokens.
+        checksum: the CRC-32 checksum of the target tokens' labels.
+        num_groups: D times the number of lengths.
+        num_sequences: the number of sequences for all windows.
     """
 
     def __init__(self, held_out: Sequences, seq_len: int, lengths: list[int], eval_tokens: int, mask_documents: bool):
@@ -111,18 +111,18 @@ class Targets:
         """Return some sequences and the group of each token.
 
         Args:
-            numbers: the numbers of the sequences. Sequences from number `num_sequences` on have no target token.
+            numbers: the numbers of the sequences. Sequences after the last one contain no target token.
 
         Returns:
-            The sequences, and an int64 tensor (B, S). The group of a target token of document d at length number i is i * D +
-            d. The group of all other tokens is `num_groups`.
+            The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at length number i has the
+            group i * D + d. All other tokens have the group `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
         return Batch(tokens, labels, documents), groups
 
     def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens, labels and groups of a sequence, all int64 (S,), and the length of each document."""
+        """Return the tokens, labels and groups of a sequence, all int64 (S,), and its document lengths."""
         windows = self._sequences[number] if number < self.num_sequences else []
         tokens = np.zeros(self._seq_len, dtype=np.int64)
         labels, groups = np.full_like(tokens, IGNORE), np.full_like(tokens, self.num_groups)
@@ -143,10 +143,10 @@ class Targets:
 
 
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
-    """Read the blocks of target tokens, each with up to `context` earlier tokens.
+    """Read the blocks of target tokens. Each block has up to `context` earlier tokens.
 
-    In the recall task, a block is a whole sequence, because the sequences are independent of each other. A block of records is
-    one record from its first label on.
+    In the recall task, a block is a whole sequence, because the sequences are independent. For records, a block is one record
+    from its first label on.
     """
     if isinstance(held_out, RecordDataset):
         for number in held_out.random_records().tolist():
@@ -178,21 +178,21 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
 
 
 def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield `start`, `first` and `stop` of the windows that evaluate the target tokens of a passage at one length."""
+    """Divide a passage into windows of one length. Yield the `start`, `first` and `stop` of each window."""
     edges = [0, *(np.flatnonzero(np.diff(passage.documents)) + 1).tolist(), len(passage.tokens)]
     edges = edges if mask_documents else [0, len(passage.tokens)]
     first = passage.first
     while first < len(passage.tokens):
         number = bisect_right(edges, first)
         begin, end = edges[number - 1], edges[number]
-        # A window at the beginning of a document needs no other context.
+        # A window that starts at the beginning of a document may be filled with target tokens.
         stop = min(end, max(begin + length, first + max(length // 2, 1)))
         yield max(begin, stop - length), first, stop
         first = stop
 
 
 def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
-    """Distribute windows over sequences of `seq_len` tokens. Each sequence is filled with the largest windows that fit."""
+    """Distribute windows over sequences of `seq_len` tokens. Each sequence takes the largest windows that still fit."""
     windows, sequences = sorted(windows), list[list[Window]]()
     while windows:
         space, sequence = seq_len, list[Window]()

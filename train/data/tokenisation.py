@@ -1,7 +1,7 @@
 """Tokenise a corpus into shards with several processes. A killed tokenisation continues where it stopped.
 
-Every task is a piece of the corpus, or a part of its rows. A process writes the documents of a task into one or several shards.
-Neither the tasks nor the shards depend on the number of processes.
+A task tokenises a piece of the corpus, or some of its rows. One process writes the documents of a task into one or more shards.
+The number of processes affects neither the tasks nor the shards.
 
     folder/plan.json             identifies the corpus and the tokenizer, until all tasks are done
     folder/TASK-SHARD.json       the counts and checksums of a complete shard; `is_last` is true in the last shard of a task
@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What the processes of a tokenisation share."""
+    """The data that all tokenising processes share."""
 
     config: DataConfig
     corpus: sources.Corpus
@@ -67,18 +67,19 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
     Args:
         config: the settings of the corpus.
         tokenizer: the tokenizer.
-        ranks: the number of ranks on this host. Without `data.num_proc`, they share the cores.
-        folder: the folder for the shards. By default, it is in the cache of `datasets`, and its name depends on the content of
-            the corpus and on the tokenizer.
+        ranks: the number of ranks on this host, which divide its cores. The setting `data.num_proc` overrides the number of
+            processes.
+        folder: the folder for the shards, by default in the cache of `datasets`. The default name depends on the content of the
+            corpus and on the tokenizer.
 
     Raises:
-        ConfigError: a file, a column or a dataset is missing, or cannot be read, or the folder has other content.
+        ConfigError: a file, a column or a dataset is missing or cannot be read, or the folder contains another corpus.
     """
     try:
         return _tokenise(config, tokenizer, config.num_proc or default_processes(ranks), folder)
     except ConfigError:
         raise
-    except Exception as error:  # The type of the error depends on the reader.
+    except Exception as error:  # Each reader raises errors of its own types.
         raise sources.cannot_read(config, error) from error
 
 
@@ -91,7 +92,8 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
     folder = folder or Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as lock:
-        # Some file systems do not support locks. On these, two processes may tokenise the same text, with the same result.
+        # Some file systems do not support locks. Without a lock, two processes may tokenise the same text, which gives the same
+        # result.
         with suppress(OSError):
             lock.enter_context(FileLock(folder / ".lock", fallback_to_soft=False))
             if not (folder / INDEX).exists():
@@ -119,10 +121,10 @@ def _check_key(folder: Path, key: str) -> None:
 
 
 def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
-    """Return a hash of the content of all files. It is computed again only if the time or the size of a file changes."""
+    """Return a hash of the contents of all files. The hash is cached until the time or the size of a file changes."""
     states = list(dict.fromkeys(state for piece in corpus.pieces for state in piece.files))
     names = [state.path for state in states] if config.source == "packages" or config.join == "folder" else []
-    # No program can set the time of the last change of the inode.
+    # Programs can change the modification time of a file, but not the ctime.
     known = [[*state, os.stat(state.path).st_ctime_ns] for state in states]
     path = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / "content" / f"{Hasher.hash(known)}.json"
     if not path.exists():
@@ -138,7 +140,7 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
 
 def _hash_file(_: None, path: str, add: Add) -> str:
     known = xxhash.xxh3_128()
-    with suppress(OSError), open(path, "rb") as file:  # The tokenisation reports a file that cannot be read.
+    with suppress(OSError), open(path, "rb") as file:  # If a file cannot be read, the tokenisation reports the error later.
         while block := file.read(BLOCK):
             known.update(block)
             add(len(block))
@@ -198,7 +200,7 @@ def _counted(entries: Iterator[sources.Entry], add: Add) -> Iterator[sources.Ent
 
 
 def _shards_of(folder: Path, task: Task) -> list[dict[str, Any]]:
-    """Return the descriptions of the shards of a task that are complete."""
+    """Return the descriptions of the complete shards of a task."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{task.number:06}-*.json"))]
 
 
@@ -207,7 +209,7 @@ def _is_complete(folder: Path, task: Task) -> bool:
 
 
 def _write_shards(job: Job, task: Task, add: Add) -> None:
-    """Tokenise the documents of a task that are in no complete shard yet."""
+    """Tokenise the documents of a task, except those in complete shards."""
     done = _shards_of(job.folder, task)
     entries = sources.slice_rows(_counted(job.corpus.read(task.piece), add), task.first, task.last)
     for _ in range(sum(shard["entries"] for shard in done)):
@@ -224,7 +226,7 @@ def _write_shards(job: Job, task: Task, add: Add) -> None:
 
 
 def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer: ShardWriter) -> tuple[dict[str, Any], bool]:
-    """Write documents until the shard is full, and return its counts, and whether there are no more documents."""
+    """Write documents until the shard is full. Return its counts, and whether the task has no more documents."""
     counts = dict.fromkeys(("entries", "rows", "without_text", "faulty"), 0)
     faults, is_last = list[str](), True
 
@@ -246,7 +248,7 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
                 counts["without_text"] += 1
         except ConfigError as error:
             skip(error)
-        del content  # A document may have hundreds of megabytes.
+        del content  # A document may have more than 100 MB.
         if writer.num_tokens >= job.shard_tokens or writer.num_documents >= SHARD_DOCUMENTS:
             is_last = False
             break
@@ -257,7 +259,7 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
 
 
 def code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns files into tokens. A change of this code must invalidate the cache."""
+    """Return the source code that turns files into tokens. If this code changes, cached shards become invalid."""
     return "".join(map(inspect.getsource, (tokenise_text, add_ends, sources, shards, _write_shard, type(tokenizer))))
 
 

@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 # If no file names the end-of-text token, these names from widely used tokenizers are tried, the most specific first.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
-# The fingerprints of tokenizers about which this process has warned.
+# This process has already warned about the tokenizers with these fingerprints.
 _warned: set[int] = set()
 
 
 class BytesTokenizer:
-    """The tokenizer whose token ids are the UTF-8 bytes of the text.
+    """A tokenizer whose token ids are the UTF-8 bytes of the text.
 
     Attributes:
         vocab_size: the number of token ids.
-        eos: the id of the end-of-text token. `encode` never returns it.
+        eos: the id of the end-of-text token, which `encode` never returns.
         bos: the id of the first token of every document, which is `eos` for most tokenizers.
         fingerprint: a checksum that identifies the tokenizer.
     """
@@ -40,7 +40,7 @@ class BytesTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the result of `encode` for each text."""
+        """Return one array per text, as `encode` does."""
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +88,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # The file may not mark these tokens as special. Adding a token that is marked already would change its flags.
+        # Mark these tokens as special, if the file does not. Adding a marked token again would change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self.special_names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -160,14 +160,14 @@ class JsonTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         starts, stops = np.array([*spans, (len(text), len(text) + 1)]).T
-        # The first span that ends after the beginning of a token must begin before the end of the token.
+        # Find the first span that ends after the token begins. The token is marked if this span begins before the token ends.
         is_marked = starts[np.searchsorted(stops, begins, side="right")] < ends
         return np.array(encoding.ids, dtype=np.int32), is_marked
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         for text in texts:
             self._warn_of_special_names(text)
-        # The fast function does not compute the offsets of tokens.
+        # encode_batch_fast leaves out the offsets of tokens, which are not needed here.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -207,7 +207,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 
 
 def name_of(token: Any) -> Any:
-    """Return the name of a token from its entry in `tokenizer_config.json`, which is either the name or a dict."""
+    """Return the name of a token. Its entry in `tokenizer_config.json` is either the name or a dict."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -247,6 +247,6 @@ def _read(path: str | Path):
         return Reader.from_file(str(Path(path).expanduser()))
     except ImportError as error:
         raise ConfigError(f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers") from error
-    except Exception as error:  # The package `tokenizers` raises only errors of the type Exception.
+    except Exception as error:  # `tokenizers` raises plain Exceptions.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"data.tokenizer={path}: {reason}; it must be `bytes` or the path of a tokenizer.json") from error

@@ -42,7 +42,7 @@ class Progress:
         self.show(self._done + size)
 
     def show(self, done: int, at_end: bool = False) -> None:
-        """Log a line if the last one is older than SHOW_EVERY seconds, or `at_end` if there has been one."""
+        """Log the progress at most every SHOW_EVERY seconds. At the end, log only if an earlier line was logged."""
         self._done, now = done, time.monotonic()
         if now - self._shown < SHOW_EVERY and not (at_end and self._shown > self._begin):
             return
@@ -76,15 +76,15 @@ def run_tasks(
 
     Args:
         name: the name of the work, for the progress.
-        function: a function of a module. It calls `add` with the number of bytes that it has processed.
-        state: what all tasks share. It is sent to every process once.
+        function: a function of a module. While it runs, it calls `add` with numbers of processed bytes.
+        state: data for all tasks. Each process receives the data once.
         tasks: the tasks.
         sizes: the number of bytes of each task.
-        num_proc: the largest number of processes. A small corpus uses fewer.
-        is_fast: whether a process needs many bytes to be worth its start.
+        num_proc: the largest number of processes. Small corpora use fewer processes.
+        is_fast: whether tasks are so fast that only large corpora need several processes.
 
     Raises:
-        ConfigError: a process has ended. An exception of `function` is also raised.
+        ConfigError: a process has ended. Errors of `function` are raised as well.
     """
     progress = Progress(name, sum(sizes))
     num_proc = min(num_proc, len(tasks), 1 + sum(sizes) // (MIN_BYTES * (FAST if is_fast else 1)))
@@ -113,7 +113,8 @@ def _run_counted(function: Callable[..., Result], state: Any, task: Any, size: i
 def _run_in_processes(
     progress: Progress, function: Callable[..., Any], state: Any, tasks: Sequence[Any], sizes: Sequence[int], num_proc: int
 ) -> list[Any]:
-    # The server process imports the modules once and forks the processes. A fork of this process would copy its threads' locks.
+    # A fork of this process would copy locks that its threads hold. The fork server has no threads, and imports the modules
+    # only once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in sys.modules if name.startswith("ringattn.train.")])
     counter, stop = context.Value("q", 0), context.Event()
@@ -126,7 +127,7 @@ def _run_in_processes(
             progress.show(counter.value)
             if any(future.exception() for future in done):
                 break
-        # The first of several errors is raised.
+        # If several tasks failed, the first error is raised.
         results = [future.result() for future in futures if future.done()]
     except BrokenProcessPool:
         raise ConfigError(
