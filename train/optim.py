@@ -19,14 +19,15 @@ AVERAGES = ("exp_avg", "exp_avg_sq")  # the state of AdamW that has the shape of
 class AdamW(torch.optim.AdamW):
     """AdamW that updates the shards of DTensors as plain tensors.
 
-    Operations on DTensors give the same results, but with them a step takes several times as long on the host.
+    Updating the DTensors themselves gives the same results, but takes the host several times as long.
 
-    A parameter group with an entry "host" contains parameters in host memory. The entry is the index of their FSDP group.
+    A parameter group with an entry "host" contains parameters in host memory. The value of "host" is the index of their FSDP
+    group.
     """
 
     @torch.no_grad()
     def create_state(self) -> None:
-        """Create the state of all parameters, which is zero."""
+        """Fill the state of all parameters with zeros."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self._zero_state(parameter, group)
@@ -37,7 +38,7 @@ class AdamW(torch.optim.AdamW):
         return {"step": step} | {key: torch.zeros_like(parameter) for key in AVERAGES}
 
     def step(self, closure: None = None) -> None:  # noqa: ARG002  # AdamW declares it
-        """Update all parameters that are not in host memory. Each of them must have a gradient."""
+        """Update all parameters that are not in host memory. Every updated parameter needs a gradient."""
         if not self.state:
             self.create_state()
         for group in self.param_groups:
@@ -79,11 +80,12 @@ class AdamW8bit(AdamW):
     """AdamW whose moments of matrices have 8 bits per element, computed by torchao. All other moments are fp32.
 
     A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
-    moment is a pair of tensors, which are sharded like the parameter: codes, uint8 with the shape of the parameter, and the
-    scales of the blocks, fp32 (rows, blocks per row).
+    moment consists of two tensors: codes, uint8 with the shape of the parameter, and scales, fp32 (rows, blocks per row). Both
+    are sharded like the parameter.
 
     Args:
-        compiled: whether torch.compile fuses the update of a matrix. Otherwise, it needs several copies of the matrix in fp32.
+        compiled: whether torch.compile fuses the update of a matrix. Without torch.compile, the update needs several fp32
+            copies of the matrix.
     """
 
     def __init__(self, groups: list[dict[str, Any]], compiled: bool, **options: Any) -> None:
@@ -110,7 +112,7 @@ class AdamW8bit(AdamW):
             return
         beta1, beta2 = group["betas"]
         options = torch.tensor(group["lr"], device="cpu"), beta1, beta2, group["weight_decay"], group["eps"], True, False
-        # The number of shapes is fixed, so no limit of recompilations is needed.
+        # The number of different shapes is fixed, so recompilations need no limit.
         with torch._dynamo.utils.disable_cache_limit():
             for parameter, gradient in zip(group["params"], gradients, strict=True):
                 state = self.state[parameter]
@@ -150,7 +152,7 @@ def local_shard(x: Tensor) -> Tensor:
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    """Return this rank's shard of each gradient. Call this function under `torch.no_grad()`."""
+    """Return the gradients of this rank's shards of the parameters. Call this function under `torch.no_grad()`."""
     return [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
 
 
@@ -161,7 +163,7 @@ def squared_norms(model: nn.Module, host_norms: Mapping[Tensor, Tensor] | None =
     `host_norms` contains the norms of the parameters whose gradients are in host memory.
     """
     norms, host_norms = iter(torch._foreach_norm(gradients) if (gradients := local_gradients(model)) else ()), host_norms or {}
-    # The order does not depend on where a gradient is, because a sum in another order has other rounding errors.
+    # Sum in the order of the parameters, because another order would have other rounding errors.
     ordered = [next(norms) if p.grad is not None else host_norms[p] for p in model.parameters()]
     return torch.stack(ordered) ** 2
 
@@ -212,7 +214,7 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
 
     The rate is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
     https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, training is stable at 1.75 times this rate, at most
-    3e-3. A run that is `continued` from trained weights uses a tenth of this rate, because a large rate would destroy them.
+    3e-3. A run that continues from trained weights uses a tenth of this rate, because a large rate would destroy the weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)

@@ -65,7 +65,7 @@ def stream(
     seed: int = 0,
     adds_bos: bool = True,
 ) -> Iterator[int]:
-    """Yield the tokens of a sampled continuation. All ranks call this function together and yield the same tokens.
+    """Sample a continuation of a prompt, and yield its tokens. All ranks iterate together and yield the same tokens.
 
     The prompt runs through the model once, sharded as in training, and `layer_cache` stores its keys and values. Then one new
     token at a time runs through the model on all ranks, and attends to all caches. The last rank samples it. On one GPU, the
@@ -78,7 +78,7 @@ def stream(
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
         top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`.
-        seed: the seed of the sampling. The random numbers do not depend on the number of ranks.
+        seed: the seed of the sampling. The number of ranks does not affect the random numbers.
         adds_bos: whether the model reads one `bos` before the prompt, as in training on text.
     """
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
@@ -143,7 +143,7 @@ def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> T
 def _attend_to_prompt(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, layout: Layout, group: Group, **options: Any
 ) -> Tensor:
-    """Compute the attention of one layer over the prompt, and store its keys and values. `options` as in `ring_attention`."""
+    """Compute the attention of one layer over the prompt, and store its keys and values in `cache`."""
     prefill(cache, k, v, layout, group)
     return cast("Tensor", ring_attention(q, k, v, layout=layout, mask=Mask.causal(window), group=group, **options))
 

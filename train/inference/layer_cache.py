@@ -1,11 +1,11 @@
 """Cache the keys and values that the layers of a model need in generation.
 
-A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a window needs only its newest
-keys. If these keys take fewer rows than a shard of all keys, every rank stores all of them, and decoding sends no messages.
+A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a window needs only the newest
+keys. If the window is shorter than a shard of all keys, every rank stores the whole window in a local cache. Decoding then
+sends no messages.
 
-In such a local cache with R rows, the token at position p is in row p % R, in place of a token that has left the window. The
-order of the rows does not matter, because keys are rotated by their positions before they are stored. On one rank, all caches
-are local.
+A local cache with R rows stores the token at position p in row p % R, over a token that has left the window. The order of the
+rows does not matter, because keys are rotated before they are stored. On one rank, all caches are local.
 """
 
 from collections.abc import Iterable
@@ -20,14 +20,14 @@ from ringattn.comm.connect import Group, rank_and_size
 
 
 class Place(NamedTuple):
-    """The row in which a local cache stores the token at one position, and the rows to which this token attends."""
+    """The row of a local cache for a token, and the rows to which the token attends."""
 
     rows: Tensor  # int64 (1,)
     bounds: tuple[Tensor, Tensor]  # (lo, hi), as in `decode_attention`
 
 
 def new_cache(window: int | None, num_tokens: int, rank: int = 0, ranks: int = 1) -> KVCache:
-    """Return an empty cache of a layer for at most `num_tokens` tokens. It is a local cache if this needs fewer rows."""
+    """Return an empty cache of a layer for up to `num_tokens` tokens: a local cache, unless a shard needs fewer rows."""
     rows = min(window or num_tokens, num_tokens)
     return KVCache(rows) if rows <= -(-num_tokens // ranks) else KVCache(num_tokens, rank, ranks)
 
@@ -43,14 +43,14 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group |
     rows, kept = (positions[kept] % size).to(k.device), kept.to(k.device)
     k, v = (x.new_zeros(x.shape[0], size, *x.shape[2:]).index_copy_(1, rows, x[:, kept]) for x in (k, v))
     if layout.ranks > 1:
-        # Every row is zero on all ranks but one, so the sum is exact.
+        # Each row is nonzero on at most one rank, so the sum is exact.
         for x in (k, v):
             dist.all_reduce(x, group=group)
     cache.prefill(k, v, Layout.contiguous(size, 1))
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """Return the place of the token at `position`, int64 (1,), for each number of rows of the local caches."""
+    """For the token at `position`, int64 (1,), return its place in local caches of each size."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]
@@ -69,7 +69,7 @@ def decode(
     backend: str,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Store the keys and values of one token, and compute its attention. `place` is None for a sharded cache."""
+    """Store the keys and values of one token, and compute its attention. For a sharded cache, `place` is None."""
     if place is None:
         cache.append(k, v)
         return decode_attention(q, cache, window=window, group=group, backend=backend, sink_logits=sink_logits)

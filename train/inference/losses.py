@@ -24,7 +24,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
     Args:
-        run: the run. `data.seq_len` is the number of tokens of the sequences that it processes.
+        run: the run. The windows are packed into sequences of `data.seq_len` tokens.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
         show_bar: whether rank 0 shows a progress bar. Otherwise, it logs the progress of a long evaluation.
 
@@ -34,7 +34,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
     assert run.held_out is not None
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
-    # Sums of losses and numbers of tokens by group. The last row is the group of all other tokens.
+    # The sum of the losses and the number of tokens of each group. The last row collects all tokens that are not target tokens.
     sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     offset = dp.get_local_rank() * size
@@ -62,7 +62,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
 
 
 def evaluate(run: InferenceRun) -> dict[str, float]:
-    """Return the losses on held-out text at the default lengths, see `loss_results.to_metrics`. Errors as above."""
+    """Return the losses on held-out text at the default lengths, as metrics (`loss_results.to_metrics`). Errors as above."""
     data = run.config.data
     return to_metrics(evaluate_lengths(run, default_lengths(data.seq_len, data.source)))
 
@@ -70,7 +70,7 @@ def evaluate(run: InferenceRun) -> dict[str, float]:
 def default_lengths(seq_len: int, source: str) -> list[int]:
     """Return the default lengths of an evaluation: SHORTEST_LENGTH times powers of 4, and `seq_len`.
 
-    For the recall task, which has its own evaluation, return only `seq_len`.
+    For the recall task, return only `seq_len`, because this task has its own evaluation.
     """
     lengths = [SHORTEST_LENGTH]
     while lengths[-1] < seq_len:

@@ -22,9 +22,10 @@ from ringattn.train.step import forward, until_stopped
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate_needle(run: InferenceRun, documents: NeedleDocuments, lengths: Iterable[int]) -> Accuracies:
-    """Return the fraction of documents whose whole answer is correct. All ranks call this function and return the same.
+    """Return the fraction of documents whose whole answer is correct. All ranks call this function and return the same
+    accuracies.
 
-    There are at least MIN_DOCUMENTS documents per length and depth, and `trainer.eval_tokens` tokens per length.
+    Evaluate at least MIN_DOCUMENTS documents per length and depth, and at least `trainer.eval_tokens` tokens per length.
     """
     accuracies: Accuracies = {}
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
@@ -41,7 +42,7 @@ def evaluate_needle(run: InferenceRun, documents: NeedleDocuments, lengths: Iter
             batch.labels[max(count - start, 0) :] = IGNORE
             masks = masks_of(config, batch)
             counts = forward(run, batch, masks, choose_layout(config, run.mesh.shape, masks), count_fn)
-            # The ranks of a sequence hold different tokens of an answer.
+            # An answer may be spread over several ranks of a sequence.
             dist.all_reduce(counts, group=run.mesh.sequence.get_group())
             found = torch.stack([(counts[:, 0] == counts[:, 1]) & (counts[:, 1] > 0), counts[:, 1] > 0], 1).long()
             sums.index_add_(0, depths.to(run.device), found)

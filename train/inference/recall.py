@@ -17,7 +17,7 @@ from ringattn.train.reports.recall_results import Accuracies
 from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, until_stopped
 
-# The least number of documents per length and position. Four long documents contain 64 answers.
+# The minimum number of documents per length and position. Four long documents contain 64 answers.
 MIN_DOCUMENTS = 4
 
 
@@ -36,7 +36,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
     lengths = list(lengths)
     accuracies: Accuracies = {}
     shown = tqdm(lengths, desc="evaluate", unit=" lengths") if show_progress and dist.get_rank() == 0 else lengths
-    for length in until_stopped(run, shown):  # A length may have only one batch.
+    for length in until_stopped(run, shown):  # One batch may be a whole length.
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         # Batches of short sequences have about as many tokens as batches of the longest sequences.
         batch_size = run.config.trainer.batch_size * max(lengths) // length
@@ -47,7 +47,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
 
 
 def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
-    """Return the number of correct answers and of all answers at each position, int64 (NUM_POSITIONS, 2)."""
+    """Count the correct answers and all answers at each position, int64 (NUM_POSITIONS, 2)."""
     length, dp = run.config.data.seq_len, run.mesh.dp
     sums = torch.zeros(NUM_POSITIONS, 2, dtype=torch.int64, device=run.device)
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
@@ -65,12 +65,12 @@ def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
 
 
 def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-    """Return the number of correct answers and of all answers of each sequence, int64 (B, 2).
+    """Count the correct answers and all answers of each sequence, int64 (B, 2).
 
     Args:
         hidden: (B, N, dim).
         head: (V, dim). Rows from `vocab_size` on are padding.
-        labels: int64 (B, N), the next tokens. Tokens with the label IGNORE do not count.
+        labels: int64 (B, N), the next tokens. Only tokens with another label than IGNORE are answers.
         vocab_size: the number of tokens of the tokenizer.
     """
     is_answer = labels != IGNORE

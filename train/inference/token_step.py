@@ -15,7 +15,7 @@ from ringattn import KVCache
 from ringattn.train.inference.layer_cache import Place, decode, places
 from ringattn.train.model.gpt import GPT, Finish
 
-# The copy of the weights may occupy this fraction of a GPU's free memory.
+# The copy of the weights may use at most this fraction of the free GPU memory.
 MAX_FRACTION = 0.8
 
 
@@ -23,9 +23,9 @@ class TokenStep:
     """Runs one token through the model and appends its keys and values to the caches.
 
     Args:
-        model: the model, whose parameters are not sharded.
+        model: the model, with unsharded parameters.
         caches: one local cache per layer (`layer_cache`), with the tokens of the prompt.
-        finish: the function that the model calls for its result.
+        finish: a function that maps the last hidden states to the result, as in `GPT.forward`.
         backend: the attention kernels, as in `decode_attention`.
     """
 
@@ -38,7 +38,7 @@ class TokenStep:
         self.result: Tensor | None = None  # the memory to which every replay writes the result of `finish`
 
     def __call__(self, token: int, position: int) -> Tensor:
-        """Return the result of `finish` for the token at this position. The next call overwrites the returned tensor."""
+        """Process the token at this position, and return the result of `finish`. The next call overwrites the result."""
         self.token.fill_(token)
         self.position.fill_(position)
         if self.graph is None:
@@ -48,7 +48,7 @@ class TokenStep:
         return self.result
 
     def capture(self, position: int) -> None:
-        """Capture the step in a CUDA graph. The capture writes to the caches at `position`, the position of the next token."""
+        """Capture the step in a CUDA graph. The capture fills the caches at `position`, the position of the next token."""
         # The first run compiles the kernels, which a capture cannot do. The default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +73,8 @@ class TokenStep:
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype, device: torch.device) -> GPT | None:
-    """Copy the model of a job with one rank to `dtype` and `device`. Return None if the copy would not fit into the GPU.
+    """Return a copy of the model with the given dtype and device, or None if the copy needs too much GPU memory. The job must
+    have one rank.
 
     The hooks of FSDP, which convert the weights in every forward pass, cannot be captured in a CUDA graph.
     """

@@ -1,6 +1,6 @@
 """Define a feed-forward network of several experts (mixture of experts). A router chooses a few experts for every token.
 
-The tokens are sorted by expert, so that one grouped matrix product covers all experts. No token is dropped.
+One grouped matrix product computes all experts, for which the tokens are sorted by expert. No token is dropped.
 """
 
 import math
@@ -25,7 +25,7 @@ def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The router and the experts of a layer. The weights of all experts are stacked along the first dimension."""
+    """The router and the experts of one layer. The weights of all experts are stacked along the first dimension."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Permute(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its weights.
+    """Multiply rows by the weights of their experts.
 
     Args:
         rows: (R, in), sorted by expert.
@@ -105,13 +105,13 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     Returns:
         (R, out).
     """
-    # The kernel requires bf16 rows that begin at multiples of 16 bytes.
+    # The kernel requires bf16 inputs whose rows begin at multiples of 16 bytes.
     if rows.is_cuda and rows.dtype == torch.bfloat16 and all(size % 8 == 0 for size in weights.shape[1:]):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     return _loop_over_experts(rows, weights, ends)
 
 
-@torch.compiler.disable  # The sizes of the parts depend on the data.
+@torch.compiler.disable  # The lengths of the parts depend on the routing.
 def _loop_over_experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(sizes), weights.unbind(), strict=True)])

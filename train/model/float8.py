@@ -1,7 +1,7 @@
 """Compute the linear layers of the blocks in FP8 during training steps, with one scale per tensor (torchao).
 
-The weights stay in fp32 and keep their names. Without gradients, for example in evaluation, the layers compute in bf16, like
-the exported model. The experts and their router do not use FP8.
+The weights stay in fp32 and keep their names. In a forward pass without gradients, such as an evaluation, the layers compute in
+bf16. Evaluations therefore agree with the exported model. The router and the experts stay in bf16.
 """
 
 import logging
@@ -48,12 +48,12 @@ def check(model: ModelConfig, device: torch.device, bf16: bool) -> None:
 
 
 def convert(model: GPT, emulate: bool = False) -> None:
-    """Replace the linear layers of all blocks. The parameters stay the same objects.
+    """Convert the linear layers of all blocks to FP8. The parameters stay the same objects.
 
-    Call this function before torch.compile and FSDP. `emulate` multiplies the FP8 numbers in fp32, which is slow, for tests.
+    Call this function before torch.compile and FSDP. For tests, `emulate` multiplies the FP8 numbers in fp32, which is slow.
     """
     torchao = _import_torchao()
-    # In the gradient of a weight, the tokens are the inner dimension. Their number may be any.
+    # Weight gradients sum over the tokens. Padding allows any number of tokens.
     config = torchao.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     for block in model.blocks:
         torchao.convert_to_float8_training(block, config=config, module_filter_fn=_is_outside_experts)

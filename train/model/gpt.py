@@ -141,7 +141,7 @@ class Block(nn.Module):
         return torch.add(x, self.norm(y, norm), alpha=self.config.residual_scale)
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Normalise over the last dimension, or return `x` if the model does not have this norm."""
+        """Normalise over the last dimension, or return `x` unchanged if `weight` is None."""
         return x if weight is None else normalise(x, weight, self.config)
 
 
@@ -182,8 +182,8 @@ class GPT(nn.Module):
             attend: the function for attention over the whole sequence, or one per layer.
             finish: finish(hidden, head) receives the normalised hidden states (B, N, dim), times `logit_scale`, and the output
                 matrix (padded vocabulary, dim).
-            balance: balance(routing) receives the routing of all layers (layers, 2, experts), see `Experts.forward`. Its result
-                is added to the result of `finish`.
+            balance: balance(routing) receives the routing of all layers (layers, 2, experts), see `Experts.forward`. The model
+                adds balance(routing) to the result of `finish`.
         """
         x = scaled(F.embedding(tokens, self.embedding), self.config.embedding_scale)
         angles = {settings: rope(positions, settings) for settings in dict.fromkeys(layer.rope for layer in self.layers)}

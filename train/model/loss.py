@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The label of tokens that do not contribute to the loss.
+# Tokens with this label do not contribute to the loss.
 IGNORE = -100
 
-# The tokens of a chunk. With a small vocabulary, a chunk has about CHUNK_LOGITS logits, because many small kernels would take
-# more time on the host than on the GPU.
+# The default number of tokens in a chunk. If the vocabulary is small, a chunk has about CHUNK_LOGITS logits instead, because
+# launching many small kernels would be slow.
 CHUNK = 2048
 CHUNK_LOGITS = 2**26
 
@@ -32,13 +32,13 @@ def cross_entropy(
 ) -> Tensor:
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
-    The parts of all ranks and micro-steps sum to the mean loss of all valid tokens. The gradients are computed together with
-    the loss, because the logits of a chunk are freed before the next chunk.
+    Added over all ranks and micro-steps, these parts give the mean loss of all valid tokens. The gradients are computed
+    together with the loss, because the logits of a chunk are freed before the next chunk.
 
     Args:
         hidden: (B, N, dim).
         head: (V, dim), in hidden's dtype. Rows from `vocab_size` on are padding and receive no probability.
-        labels: int64 (B, N), the next tokens. A token with the label IGNORE does not contribute.
+        labels: int64 (B, N), the next tokens. A token with the label IGNORE has no loss.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
         chunk: the tokens per chunk, by default `chunk_size(V)`. A chunk needs about 14 * chunk * V bytes, or 4 to 8 * chunk * V

@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
-The product of a query and a key then depends on their distance. To extend a model to longer sequences, `factor` reduces the
-low frequencies, so that their angles stay in the range of the training. High frequencies distinguish nearby tokens and do
-not change.
+The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
+sequences, `factor` divides the low frequencies. Their angles then stay in the range that the model has seen in training. High
+frequencies do not change, because they distinguish nearby tokens.
 """
 
 import math
@@ -12,16 +12,17 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# A pair with more rotations than this within trained_len keeps its frequency. A pair with fewer rotations, but at least
-# one, is interpolated.
+# A pair of dimensions keeps its frequency if it makes more rotations than this within the training length. Pairs between 1 and
+# this number of rotations are interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
 def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
-    D is `settings.dim`. Pair i at position p is rotated by p * theta ** (-2 i / D), times `slowdown` if `factor` is set. Both
-    results are then multiplied by `attention_scale`. At a position of one million, angles in fp32 would be wrong by up to 0.06.
+    D is the number of rotated dimensions. At position p, pair i of the D dimensions rotates by p * theta ** (-2 i / D). With
+    `factor`, a slowdown multiplies this angle. Then cos and sin are multiplied by `attention_scale`. At a position of one
+    million, angles in fp32 would be wrong by up to 0.06.
     """
     dim = settings.dim
     frequency = settings.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
@@ -78,7 +79,7 @@ def slowdown(frequency: Tensor, settings: Rope) -> Tensor:
 
 
 def _pair_of(rotations: float, settings: Rope, trained_len: int) -> float:
-    """Return the fractional index of the pair that makes `rotations` rotations within `trained_len` tokens."""
+    """Return the index, as a fraction, of the pair that makes `rotations` rotations within `trained_len` tokens."""
     positions_per_radian = trained_len / (2 * math.pi * rotations)
     return settings.dim / 2 * math.log(positions_per_radian) / math.log(settings.theta)
 
