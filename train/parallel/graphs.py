@@ -1,10 +1,10 @@
 """Replay the forward and the backward pass of a small model from two CUDA graphs.
 
-With short shards, the host needs more time to launch the kernels of a step than the GPU needs to run them. A graph launches all
-kernels of a pass at once.
+With short shards, the host needs more time to launch the kernels of a step than the GPU needs to run them. Launching a CUDA
+graph launches all kernels of a pass at once.
 
-A graph always runs the same kernels, but the documents differ from step to step. Attention therefore uses a plan with fixed
-schedules (`Plan.is_fixed`), whose tables are copied to the memory of the graph before every replay
+A graph always runs the same kernels, although the documents differ from step to step. Attention therefore uses a plan with
+fixed schedules (`Plan.is_fixed`). Before every replay, the tables of the plan are copied to the memory of the graph
 (`ringattn.planning.plan_slots`).
 """
 
@@ -30,10 +30,11 @@ from ringattn.train.parallel.memory.capacity import Capacity, Needs
 from ringattn.train.parallel.mesh import Masks, Mesh, MeshShape, attention, causal_masks, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
-# If the matrix products of a block have fewer FLOPs (1.5 ms on an H100), the host may limit the speed.
+# If the matrix products of a block need fewer FLOPs than this, the host may limit the speed. An H100 computes 1e12 FLOPs in 1.5
+# ms.
 MAX_BLOCK_FLOPS = 1e12
 
-# With this number of tokens per rank, all layouts give every rank an equal share.
+# If the number of tokens per rank is a multiple of this number, every layout gives all ranks equal shares.
 EQUAL_SHARE = TILE * MAX_CHUNKS
 
 
@@ -44,13 +45,13 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
     # The hooks of several FSDP groups cannot be captured.
     one_group = estimate.has_one_group(model, bf16)
-    # If shards differed in length, the sizes of the messages would depend on the documents.
+    # With shards of different lengths, the message sizes would depend on the documents.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # With experts, the loss has a second part, and the parameters rarely fit into one group.
     is_dense = model.experts is None and not model.sinks
-    # Several masks were tested in graphs only on one GPU.
+    # Models with several masks were tested in graphs only on one GPU.
     has_one_mask = shape.sequence == 1 or len({*model.windows}) == 1
-    # FP8 linear layers were not tested in graphs.
+    # Graphs with FP8 linear layers were not tested.
     is_simple = is_dense and has_one_mask and not config.trainer.float8
     return device.type == "cuda" and is_simple and compiled and has_kernel and one_group and has_equal_parts
 
@@ -102,10 +103,10 @@ def choose_graphs(
 
 
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
-    """Return by how many bytes graphs raise the peak memory of a step.
+    """Estimate the bytes that CUDA graphs add to the peak memory of a step.
 
-    Graphs keep copies of all parameters and gradients, and their intermediate results. Other work needs further memory: the
-    reduction of the gradients in fp32, or the evaluation with the widest tensors of a block.
+    Graphs keep copies of all parameters and gradients, and their intermediate results. Outside the graphs, the fp32 reduction
+    of the gradients and the evaluation need further memory.
     """
     model, size = config.model, 2 if bf16 else 4
     head = padded_vocabulary(model, vocab_size) * model.dim
@@ -120,24 +121,23 @@ def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -
 class ModelGraphs:
     """The CUDA graphs of the forward pass and of the backward pass of a micro-step.
 
-    FSDP gathers the parameters at different addresses in every step, so they are copied before every replay.
+    FSDP gathers the parameters at different addresses in every step. Every replay first copies the parameters to the memory of
+    the graphs.
 
     Args:
-        model: the model, all of whose parameters are in one FSDP group. Its blocks are compiled.
+        model: the model. One FSDP group contains all parameters. The blocks are already compiled.
         config: the settings.
-        mesh: the mesh of all ranks. The ranks that share a sequence capture their graphs together.
-        vocab_size: the number of tokens of the tokenizer.
+        mesh: the mesh of all ranks. The ranks that share a sequence must capture their graphs together.
         bf16: whether the model computes in bf16.
-        device: the device of this rank.
 
     Attributes:
-        slots: the memory of the plan of attention under each mask.
-        uncounted_bytes: memory that only replays use, which torch has reserved but does not count as allocated.
+        slots: the memory of the attention plan for each mask.
+        uncounted_bytes: memory that only replays use. torch has reserved this memory, but does not count it as allocated.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
         batch, dtype = config.trainer.batch_size, torch.bfloat16 if bf16 else torch.float32
-        # All later masks have the same shapes as these masks of one document per sequence.
+        # The shapes of all later masks are those of a mask with one document per sequence.
         documents = [[config.data.seq_len]] * batch if config.data.mask_documents else None
         masks = causal_masks(config.model, documents)
         layout = choose_layout(config, mesh.shape, masks)
@@ -163,8 +163,8 @@ class ModelGraphs:
         plans = [Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True) for mask in masks.values()]
         with torch.autograd.set_multithreading_enabled(False):
             with use_plans(plans):
-                # The first call connects the ranks, compiles the kernels and requests all tables of the plans. The autograd
-                # nodes of the parameters would belong to the stream of this call, so the call uses copies of the parameters.
+                # The first call connects the ranks, compiles the kernels and requests all tables of the attention plans.
+                # Autograd binds the parameters of a call to its stream, so this call uses copies of the parameters.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = [PlanSlots(plan, device) for plan in plans]
@@ -199,9 +199,9 @@ class ModelGraphs:
         return Plan(mask, layout.whole, self._ring_rank, torch.device("cpu"), is_fixed=True)
 
     def compute_loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, packed: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the losses of all tokens of a rank, with a graph for the backward pass. Call `finish` afterwards.
+        """Return the sum of the losses of this rank's tokens. The result supports a backward pass. Call `finish` afterwards.
 
-        The arguments are the tokens of this rank, as in `ringattn.train.data.batch.Shard`, and the result of `pack`.
+        The first arguments are the attributes of a `ringattn.train.data.batch.Shard`. `packed` contains the results of `pack`.
         """
         for slots, each in zip(self.slots, packed, strict=False):
             slots.write(each)
@@ -211,7 +211,7 @@ class ModelGraphs:
         return replay(tokens, positions, labels)
 
     def finish(self) -> None:
-        """Record in the watchdogs that a backward pass has been launched."""
+        """Tell the watchdogs that the backward pass was launched."""
         for watchdog, hop in self._hops:
             watchdog.finished(hop)
         self._hops = []
@@ -222,7 +222,7 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy all parameters into the memory of the graphs at once. Single copies would make the GPU wait for the host."""
+    """Copy all parameters into the memory of the graphs at once, because the GPU would wait for the host between single copies."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters

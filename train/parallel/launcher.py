@@ -1,7 +1,7 @@
 """Separate the attempts of a job in the key-value store of torchrun.
 
-If a rank dies, `torchrun --max-restarts` starts all ranks again. Each start is an attempt. The store outlives all attempts, so
-it still contains the keys of earlier ones.
+If a rank dies, `torchrun --max-restarts` starts all ranks again. Each start is an attempt. The store of torchrun survives all
+attempts, so it still contains the keys of earlier attempts.
 """
 
 import time
@@ -13,10 +13,10 @@ POLL_INTERVAL = 0.05  # seconds
 
 
 def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.Store, int]:
-    """Agree on the number of this attempt with the other ranks. All ranks call this function once per attempt.
+    """Determine the number of this attempt together with the other ranks. Call this function once per attempt on all ranks.
 
-    A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Each other rank writes a random
-    name to the store. Rank 0 counts the attempts, and replies to every name.
+    A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Every rank except rank 0 writes
+    a random name to the store. Rank 0 counts the attempts and answers every name with the number.
 
     Returns:
         A part of the store that only this attempt uses, and the number of the attempt, counted from 1.
@@ -26,8 +26,8 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         waiting = set(range(1, world_size))
         while waiting:
             for other in waiting:
-                # A process of an earlier attempt may have written the name. TORCHELASTIC_RESTART_COUNT would not tell, because
-                # it counts only the failures of one torchrun.
+                # A process of an earlier attempt may have written the name, so keep answering until all ranks have joined.
+                # TORCHELASTIC_RESTART_COUNT is not enough, because it counts only the failures of one torchrun process.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))
             waiting = {other for other in waiting if not store.check([f"joined/{attempt}/{other}"])}
@@ -43,6 +43,6 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
 def launch_time(store: dist.Store) -> str:
     """Return the local time of the first attempt, such as "2026-01-31_23-59-59". Only rank 0 calls this function.
 
-    This time is the default name of a run, so all attempts use the same directory.
+    All attempts use the directory with this name, unless the user sets a name.
     """
     return store.compare_set("launch_time", "", time.strftime("%Y-%m-%d_%H-%M-%S")).decode()

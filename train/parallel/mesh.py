@@ -28,7 +28,7 @@ USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
 class MeshShape(NamedTuple):
-    """The number of ranks along each axis of a mesh."""
+    """The number of ranks along each axis of the mesh."""
 
     dp: int
     ring: int
@@ -36,7 +36,7 @@ class MeshShape(NamedTuple):
 
     @property
     def sequence(self) -> int:
-        """The number of ranks that share one sequence."""
+        """Return the number of ranks that share one sequence."""
         return self.ring * self.ulysses
 
     @property
@@ -45,12 +45,12 @@ class MeshShape(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The axes of the mesh of all ranks. Each attribute is the one-dimensional mesh that contains this rank.
+    """The one-dimensional meshes to which this rank belongs.
 
     Attributes:
         dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence, along the ring axis and the ulysses axis together.
-        ring: the ranks among which blocks of one sequence circulate.
+        sequence: the ranks that share one sequence, along both the ring axis and the ulysses axis.
+        ring: the ranks of a ring.
         ulysses: the ranks that exchange heads by all-to-all.
         all: all ranks.
     """
@@ -67,7 +67,7 @@ class Mesh(NamedTuple):
 
 
 def causal_masks(model: ModelConfig, documents: Lengths | None = None) -> Masks:
-    """Return the causal masks of all layers. `documents` as in `Mask.causal`."""
+    """Return one causal mask per window of the model."""
     return {window: Mask.causal(window, documents) for window in model.windows}
 
 
@@ -91,11 +91,11 @@ def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
 def attention(
     config: Config, mesh: Mesh, masks: Masks, layout: Layout, training: bool, recompute: bool = False
 ) -> list[Attend]:
-    """Return, for each layer, a function that computes attention over the ranks that share a sequence.
+    """Return one attention function per layer, which the ranks that share a sequence call together.
 
     Args:
-        masks, layout: the masks of a batch, and its layout over the ranks that share a sequence.
-        training: whether the attention belongs to a training step, see `trainer.fp8_attention`.
+        masks, layout: the masks and the layout of a batch.
+        training: whether the functions are used in a training step, which matters for `trainer.fp8_attention`.
         recompute: whether the backward pass recomputes blocks, except for attention.
     """
     attend = partial(
@@ -114,7 +114,7 @@ def attention(
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.
 def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
-    """Build the mesh. Ranks of an all-to-all have consecutive numbers, so they are usually on the same host.
+    """Build the mesh. The ranks of an all-to-all have consecutive numbers, so they are usually on the same host.
 
     Args:
         device_type: "cuda" or "cpu".

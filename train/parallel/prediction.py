@@ -27,7 +27,7 @@ from ringattn.train.parallel.timing import (
 )
 from ringattn.train.settings.config import Config, ConfigError
 
-# Another mesh is mentioned if its predicted tokens/s are at least this many times as high.
+# Another mesh is mentioned if its predicted tokens/s are higher by at least this factor.
 WORTH_MENTIONING = 1.05
 
 Shares = Mapping[int | None, float]
@@ -45,7 +45,7 @@ def predict(
         machine: the ranks of the job.
         shares: by the window of a layer, the number of (query, key) pairs that the mask allows in a mean sequence, relative to
             a single document; 1 for windows that are left out.
-        plan: where a rank keeps its data. None: the plan that the run would choose.
+        plan: where a rank keeps its data. If None, the function chooses the plan as a run would.
     """
     plan = plan or choose_plan(config, shape, machine)[0]
     return step_time(config, shape, machine, plan, attention_of_layers(config, shape, machine, shares))
@@ -78,7 +78,7 @@ def model_flops(config: Config, vocab_size: int, shares: Shares = NO_DOCUMENTS) 
 
 
 def possible_shapes(config: Config, ranks: int) -> list[MeshShape]:
-    """Return the meshes of `ranks` ranks that suit the number of heads, the sequence length and the tokens per step."""
+    """Return the meshes of `ranks` ranks that fit the number of heads, the sequence length and the tokens per step."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     shapes = [MeshShape(ranks // (ring * u), ring, u) for ring in divisors for u in divisors if ranks % (ring * u) == 0]
     tokens, seq_len, batch_size = config.trainer.tokens_per_step, config.data.seq_len, config.trainer.batch_size
@@ -122,7 +122,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
     """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
 
-    Only one of these meshes has as many data-parallel ranks as `shape`.
+    At most one mesh with the number of data-parallel ranks of `shape` is returned.
     """
     plans = {other: choose_plan(config, other, machine) for other in possible_shapes(config, machine.ranks)}
     speeds = {

@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 # The timeout until `mesh.set_timeout`. Tokenising a corpus may take many minutes.
 START_TIMEOUT = timedelta(minutes=30)
 
-# The timeout of a connection to torchrun's store, which torchrun starts before the ranks. If the store does not respond,
-# torchrun has died.
+# torchrun starts its store before the ranks. If the store does not respond within this time, torchrun has died.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
 # With this variable, cuBLAS selects workspaces that give the same bits in every run.
@@ -29,11 +28,11 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Launch(NamedTuple):
-    """The circumstances under which the ranks were launched.
+    """How the ranks of this process group were launched.
 
     Attributes:
-        store: the key-value store of all ranks of this attempt.
-        attempt: how many times torchrun has started the ranks of this launch.
+        store: a key-value store that all ranks of this attempt share.
+        attempt: the number of times that torchrun has started the ranks.
         time: the local time of the first attempt on rank 0; "" on all other ranks.
     """
 
@@ -43,13 +42,13 @@ class Launch(NamedTuple):
 
 
 def connect_ranks(share_gpus: bool = False) -> Launch:
-    """Initialise the default process group of all ranks that torchrun has started, or of this process alone.
+    """Initialise the default process group. Without torchrun, this process is its only rank.
 
-    The group uses NCCL on GPUs and gloo on CPUs, so the device of the run need not be known yet.
+    The group has a backend for GPUs (NCCL) and for CPUs (gloo), because the device of the run is not known yet.
 
     Args:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo on GPUs
-            as well, because NCCL rejects two ranks on one GPU. All ranks must pass the same value.
+            as well, because NCCL does not allow two ranks on one GPU. All ranks must pass the same value.
     """
     if "RANK" in os.environ:
         timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
@@ -88,10 +87,10 @@ def broadcast_object(value: Any) -> Any:
 
 @contextmanager
 def sync_errors(group: dist.ProcessGroup | None = None) -> Generator[None]:
-    """Raise a ConfigError of one rank on all ranks. All ranks run the body. `group` contains all ranks.
+    """If one rank raises a ConfigError, raise it on all ranks. All ranks must run the body. `group` contains all ranks.
 
-    Otherwise, ranks would wait forever for a rank that could not read a file, for example. If several ranks have an error,
-    every rank raises the error of the lowest one. Without a process group, an error is raised as usual.
+    Without this context, the other ranks would wait forever for a rank that, for example, cannot read a file. If several ranks
+    have an error, every rank raises the error of the lowest one. Without a process group, an error is raised as usual.
     """
     own: ConfigError | None = None
     try:
@@ -117,7 +116,7 @@ def set_deterministic(deterministic: bool) -> None:
                 "trainer.deterministic=true has no effect on cuBLAS, because an earlier job of this process has initialised "
                 f"CUDA: set {CUBLAS_WORKSPACE}=:4096:8 before the launch"
             )
-        # Deterministic mode would fill new tensors, which takes time, although every kernel writes all elements of its outputs.
+        # Deterministic mode would fill new tensors, which takes time. Our kernels write all elements of their outputs.
         deterministic_mode: Any = torch.utils.deterministic
         deterministic_mode.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(deterministic, warn_only=True)

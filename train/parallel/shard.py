@@ -28,26 +28,26 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     weights therefore do not depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of
     gradients are fp32.
 
-    The parameters of the last `host_blocks` blocks are moved to host memory, in whole groups. The others stay on the device,
-    because the next forward pass needs them first. The result contains the groups in host memory.
+    Whole FSDP groups are moved to host memory, until they contain the last `host_blocks` blocks. Parameters outside the blocks
+    stay on the device, because the next forward pass needs them first. Return the model and the groups in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
-    # With None, its default, FSDP shards all modules but the root again after the forward pass.
+    # If the argument is None, FSDP frees the gathered parameters of all modules except the root after the forward pass.
     reshard = None if estimate.reshard_after_forward(model.config, bf16) else False
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = estimate.blocks_per_group(model.config, bf16), list(model.blocks)
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     on_host = [start >= len(blocks) - host_blocks for start in range(0, len(blocks), size)]
-    # A single group contains all parameters. Otherwise, those outside the blocks stay on the device.
+    # A single group contains all parameters. If there are several groups, parameters outside the blocks stay on the device.
     on_host.append(len(groups) == 1 and host_blocks > 0)
     host_groups, staging = list[HostGroup](), StagingBuffers(device)
     for group, is_on_host in zip((*groups, [model]), on_host, strict=True):
         for module in group:
-            # The blocks are already sharded when the other parameters are allocated, and must not change.
+            # `recurse` is False for the whole model, because its blocks are already sharded.
             module.to_empty(device=device, recurse=module is not model)
             module.init_weights(generator)
         if len(groups) == 1 and model not in group:
-            # The hooks of a second group would need time on the host.
+            # A second FSDP group would add hooks, which need time on the host.
             continue
         fully_shard(list[nn.Module](group), mesh=mesh.all, mp_policy=precision, reshard_after_forward=reshard)
         root = cast("FSDPModule", group[0])
@@ -68,8 +68,8 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
     """Save only the inputs and the attention outputs of the blocks that `plan` recomputes, on the GPU or in host memory.
 
-    Attention runs twice only in the blocks for which the plan says so. All-to-alls may run twice, because they take little time
-    and saving their results would need much memory. `host_bytes` is the size of the host memory that is allocated for the
+    Only the first `attention_blocks` blocks of the plan also recompute attention. All-to-alls may run twice, because they take
+    little time and saving their results would need much memory. `host_bytes` is the size of the host memory to allocate for
     offloaded blocks.
     """
     blocks = cast("list[Any]", model.blocks)

@@ -1,8 +1,8 @@
 """Predict the seconds of a training step on a mesh of GPUs under a memory plan.
 
-A micro-step takes as long as the GPUs or their hosts need, whichever are slower. `ringattn.planning` predicts attention. The
-constants below predict all other work, and were fitted to runs on one to four H100s and H200s, see
-tests/train/parallel/test_prediction.py.
+A micro-step takes as long as its slower part, which is the GPU or the host. `ringattn.planning` predicts attention. The
+constants below predict all other work. They were fitted to runs on one to four H100s and H200s
+(tests/train/parallel/test_prediction.py).
 """
 
 import re
@@ -22,7 +22,7 @@ from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config
 
-# Matrix products reach this fraction of the peak: 690 of 989 TFLOP/s with the 1.44B model on two H200s.
+# Matrix products reach this fraction of the peak FLOP/s. The 1.44B model reaches 690 of 989 TFLOP/s on two H200s.
 MATMUL_EFFICIENCY = 0.7
 # The speed of attention, relative to `cost_model.attention_flops`, with the 1.44B model on H200s.
 ATTENTION_EFFICIENCY = 1.06
@@ -44,14 +44,14 @@ MEMORY_EFFICIENCY = 0.7
 # Per token and layer, fused kernels read and write 40 times the width of the model, and 12 times the width of the feed-forward
 # network, in both passes together. In the 1.44B model, these kernels take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
-# Clipping and AdamW read and write this many bytes per parameter of a rank's shard, in fp32, and the moments.
+# The optimizer step reads and writes this many bytes per parameter of a rank's shard, besides the moments.
 OPTIMIZER_BYTES = 24
 # Bytes per second of FSDP's collectives inside a host. The collectives take 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
 
-# Seconds that the host of a rank needs for the default model on H100s and H200s. Other hosts differ.
+# The seconds of work on a rank's host, measured with the default model on machines with H100s and H200s. Other hosts differ.
 HOST_STEP = 4e-3  # per step
-HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
+HOST_GROUP = 3e-3  # FSDP's hooks per group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
@@ -59,11 +59,11 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 # Bytes per second of copies between a GPU and pinned host memory, in each of two simultaneous directions. Copies do not slow
 # kernels down (one H200, 2026-11-24).
 HOST_LINK = 51e9
-# The parameters per second that PyTorch's fused AdamW updates on a core of the host: 4.3e9 on 16 cores (2026-11-24).
+# PyTorch's fused AdamW updates this many parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
 # Matrix products of 8192 x 8192 matrices reach 1,240 TFLOP/s in FP8 and 729 in bf16 on an H200 (2026-11-27).
 FLOAT8_SPEEDUP = 1240 / 729
-# The speed of the forward kernels of attention relative to that of both passes together (65,536 tokens on an H200, 2026-11-27).
+# The speed of attention in the forward pass, relative to both passes together (65,536 tokens on an H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
 # Per chunk of tokens, the gradients of the weights are added to fp32 sums, which moves this many bytes per parameter.
 CHUNK_BYTES = 10
@@ -99,15 +99,15 @@ class Gpu(NamedTuple):
         return cls(MATMUL_EFFICIENCY * peak, attention, MEMORY_EFFICIENCY * memory_speed)
 
 
-# The speeds with which plans are compared if those of the GPU are not known.
+# For unknown GPUs, plans are compared with these speeds.
 SLOW_GPU = Gpu(matmul=1e14, attention=6e13, memory=5e11)
 
 
 class Machine(NamedTuple):
-    """The ranks of a job and what their model needs."""
+    """The ranks of a job, and the properties of their model that all plans share."""
 
     device: torch.device
-    gpu: Gpu | None  # None if its speed is not known
+    gpu: Gpu | None  # None for a GPU of unknown speed
     ranks: int
     ranks_per_host: int
     vocab_size: int  # the number of tokens that the tokenizer has
@@ -129,14 +129,14 @@ class Attention(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The predicted seconds of an optimizer step, and the part of them in which a GPU does not compute."""
+    """The predicted seconds of an optimizer step, and the seconds in which the GPU is idle."""
 
     seconds: float
     exposed: float
 
 
 def kernels_alone(config: Config, shape: MeshShape, gpu: Gpu) -> Attention:
-    """Return the seconds of attention of a rank without communication and without documents."""
+    """Return the seconds that the attention kernels of a rank take, ignoring communication and documents."""
     model = config.model
     pairs = sum(count * Mask.causal(window).pairs(config.data.seq_len)[0] for window, count in Counter(model.windows).items())
     forward = 4 * config.trainer.batch_size * model.heads * model.resolved_head_dim * pairs / shape.sequence / gpu.attention
@@ -162,7 +162,8 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     used = layers * estimate.used_block_parameters(model)
     vocab = estimate.other_parameters(model, machine.vocab_size)
 
-    # Chunks compute the operations around attention twice. Checkpointing then computes those before attention once more.
+    # With chunks, the operations around attention run twice. With checkpointing, the operations before attention then run a
+    # third time.
     chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0
@@ -181,17 +182,17 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     link = COLLECTIVE_BYTES_PER_S if one_host else interconnect("nccl", one_host=False).bytes_per_second
     per_byte = (machine.ranks - 1) / machine.ranks / link
     collectives = per_byte * (size * (vocab + gathers * blocks) + 4 * (vocab + blocks))
-    # The first gather and the last reduction do not overlap with computation.
+    # The first gather and the last reduction of a step do not overlap with computation.
     exposed = per_byte * (size + 4) * vocab + _exposed_copies(config, shape, machine, plan, (forward, backward))
 
     groups = -(-layers // estimate.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
-    # Graphs may be impossible with another mesh, even if `trainer.cuda_graphs` is True.
+    # On another mesh, graphs may be impossible even if `trainer.cuda_graphs` is True.
     situation = config, shape, machine.device, machine.compiled and plan == MemoryPlan(), machine.bf16
     graphed = can_capture(*situation) and uses_graphs(*situation)
     # The replay of a graph takes almost no time on the host.
     block = 0.0 if graphed else HOST_BLOCK * chunks + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
-    # If there are several groups, the parameters outside the blocks are a further group.
+    # If there are several groups, one more group contains the parameters outside the blocks.
     host = (groups + (groups > 1)) * HOST_GROUP + layers * block
 
     micro_step = max(max(compute, collectives) + exposed, host)
@@ -230,9 +231,9 @@ def _exposed_copies(
 
 
 def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward: float) -> float:
-    """Return the seconds in which the next forward pass, which takes `forward` seconds, waits for updates on the CPU.
+    """Return how many seconds the next forward pass waits for updates on the CPU. `forward` is its duration.
 
-    The CPU updates the last blocks in order. The weights of a block are needed one block earlier.
+    The CPU updates the blocks in their order in the model. Each block must be updated before the previous block is computed.
     """
     layers = config.model.layers
     update = estimate.block_parameters(config.model) / machine.ranks / (HOST_ADAM * machine.cores)

@@ -1,6 +1,6 @@
 """Keep the inputs and the attention results of blocks in host memory between the forward and the backward pass.
 
-Copies have their own stream. A block returns to the GPU while the backward pass of the next block runs:
+Copies have their own stream. The copy of a block to the GPU overlaps with the backward pass of the next block:
 
     forward pass    compute   block 0   block 1     block 2
                     copy                0 to host   1 to host
@@ -20,10 +20,10 @@ from ringattn import save_attention
 from ringattn.checkpointing import SavedAttention
 from ringattn.train.parallel.memory.pinned import empty_pinned
 
-# The size of a buffer in host memory, a multiple of 4. Memory grows by this size.
+# The size in bytes of each host buffer, which must be a multiple of 4.
 BUFFER_BYTES = 2**28
 
-# Smaller tensors stay on a GPU, because launching a copy would take longer than the copy.
+# Smaller tensors stay on the GPU, because launching their copies would take longer than the copies.
 MIN_BYTES = 2**20
 
 Results = tuple[Tensor, Tensor | None]  # of `Block.forward`
@@ -31,9 +31,9 @@ Forward = Callable[..., Results]
 
 
 class HostActivations:
-    """Host memory for the tensors of consecutive blocks, which is allocated once and reused by every micro-step.
+    """Host memory for the tensors of consecutive blocks. Every micro-step uses the same memory.
 
-    The host never waits for a copy. A tensor on the GPU is freed after the compute stream has been told to wait for its copy.
+    The host never waits for a copy to finish. Before a GPU tensor is freed, the compute stream is told to wait for its copy.
     The peak of GPU memory therefore does not depend on how far the host runs ahead.
 
     Args:
@@ -45,13 +45,13 @@ class HostActivations:
         self._streams: Any = torch.get_device_module(device)
         self._copy_stream = self._streams.Stream()
         self._buffers: list[Tensor] = []
-        self._ends = [0]  # Block i has the bytes from _ends[i] to _ends[i + 1] of the concatenated buffers.
+        self._ends = [0]  # Block i occupies the bytes _ends[i] to _ends[i + 1].
         self._stored: dict[int, list[Tensor]] = {}  # Tensors on the host are replaced by meta tensors.
         self._leaving: tuple[list[Tensor], Any] | None = None  # the tensors being copied to the host, and the end of the copy
         self._arriving: dict[int, tuple[list[Tensor], Any]] = {}
 
     def reserve(self, num_bytes: float) -> None:
-        """Allocate host memory until there are `num_bytes`. Pinning a GiB takes about 0.4 s."""
+        """Allocate buffers for at least `num_bytes` bytes. Pinning memory takes about 0.4 s per GiB."""
         while len(self._buffers) * self._buffer_bytes < num_bytes:
             self._buffers.append(empty_pinned(self._buffer_bytes // 4, self._device).view(torch.uint8))
 
@@ -67,7 +67,7 @@ class HostActivations:
         self._leaving = leaving, self._copy(leaving, start, to_host=True)
 
     def finish_storing(self) -> None:
-        """Free the GPU memory of the tensors that were stored last."""
+        """Free the GPU tensors that were stored last, after their copy."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
@@ -77,13 +77,13 @@ class HostActivations:
         if block not in self._stored:
             return
         self.finish_storing()
-        # The tensors belong to the compute stream, because they are also freed on this stream.
+        # Allocate on the compute stream, because the tensors are freed on this stream.
         tensors = [torch.empty_like(x, device=self._device) if x.is_meta else x for x in self._stored.pop(block)]
         arriving = [x for x in tensors if self._is_large(x)]
         self._arriving[block] = tensors, self._copy(arriving, self._ends[block], to_host=False)
 
     def fetch(self, block: int) -> list[Tensor]:
-        """Return the tensors of a block, and make the compute stream wait for their copies. Call it once per `store`."""
+        """Return the tensors of a block. The compute stream waits for their copies. Call it once per `store`."""
         self.prefetch(block)
         tensors, arrived = self._arriving.pop(block)
         arrived.wait()
@@ -93,8 +93,8 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Copy tensors to the host memory that starts at byte `start`, or back. Return an event at the end of the copy."""
-        # The compute stream may still write the tensors, or read freed tensors whose memory they have.
+        """Copy tensors to host memory from byte `start` on, or back. Return an event that marks the end of the copy."""
+        # The compute stream may still use the source, or the memory that the destination reuses.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()
         with self._streams.stream(self._copy_stream):
@@ -105,7 +105,7 @@ class HostActivations:
         return end
 
     def _parts(self, tensors: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the tensors, and the host memory of each part, as bytes. No part spans several buffers."""
+        """Split the tensors into parts within one buffer, and yield each part and its host memory, both as bytes."""
         for x in tensors:
             remaining = x.view(-1).view(torch.uint8)
             while len(remaining):
@@ -118,8 +118,8 @@ class HostActivations:
 def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, attention_blocks: int = 0) -> None:
     """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
 
-    The first `attention_blocks` blocks also recompute attention. `count` is at least 1 and less than the number of blocks. Call
-    this function after the other blocks are checkpointed.
+    The first `attention_blocks` blocks also recompute attention. `count` must be at least 1 and less than the number of blocks.
+    Checkpoint the other blocks before this call.
     """
     for index, block in enumerate(blocks[:count]):
         block.forward = partial(_run_offloaded, block.forward, index, host, index >= attention_blocks)

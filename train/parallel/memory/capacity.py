@@ -12,17 +12,17 @@ from ringattn.train.settings.config import ConfigError
 
 GIB = 2**30
 
-# The fraction of a GPU's memory that a run may need before blocks are recomputed or offloaded. Memory is fragmented, and the
-# allocator of torch does not own the receive buffers of a ring over NVLink.
+# The fraction of a GPU's memory that a run may need before blocks are recomputed or offloaded. The estimate leaves out
+# fragmentation, and the receive buffers of a ring over NVLink.
 COMFORTABLE_FRACTION = 0.85
 
-# A run is rejected if its estimate exceeds this fraction of the memory. CUDA and NCCL need 2 to 4 GiB of a GPU.
+# A run is rejected if its estimate exceeds this fraction of the memory. CUDA and NCCL use 2 to 4 GiB of a GPU.
 USABLE_FRACTION = 0.95
 
-# The bytes of host memory that Python, CUDA and the data loader of a rank need.
+# Python, CUDA and the data loader of a rank need about this many bytes of host memory.
 PROCESS_BYTES = 5 * GIB
 
-# The files in which Linux writes the limit of a container's memory.
+# Linux writes the memory limit of a container to one of these files.
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 Bytes = dict[str, float]  # by purpose
@@ -35,7 +35,7 @@ class InsufficientMemory(ConfigError):
 
 
 class Needs(NamedTuple):
-    """The bytes that a rank needs, by purpose: on its device, and in host memory for offloaded data and background saves."""
+    """How many bytes a rank needs for each purpose, on its device and in host memory."""
 
     device: Bytes
     host: Bytes
@@ -51,9 +51,9 @@ class Needs(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The bytes that a run may need."""
+    """The number of bytes that a run may use."""
 
-    gpu: float | None  # None on CPUs, on which the host memory contains everything
+    gpu: float | None  # None on CPUs, where `host` is the only memory
     host: float
 
     def fits_device(self, needs: Needs) -> bool:
@@ -65,9 +65,9 @@ class Limit(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """The bytes of memory that a rank has."""
+    """The number of bytes of memory of a rank."""
 
-    gpu: float | None  # None on CPUs, on which the host memory contains everything
+    gpu: float | None  # None on CPUs, where `host` is the only memory
     host: float  # the rank's share of its host
 
     @classmethod
@@ -82,7 +82,7 @@ class Capacity(NamedTuple):
         return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0))
 
     def share(self, needs: Needs) -> float:
-        """Return which fraction of the scarcer memory is needed."""
+        """Return the used fraction of GPU or host memory, whichever is larger."""
         if self.gpu is None:
             return needs.total / self.host
         return max(sum(needs.device.values()) / self.gpu, sum(needs.host.values()) / max(self.limit().host, 1))
@@ -104,7 +104,7 @@ class Capacity(NamedTuple):
 
 
 def describe_bytes(needed: Bytes) -> str:
-    """Return the GiB in total and by purpose, or "" if there are none."""
+    """Return the GiB in total and by purpose as text, or "" if nothing is needed."""
     parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items() if count >= 0.05 * GIB)
     total = f"{sum(needed.values()) / GIB:.{1 if sum(needed.values()) > GIB else 2}f} GiB"
     return "" if not any(needed.values()) else total + f" ({parts})" * bool(parts)
@@ -119,9 +119,9 @@ def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
 
 
 def host_memory() -> float:
-    """Return the bytes of memory of this host, or of the container in which this process runs."""
+    """Return the memory of this host, or the memory limit of its container, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in LIMITS:
-        with suppress(OSError, ValueError):  # The file exists only in some containers, and may contain "max".
+        with suppress(OSError, ValueError):  # Hosts may lack the file, and its content may be "max".
             total = min(total, int(Path(path).read_text()))
     return total

@@ -19,12 +19,12 @@ EQUAL_TIMES = 1.02
 # A plan that leaves some GPU memory free may take up to this many times as long as the fastest plan.
 COMFORTABLE_TIMES = 1.03
 
-# The number of blocks with an offloaded optimizer has about this many candidates.
+# At most about this many numbers of blocks with an offloaded optimizer are compared.
 HOST_CHOICES = 8
 
 
 def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[MemoryPlan, Needs]:
-    """Return the memory plan of a run, and the bytes that a rank then needs.
+    """Choose the memory plan of a run, and return it with the bytes that a rank needs.
 
     Plans are compared without the communication of attention, which is the same for all of them. If no plan fits, the result is
     the plan that needs the least memory.
@@ -62,10 +62,10 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
 
 
 def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]:
-    """Yield the possible chunks and numbers of blocks whose optimizer is offloaded, simple plans first."""
+    """Yield plans with the possible chunk sizes and numbers of `host_blocks`, simple plans first."""
     layers, rows = config.model.layers, estimate.tokens_per_rank(config, shape)
     group = estimate.blocks_per_group(config.model, bf16)
-    # Whole groups are offloaded, beginning with the last one.
+    # Only whole FSDP groups are offloaded, beginning with the last group.
     groups = -(-layers // group)
     step = -(-groups // HOST_CHOICES)
     some = [layers - first * group for first in range(groups - 1, 0, -step)]
@@ -80,9 +80,9 @@ def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]
 def _candidates(
     config: Config, shape: MeshShape, bf16: bool, needs: Callable[[MemoryPlan], Needs], limit: Limit
 ) -> Iterator[MemoryPlan]:
-    """Yield the plans that may be the best within this limit, simple plans first. Not all of them fit.
+    """Yield the plans that may be the best within this limit. Simple plans come first. Some plans may not fit.
 
-    Recomputing or offloading more blocks always saves GPU memory. Recomputing more blocks never costs host memory.
+    Recomputing or offloading one more block always saves GPU memory. Recomputing more blocks never needs more host memory.
     """
     layers, activations = config.model.layers, config.memory.activations
     for base in _bases(config, shape, bf16):
@@ -116,7 +116,7 @@ def _candidates(
 
 
 def _fixed_plan(plan: MemoryPlan, activations: str) -> MemoryPlan:
-    """Return a plan that recomputes all blocks, with the other choices that the setting `memory.activations` makes."""
+    """Return the plan that recomputes all blocks in the way that `memory.activations` selects."""
     layers = plan.recomputed_blocks
     return replace(
         plan,
@@ -126,5 +126,5 @@ def _fixed_plan(plan: MemoryPlan, activations: str) -> MemoryPlan:
 
 
 def _first(plans: Sequence[MemoryPlan], is_true: Callable[[MemoryPlan], bool]) -> MemoryPlan:
-    """Return the first plan for which `is_true` holds, or else the last plan. It must hold for all later plans, too."""
+    """Return the first plan for which `is_true` holds, or else the last plan. `is_true` must hold for all later plans, too."""
     return plans[min(bisect_left(plans, True, key=is_true), len(plans) - 1)]

@@ -1,8 +1,8 @@
 """Run the operations of a block around attention in chunks of tokens, in the forward and in the backward pass.
 
-The backward pass recomputes one chunk at a time. For all tokens at once, there are then only the inputs and outputs of
-`Block.before` and `Block.after`, such as q, k and v. Chunks do not communicate, because FSDP gathers the parameters once per
-block. Ranks may therefore have different numbers of chunks.
+In the backward pass, chunks are recomputed one after the other. Therefore only inputs and outputs of `Block.before` and
+`Block.after`, such as q, k and v, exist for all tokens at once. FSDP gathers the parameters once per block. Ranks may have
+different numbers of chunks, because chunks do not communicate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ringattn.checkpointing import is_recomputing
 from ringattn.train.model.gpt import GPT
 
-# The default number of tokens per chunk. Adding the gradients of the weights of a chunk to the sums takes about as long as the
-# matrix products of 200 tokens.
+# The default number of tokens per chunk. Each chunk adds its weight gradients to fp32 sums. This addition takes about as long
+# as the matrix products of 200 tokens.
 CHUNK = 16_384
 
 Outputs = Sequence[Tensor | None]
@@ -32,9 +32,9 @@ def chunk_blocks(model: GPT, chunk: int) -> None:
 
 
 def run_in_chunks(block: nn.Module, function: Function, chunk: int, is_last: bool, *inputs: Tensor) -> Outputs:
-    """Return function(*inputs), which uses parameters of `block`.
+    """Compute function(*inputs) in chunks of tokens. The function may use parameters of `block`.
 
-    The inputs have the shape (B, N, ...). Outputs with more than two dimensions also have this shape. Other outputs are sums
+    The inputs have the shape (B, N, ...). Outputs with at least three dimensions also have this shape. Other outputs are sums
     over tokens. If `is_last`, nobody reads the outputs when the block is recomputed.
     """
     if inputs[0].shape[1] <= chunk:
@@ -66,15 +66,15 @@ class _InChunks(torch.autograd.Function):
             return (inputs[0].new_empty(()).expand(inputs[0].shape),)
         outputs: list[Tensor | None] = []
         for rows in _chunks(inputs[0], chunk):
-            # The forward pass also records a graph, because FP8 layers and compiled code compute differently without one.
-            # These hooks hide its tensors from activation checkpointing.
+            # The forward pass also records a graph, because FP8 layers and compiled code compute differently without a graph.
+            # The hooks prevent activation checkpointing from saving the tensors of this graph.
             with torch.set_grad_enabled(is_training), saved_tensors_hooks(_same, _same):
                 parts = function(*_leaves(inputs, rows, ctx.needed))
             outputs = outputs or [_output_like(part, inputs[0]) for part in parts]
             for output, part in zip(outputs, parts, strict=True):
                 if output is not None and part is not None:
                     _rows(output, rows).add_(part) if part.ndim <= 2 else _rows(output, rows).copy_(part)
-            del parts, part  # Otherwise, the graphs of two chunks would exist at the same time.
+            del parts, part  # Without this line, the graphs of two chunks would exist at the same time.
         return tuple(outputs)
 
     @staticmethod
@@ -97,7 +97,7 @@ class _InChunks(torch.autograd.Function):
 def _gradients(
     function: Function, inputs: list[Tensor], parameters: list[nn.Parameter], douts: Outputs
 ) -> tuple[Outputs, Outputs]:
-    """Return the gradients of the inputs and of the parameters. Those that are not needed or not used are None."""
+    """Return the gradients of the inputs and of the parameters, with None for tensors that need no gradient or are not used."""
     with torch.enable_grad():
         outputs = function(*inputs)
     used = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out is not None and dout is not None]

@@ -17,8 +17,8 @@ from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
 # Sharding the parameters again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
-# FSDP gathers consecutive blocks together, until their parameters reach this many bytes. The host would take longer to launch a
-# smaller all-gather than the interconnect takes to transfer it.
+# FSDP gathers consecutive blocks together, until their parameters reach this many bytes. For a smaller all-gather, the launch
+# on the host would take longer than the transfer.
 GROUP_BYTES = 2**28
 
 
@@ -85,7 +85,7 @@ def tokens_per_micro_step(config: Config, shape: MeshShape) -> int:
 
 
 class PlanIndependent(NamedTuple):
-    """Numbers that are the same for all plans of a run."""
+    """Numbers that do not depend on the memory plan."""
 
     head_chunks: int  # in how many chunks of heads attention certainly runs
     rotary_dims: int  # the elements per token of the cosines and sines of all layers
@@ -106,20 +106,18 @@ def needs(
     plan: MemoryPlan,
     common: PlanIndependent | None = None,
 ) -> Needs:
-    """Estimate the peak of torch's allocator on a rank, and the host memory for its data, in bytes by purpose.
+    """Estimate the peak of torch's allocator on a rank, and the rank's host memory, in bytes by purpose.
 
-    A step reaches its peak in the backward pass of the loss, in that of a block's feed-forward network or attention, or when
-    FSDP reduces the gradients of the last group of blocks or of the other parameters. The estimate depends only on shapes, and
-    includes neither fragmentation nor the receive buffers of a ring over NVLink.
+    The peak is in the backward pass of the loss, of a feed-forward network or of attention, or in FSDP's reductions of the last
+    gradients. The estimate reads only shapes. Fragmentation and the receive buffers of a ring over NVLink are left out.
 
     Args:
         config: the settings of the run.
-        shape: the numbers of ranks. With all-to-alls, each block saves its attention output before and after the all-to-all.
-        vocab_size: the number of tokens of the tokenizer.
+        shape: the numbers of ranks. With all-to-alls, each block saves its attention output twice, before and after the
+            all-to-all.
         bf16: whether the model computes in bf16.
         compiled: whether torch.compile is used. Compiled code saves only the inputs of matrix products.
-        plan: where the rank keeps the data.
-        common: the result of `PlanIndependent.of`, if it is known.
+        common: the result of `PlanIndependent.of`, which is computed if it is None.
     """
     common = common or PlanIndependent.of(config, shape)
     model, size, ranks, layers = config.model, 2 if bf16 else 4, shape.ranks, config.model.layers
@@ -128,23 +126,23 @@ def needs(
     block = block_parameters(model)
     vocab, blocks, group = other_parameters(model, vocab_size), layers * block, blocks_per_group(model, bf16) * block
     resharded = reshard_after_forward(model, bf16)
-    # The parameters outside the blocks are gathered during the whole step.
+    # FSDP keeps the parameters outside the blocks gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
     prefetched = size * group if resharded else 0
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
-    # Weights in host memory pass through two fp32 buffers.
+    # The GPU keeps two fp32 buffers for weights from host memory.
     state = ((4 + moment_bytes(config)) * kept + (8 * group if plan.host_blocks else 0)) / ranks
-    # With a single micro-step, no gradients exist before the backward pass.
+    # If a step has one micro-step, gradients do not exist before its backward pass.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
     tokens = tokens_per_micro_step(config, shape)
     saved = _Saved.of(config, shape, bf16, compiled, plan)
-    # Layers share fp32 cosines and sines. All layers share the int64 tokens, labels and positions.
+    # The layers share the fp32 cosines and sines. The layers also share the int64 tokens, labels and positions.
     shared = tokens * (4 * common.rotary_dims + 24)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk, their gradient and the gradient of the previous chunk exist at the same time. Later, the gradient
-    # and the results of its matrix products exist at the same time.
+    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. Then the gradient and the
+    # results of its matrix products exist at the same time.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:
@@ -159,14 +157,15 @@ def needs(
             "intermediate results of the backward pass": backward,
         }
 
-    # The loss needs the last hidden states, their norm and its gradient, and the gradient of the head in fp32.
+    # The backward pass of the loss needs the last hidden states, their norm and its gradient, and the fp32 gradient of the
+    # head.
     loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
     moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
     parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)
-    # The blocks after which the kind of the blocks, and therefore the growth of the memory, changes.
+    # The memory can have its peak only after the last block, or where the blocks begin to save other tensors.
     changes = {layers - 1, plan.recomputed_blocks - 1, plan.offloaded_blocks, plan.offloaded_blocks - 1, 0}
     for index in changes & set(range(layers)):
-        # The blocks after this one have gradients instead of activations.
+        # The backward pass has already replaced the activations of later blocks by gradients.
         later = max(gradients, 4 * block * max(layers - 1 - index - plan.host_blocks, 0) / ranks)
         activations = tokens * (saved.resident(index + 1) + saved.in_flight(index)) + shared
         for part in parts:
@@ -187,7 +186,7 @@ def needs(
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
     model = config.model
     parameters = _host_parameters(model, vocab_size, bf16, plan) / shape.ranks
-    # Without this setting, the run saves in the foreground if the copies do not fit.
+    # With trainer.background_saves=null, the run saves in the foreground if the copies do not fit.
     copied = bool(config.trainer.background_saves) * (
         other_parameters(model, vocab_size) + model.layers * block_parameters(model)
     )
@@ -207,7 +206,7 @@ def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: Memo
 
 
 def offloaded_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -> list[float]:
-    """Return the bytes of each offloaded block in the host memory of a rank."""
+    """Return the bytes of host memory that a rank needs for each offloaded block."""
     saved = _Saved.of(config, shape, bf16, True, plan)
     tokens = tokens_per_micro_step(config, shape)
     return [tokens * saved.checkpointed(index) for index in range(plan.offloaded_blocks)]
@@ -219,7 +218,7 @@ def moment_bytes(config: Config) -> float:
 
 
 class _Saved(NamedTuple):
-    """The bytes per token that blocks save between their forward and their backward pass."""
+    """The bytes per token that blocks save for the backward pass."""
 
     plan: MemoryPlan
     kept: float  # of a block that is not recomputed
@@ -239,30 +238,30 @@ class _Saved(NamedTuple):
         return self.inputs if index < self.plan.attention_blocks else self.attention
 
     def resident(self, count: int) -> float:
-        """Return the bytes of the first `count` blocks on the device."""
+        """Return how many bytes per token the first `count` blocks save on the device."""
         blocks = range(self.plan.offloaded_blocks, min(count, self.plan.recomputed_blocks))
         inputs = len(range(blocks.start, min(blocks.stop, self.plan.attention_blocks)))
         checkpointed = inputs * self.inputs + (len(blocks) - inputs) * self.attention
         return max(count - self.plan.recomputed_blocks, 0) * self.kept + checkpointed
 
     def in_flight(self, index: int) -> float:
-        """Return how many bytes of offloaded data are on the device during the backward pass of block `index`."""
+        """Return the offloaded bytes per token that are back on the device during the backward pass of block `index`."""
         return sum(self.checkpointed(i) for i in (index, index - 1) if 0 <= i < self.plan.offloaded_blocks)
 
     def recomputed(self, index: int) -> float:
-        """Return the bytes that the recomputation of a block adds."""
+        """Return the bytes per token that recomputing a block adds."""
         return self.kept - self.checkpointed(index) if index < self.plan.recomputed_blocks else 0
 
 
 def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan) -> float:
-    """Return the bytes that the backward pass of a feed-forward network adds to the tensors that the block has saved."""
+    """Return the bytes that the backward pass of a feed-forward network needs, besides the saved tensors of the block."""
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim = model.heads * model.resolved_head_dim
     if (count := plan.num_chunks(rows)) == 1:
-        # It needs the gradients of the residual stream and of the hidden layer.
+        # Without chunks, the backward pass computes the gradients of the residual stream and of the hidden layer.
         return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
-    # For all tokens, it needs the gradients of the output, of the input and of attention. For a chunk, it needs the tensors of
-    # the feed-forward network and their gradients. The gradients of the weights are summed in fp32.
+    # With chunks, all tokens need the gradients of the output, of the input and of attention. A single chunk also needs the
+    # tensors of the feed-forward network and their gradients. The gradients of the weights are summed in fp32.
     chunk = 6 * model.dim + 4 * hidden_dim(model) + 3 * _routed_dim(model)
     sums = 4 * (block_parameters(model) - projection_parameters(model))
     return size * tokens * (2 * model.dim + query_dim) + size * -(-tokens // count) * chunk + sums
@@ -275,7 +274,7 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
     # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:
-        # A chunk of heads has its own q, k, v, out and dout. The gradients of all heads are complete at the end.
+        # A chunk of heads has its own q, k, v, out and dout. The gradients of all heads exist in full at the end.
         temporary = (temporary + size * (3 * query_dim + key_value_dim)) / head_chunks + size * (query_dim + key_value_dim)
     freed = 0  # by the feed-forward network
     if plan.num_chunks(rows) == 1:
@@ -284,7 +283,7 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
 
 
 def _head_chunks(config: Config, shape: MeshShape) -> int:
-    """Return the number of chunks of heads in which attention certainly runs. Documents may have few pairs."""
+    """Return the number of head chunks that attention needs at least. With documents, a single chunk may suffice."""
     model = config.model
     if config.data.mask_documents:
         return 1
@@ -306,8 +305,8 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     `size` is the number of bytes per element, and `attention_outputs` is how often the attention output is saved.
     """
     query_dim, key_value_dim = _attention_dims(model)
-    # Eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the attention output,
-    # and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
+    # A block of eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the
+    # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v only once, and only three tensors of SwiGLU.
     elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * hidden_dim(model)
     elements += 2 * _routed_dim(model)  # the inputs and the outputs of the experts
     if model.norm_position == "both":

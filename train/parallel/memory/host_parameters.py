@@ -4,8 +4,8 @@
     backward               FSDP's reduce-scatter -> norm on the GPU -> host gradients
     next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
 
-FSDP's own CPUOffloadPolicy would stop the host at the end of every backward pass until the last gradient has been copied. It
-would also add the gradients of several micro-steps on the CPU, and on one rank it would copy weights while no kernel runs.
+With FSDP's own CPUOffloadPolicy, the host would wait for the last gradient at the end of every backward pass. The CPU would
+also add the gradients of several micro-steps. On one rank, no kernel would run while weights are copied.
 """
 
 from concurrent.futures import Future
@@ -22,8 +22,8 @@ from ringattn.train.parallel.memory.pinned import empty_pinned
 class StagingBuffers:
     """Copies weights to the GPU on a stream of its own, into two buffers that the groups use in turn.
 
-    The copy of a group waits until the group before the previous one has left its buffer. It therefore runs while the GPU
-    computes the previous group.
+    Before a group is copied, the group before the previous one must have left the buffer. The copy therefore overlaps with the
+    computation of the previous group.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,11 +31,11 @@ class StagingBuffers:
         self._buffers: list[Tensor] = []
 
     def reserve(self, size: int) -> None:
-        """Make the buffers large enough for a group with this number of elements. Call this function before the first copy."""
+        """Make each buffer large enough for `size` elements. Call this method before the first copy."""
         self._size = max(self._size, size)
 
     def begin_group(self) -> None:
-        """Use the other buffer from now on."""
+        """Switch to the other buffer."""
         if not self._buffers:
             self._stream = torch.cuda.Stream(self._device)
             self._consumer = torch.cuda.current_stream()
@@ -47,7 +47,7 @@ class StagingBuffers:
         self._stream.wait_event(self._left[self._current])
 
     def copy(self, weights: Tensor, start: int) -> Tensor:
-        """Copy weights (N,) to the elements from `start` on. Kernels of the current stream can read the result."""
+        """Copy weights (N,) to the elements of the buffer from `start` on. The current stream waits for the copy."""
         buffer = self._buffers[self._current][start : start + len(weights)]
         with torch.cuda.stream(self._stream):
             buffer.copy_(weights, non_blocking=True)
@@ -60,15 +60,15 @@ class HostGroup:
     """An FSDP group whose fp32 weights and gradients are in host memory.
 
     Args:
-        module: a module to which `fully_shard` was applied, before its first forward pass.
-        device: the device on which the module computes.
-        staging: the buffers through which all groups copy their weights to a GPU.
+        module: a module after `fully_shard` and before its first forward pass.
+        device: the device of the computation.
+        staging: the buffers that all groups share.
 
     Attributes:
         parameters: the sharded parameters, DTensors on the CPU.
-        gradients: this rank's shard of the gradient of each parameter, fp32. They are valid when the GPU has completed the
-            backward pass.
-        pending: the running update of the parameters, if there is one.
+        gradients: this rank's shard of the gradient of each parameter, fp32. The gradients are valid after the backward pass
+            has ended on the GPU.
+        pending: the running update of the parameters, or None.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, staging: StagingBuffers) -> None:
@@ -90,11 +90,11 @@ class HostGroup:
 
     @property
     def norms(self) -> dict[Tensor, Tensor]:
-        """The norm of this rank's shard of each gradient, by parameter."""
+        """Return the norm of the gradient of each local shard, by parameter."""
         return {each.sharded_param: each.norm for each in self._own}
 
     def clear_gradients(self) -> None:
-        """Let the next backward pass overwrite the gradients."""
+        """Make the next backward pass overwrite the gradients instead of adding to them."""
         for each in self._own:
             each.has_gradient = False
 
@@ -105,7 +105,7 @@ class HostGroup:
             self.pending = None
 
     def fetch(self, weights: Tensor, start: int) -> Tensor:
-        """Return weights of this group, which begin at the element `start`, on the device."""
+        """Copy weights, which begin at element `start` of the group, to the device."""
         self.wait()
         if self._device.type == "cpu":
             return weights
@@ -136,14 +136,14 @@ class HostParameter(FSDPParam):
 
     @property
     def _is_reduced(self) -> bool:
-        """Whether FSDP is reducing the gradients of the group."""
+        """Return whether FSDP is reducing the gradients of this group."""
         return self._group.fsdp_group._training_state == TrainingState.POST_BACKWARD
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
         """Whether FSDP must not read the weights itself, because it would convert them on the CPU.
 
-        During the reduction, the value is False, so that FSDP passes gradients to `to_sharded_dtensor` without a copy.
+        The value is False while FSDP reduces gradients, so that FSDP passes them to `to_sharded_dtensor` without a copy.
         """
         return not self._is_reduced
 
@@ -153,10 +153,10 @@ class HostParameter(FSDPParam):
         return [weights if self.param_dtype is None else weights.to(self.param_dtype)]
 
     def to_sharded_dtensor(self, tensor: Tensor) -> Any:
-        """Keep a reduced gradient, and return None, so that FSDP assigns no gradient to the parameter."""
+        """Store a reduced gradient in host memory. Return None, so that FSDP assigns no gradient to the parameter."""
         if not self._is_reduced:
             return super().to_sharded_dtensor(tensor)
-        self._group.wait()  # The running update still reads the previous gradient.
+        self._group.wait()  # The running update may still read the previous gradient.
         if self.has_gradient:
             tensor.add_(self.host_gradient.to(tensor.device, non_blocking=True))
         self.host_gradient.copy_(tensor, non_blocking=True)

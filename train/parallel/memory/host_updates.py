@@ -12,15 +12,14 @@ from ringattn.train.parallel.memory.pinned import begin_host_thread
 
 
 class HostUpdates:
-    """The updates of all parameters in host memory.
+    """Runs the optimizer updates of parameters in host memory.
 
-    Reading the weights of the model in any way waits for the updates: a gather of FSDP, and `state_dict`.
+    FSDP's gathers and `state_dict` wait for the updates before they read weights.
 
     Args:
         model: the sharded model.
-        groups: the groups in host memory, in the order of the forward pass.
-        optimizer: the optimizer of all parameters, whose `host_groups` belong to `groups`.
-        device: the device of the model.
+        groups: the FSDP groups in host memory, in the order of the forward pass.
+        optimizer: the optimizer of all parameters. Its `host_groups` must belong to `groups`.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[HostGroup], optimizer: AdamW, device: torch.device) -> None:
@@ -31,15 +30,15 @@ class HostUpdates:
 
     @property
     def norms(self) -> dict[Tensor, Tensor]:
-        """The norm of this rank's shard of each gradient in host memory, by parameter."""
+        """Return the norm of each local gradient shard in host memory, by parameter."""
         return {parameter: norm for group in self.groups for parameter, norm in group.norms.items()}
 
     def start(self, read_scale: Callable[[], list[float]]) -> None:
         """Start the updates after the backward pass of a step.
 
         Args:
-            read_scale: a function that waits until the device has completed the backward pass, and returns the factor by which
-                the gradients are multiplied, as a list with one element.
+            read_scale: a function that waits for the end of the backward pass on the device. The function returns a list with
+                one element, the factor for the gradients.
         """
         for index, group in enumerate(self.groups):
             group.clear_gradients()

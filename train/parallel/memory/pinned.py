@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.train.parallel.memory.capacity import GIB, InsufficientMemory
 from ringattn.train.parallel.ranks import ranks_per_host
 
-# The cores of a rank that work on host memory leaves to the thread that launches kernels and to the data loader.
+# The number of cores per rank for the thread that launches kernels and for the data loader.
 OTHER_CORES = 2
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
     # The mapping has pages of its own, because no page can be pinned twice.
     memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # Pinning and updating fewer, larger pages takes less time.
+        memory.madvise(mmap.MADV_HUGEPAGE)  # Larger pages are pinned and updated faster.
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     if device.type == "cuda":
         # Several cores allocate the pages faster than `cudaHostRegister`, which uses one core.

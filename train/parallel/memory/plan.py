@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where a rank keeps the data of a step. All ranks have the same plan."""
+    """Decides where a rank keeps the data of a step. All ranks have the same plan."""
 
-    # How many blocks, beginning with the first, the backward recomputes, except for attention.
+    # The backward pass recomputes this many blocks, beginning with the first block, but not their attention.
     recomputed_blocks: int = 0
-    # How many of these blocks, beginning with the first, also recompute attention.
+    # The first `attention_blocks` of the recomputed blocks also recompute attention.
     attention_blocks: int = 0
-    # How many of the recomputed blocks, beginning with the first, have their inputs and attention results in host memory. The
-    # last block is never offloaded, because the backward pass begins with it.
+    # The inputs and attention results of the first `offloaded_blocks` recomputed blocks are in host memory. The last block is
+    # never offloaded, because the backward pass begins with it.
     offloaded_blocks: int = 0
-    # The last blocks, in this number, have their fp32 weights, gradients and moments in host memory.
+    # The last `host_blocks` blocks have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
     # The tokens of a sequence that a rank processes at once, except in attention. 0: all.
     chunk: int = 0
