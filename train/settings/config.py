@@ -20,14 +20,14 @@ from ringattn.planning import cost_model, rank_plan
 
 
 class ConfigError(ValueError):
-    """A setting, a file or a combination of settings is invalid. The message says how to solve the problem."""
+    """A setting, a file or a combination of settings is invalid. Each message says how to solve the problem."""
 
 
 def resolve_path(name: str, value: str) -> Path:
     """Return the value of the setting `name` as an absolute path, which need not exist.
 
     Raises:
-        ConfigError: no file can have this path, because it is too long or a loop of links.
+        ConfigError: the path is too long for a file, or contains a loop of links.
     """
     try:
         path = Path(value).expanduser().resolve()
@@ -54,7 +54,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Frozen:
-    """A base class for settings that never change. OmegaConf could not set the values of dataclasses with `frozen=True`."""
+    """A base class for settings that never change. `frozen=True` would prevent OmegaConf from setting values."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
@@ -63,7 +63,7 @@ class Frozen:
 
 
 class Rope(NamedTuple):
-    """The rotary position embedding of a layer, see `ringattn.train.model.rope`."""
+    """The parameters of a layer's rotary position embedding (`ringattn.train.model.rope`)."""
 
     dim: int  # the first dimensions of each head, which are rotated; 0: the layer has no rotary embedding
     theta: float
@@ -82,11 +82,10 @@ class LayerAttention(NamedTuple):
 
 @dataclass
 class ModelConfig(Frozen):
-    """The shape of the GPT."""
+    """The architecture of the GPT."""
 
-    # The number of rows of the embedding table. If None, it is the number of tokens of the tokenizer. A larger number keeps the
-    # published size of a model. The loss and the sampling leave out the additional rows, which transformers includes in its
-    # softmax.
+    # The number of rows of the embedding. If None, every token of the tokenizer has one row. Published models may have more
+    # rows. The loss and the sampling leave additional rows out, but transformers includes them in its softmax.
     vocab_size: int | None = None
     # Transformer blocks.
     layers: int = 2
@@ -98,37 +97,37 @@ class ModelConfig(Frozen):
     kv_heads: int = 2
     # The width of one head, even and at most 256. If None, the width is `dim / heads`.
     head_dim: int | None = None
-    # The hidden width of the gated feed-forward network. If None, it is 8/3 of `dim`, rounded up to a multiple of 64.
+    # The hidden width of the gated feed-forward network. If None, the width is 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
-    # The number of experts of each feed-forward network (mixture of experts), each of width `ffn_dim`. If None, one network
-    # processes all tokens.
+    # The number of experts in a mixture of experts, each of width `ffn_dim`. If None, a layer has one feed-forward network for
+    # all tokens.
     experts: int | None = None
-    # The experts that the router chooses for each token.
+    # The number of experts that the router chooses for each token.
     experts_per_token: int = 2
     # Whether the weights of the chosen experts sum to 1, instead of being their probabilities among all experts.
     normalise_top_k: bool = True
     # Whether the router and the experts have biases, as in gpt-oss.
     expert_bias: bool = False
-    # The factor of the load-balancing loss. This loss is small if all experts process equally many tokens of a micro-step, over
-    # all ranks. The recorded `loss` does not include it.
+    # The factor of the load-balancing loss. The load-balancing loss is small if all experts process equally many tokens of a
+    # micro-step, over all ranks. The recorded `loss` does not include the load-balancing loss.
     balance_loss: float = 0.001
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # The base of the rotary position embedding in sliding layers, which then ignore `rope_factor`. If None, all layers have the
-    # same rotary embedding.
+    # The base of the rotary position embedding in sliding layers. With this setting, sliding layers ignore `rope_factor`. If
+    # None, sliding layers have the same rotary embedding as full layers.
     local_rope_theta: float | None = None
-    # The fraction of each head's dimensions that are rotated, beginning with the first dimension.
+    # The fraction of each head's dimensions that rotary embeddings rotate. The first dimensions are rotated.
     rotary_fraction: float = 1.0
-    # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. Except for "linear", it
-    # requires `rope_trained_len`. If None, frequencies stay unchanged.
+    # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. All values of `rope_scaling`
+    # except "linear" also require `rope_trained_len`. If None, frequencies stay unchanged.
     rope_factor: float | None = None
-    # The sequence length of the training before an extension. Set it only together with `rope_factor`.
+    # The sequence length before the model was extended. Set this length only together with `rope_factor`.
     rope_trained_len: int | None = None
-    # Which rotary frequencies are divided by `rope_factor`: "linear" (all), "llama3" or "yarn", which also sharpens the softmax
-    # of attention. "yarn-exact" is yarn without rounding, as in gpt-oss. "longrope" uses `rope_factors`.
+    # The way in which `rope_factor` changes rotary frequencies: "linear" (divides all), "llama3" or "yarn" (also sharpens the
+    # softmax of attention). "yarn-exact" is yarn without rounding, as in gpt-oss. "longrope" uses `rope_factors`.
     rope_scaling: str = "llama3"
-    # The divisors of the rotary frequencies in LongRoPE (Phi-3): first those for a `data.seq_len` of at most
-    # `rope_trained_len`, then those for longer sequences.
+    # Two lists of divisors for the rotary frequencies in LongRoPE (Phi-3), one after the other. The first list is used if
+    # `data.seq_len` is at most `rope_trained_len`, and the second list for longer sequences.
     rope_factors: list[float] | None = None
     # Whether neighbouring dimensions of a head are rotated together, as in Command R.
     rope_interleaved: bool = False
@@ -138,7 +137,7 @@ class ModelConfig(Frozen):
     output_bias: bool = False
     # Whether queries and keys of each head are normalised, as in Qwen 3.
     qk_norm: bool = False
-    # Whether `qk_norm` normalises all heads together, as in OLMo 3.
+    # Whether `qk_norm` normalises all heads of a token together, as in OLMo 3.
     qk_norm_all_heads: bool = False
     # Whether each query head has a learned sink: a logit in the softmax without a value, as in gpt-oss.
     sinks: bool = False
@@ -162,10 +161,10 @@ class ModelConfig(Frozen):
     logit_scale: float = 1.0
     # Whether the embedding and the output head share one matrix.
     tie_embeddings: bool = True
-    # The number of most recent tokens that a token attends to, including itself. None: all earlier tokens.
+    # The number of tokens to which a token attends, namely itself and the tokens directly before it. None: all earlier tokens.
     window: int | None = None
-    # The attention of each layer, as a list such as [sliding,sliding,full], which repeats for further layers: "sliding" (with
-    # `window`), "full", or "sliding-nope" and "full-nope" (without rotary embedding). None: all layers have `window`.
+    # The attention of each layer, as a list such as [sliding,sliding,full]. The list repeats for further layers. "sliding" uses
+    # `window`, and "full" does not. "sliding-nope" and "full-nope" have no rotary embedding. None: all layers have `window`.
     layer_types: list[str] | None = None
 
     @property
@@ -228,79 +227,81 @@ class MixSource(Frozen):
 
 @dataclass
 class DataConfig(Frozen):
-    """The text, the tokenizer and the packing of documents into sequences."""
+    """The text and the tokenizer, and how documents are packed into sequences."""
 
     # The kind of text: "stdlib" or "packages" (the source code of Python's standard library, one document per file or per
     # package), "text" (one document per file), "jsonl" (per line), "parquet" (per row), "hub" (a dataset of the Hugging Face
     # hub), "prepared" (a folder that ringattn-prepare has written), "recall" (a generated task, whose answers lie far back) or
     # "mix" (the sources in `mix`).
     source: str = "stdlib"
-    # The sources of a mixture, such as [{name:web,source:jsonl,path:web.jsonl,weight:0.7},{source:packages,weight:0.3}]. The
-    # weight of a source is its share of the tokens, relative to the other sources. The other values are `name` (by default
-    # `source`), `source`, `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of
-    # every source is held out.
+    # The sources of a mixture, for example [{name:web,source:jsonl,path:web.jsonl,weight:0.7},{source:packages,weight:0.3}].
+    # The share of a source in the tokens is proportional to its weight. A source can also set `name` (by default `source`),
+    # `source`, `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of every source
+    # is held out.
     mix: list[MixSource] = field(default_factory=list)
-    # What happens when the text, or a source of a mixture, runs out: "repeat" (it is read again in another order, and a message
-    # says so) or "end" (the run has only as many steps as there is text).
+    # The action at the end of the text, or of a source of a mixture. With "repeat", the text is read again in another order,
+    # and a message says so. With "end", the number of steps is limited by the text.
     exhausted: str = "repeat"
-    # Whether "jsonl", "parquet" and "hub" are read, tokenised and packed during training, instead of before the first step.
+    # Whether text in "jsonl", "parquet" and "hub" is read, tokenised and packed during training, instead of before the first
+    # step.
     streaming: bool = False
-    # With `streaming`, the number of documents that are shuffled together. They are kept in the memory of the host.
+    # With `streaming`, the number of documents that are shuffled together in host memory.
     shuffle_buffer: int = 10_000
-    # A file, a folder with its subfolders, or a glob pattern; for "hub", the name of a dataset. In a folder, "jsonl" and
-    # "parquet" read only files with such names. "stdlib", "packages" and "recall" need no path.
+    # The text: a file, a folder with its subfolders, a glob pattern, or the name of a hub dataset. From a folder, "jsonl" and
+    # "parquet" read only files with a matching suffix. "stdlib", "packages" and "recall" need no path.
     path: str | None = None
-    # The configuration of a dataset of the hub. None: the default configuration.
+    # The configuration of a hub dataset. None: the default configuration.
     subset: str | None = None
-    # The part of the text to train on, such as "train" or "train[:95%]".
+    # The part of the text for training, such as "train" or "train[:95%]".
     split: str = "train"
     # The held-out part, such as "train[95%:]". None: "train" if `eval_path` is set, and otherwise `eval_fraction` of the text.
     eval_split: str | None = None
-    # The files or the dataset of the held-out text. None: `path`.
+    # The files or the dataset for evaluation. None: the same as `path`.
     eval_path: str | None = None
-    # The fraction of the tokens that is held out if neither `eval_split` nor `eval_path` is set, at least one sequence. 0:
-    # there is no evaluation.
+    # The held-out fraction of the tokens, at least one sequence. Setting `eval_split` or `eval_path` replaces this fraction. 0:
+    # no evaluation.
     eval_fraction: float = 0.01
     # The content of "jsonl", "parquet" and "hub": "text", "chat" (messages for the tokenizer's chat template) or
-    # "prompt_completion" (the columns prompt and completion). Only answers and completions then have a loss, and records with
-    # more than `seq_len` tokens are dropped.
+    # "prompt_completion" (the columns prompt and completion). In the last two formats, only answers and completions have a
+    # loss. Records with more than `seq_len` tokens are dropped.
     format: str = "text"
-    # The column that contains the text, in "jsonl", "parquet" and "hub".
+    # The column that contains the text, if `format` is "text".
     column: str = "text"
-    # The column that contains the messages of "chat", a list of objects with role and content.
+    # The column that contains the messages, if `format` is "chat". The value is a list of objects with role and content.
     messages_column: str = "messages"
-    # "folder": in "text" and "stdlib", the files of each folder directly in `path`, with its subfolders, are one document. They
-    # are sorted by name, and a line before each file names it. "none": each file is a document.
+    # "folder": with "text" and "stdlib", each folder directly in `path`, including its subfolders, becomes one document. The
+    # document contains the files in the order of their names, each after a line with its name.
     join: str = "none"
-    # The largest document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its size to
-    # tokenise it.
+    # The maximum size of a document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its
+    # size to tokenise it.
     max_document_mb: int = 200
-    # What happens at a faulty file, line or row, such as one that is not UTF-8: "raise" (an error) or "skip" (it is skipped and
-    # counted).
+    # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
+    # text and counts it.
     on_error: str = "raise"
-    # The number of processes that tokenise the text of a host. None: its cores divided by its ranks. A small text needs fewer.
+    # The number of processes per host that tokenise the text. None: the cores of the host divided by its ranks. A small text
+    # needs fewer processes.
     num_proc: int | None = None
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     # The end-of-text token of a tokenizer.json, quoted twice on the command line: 'data.eos_token="<|im_end|>"'. None: the
     # token in tokenizer_config.json or config.json in the same folder, or a token with a common name such as "<|endoftext|>".
     eos_token: str | None = None
-    # How names of special tokens such as <|im_start|> in a text or a prompt are encoded: "text" (as ordinary text) or "parse"
-    # (as these tokens, for text that a chat template has written; requires a tokenizer.json).
+    # The encoding of names of special tokens, such as <|im_start|>, in a text or a prompt. "text" encodes them as ordinary
+    # text. "parse" encodes them as special tokens, for text from a chat template, and requires a tokenizer.json.
     special_tokens: str = "text"
-    # The tokens of a sequence, on all ranks that share it together.
+    # The number of tokens per sequence, over all ranks that share the sequence.
     seq_len: int = 512
     # Whether a token attends only to its own document, or to all earlier tokens of the sequence.
     mask_documents: bool = True
-    # How documents fill sequences: "stream" (documents are joined and cut after every `seq_len` tokens) or "best-fit" (only
-    # documents with more than `seq_len` tokens are cut, and little padding is needed; Ding et al. 2024). The held-out text is
-    # always a stream.
+    # The packing of documents into sequences. "stream" joins all documents and cuts them after every `seq_len` tokens.
+    # "best-fit" cuts only documents with more than `seq_len` tokens, and needs little padding (Ding et al. 2024). The held-out
+    # text is always a stream.
     packing: str = "stream"
-    # The seed of the order of the documents, which differs from epoch to epoch.
+    # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
-    # The number of consecutive sequences for which attention has a similar cost, so that data-parallel ranks do not wait for
-    # each other. 1: no groups. None: the sequences of a micro-step, or 1 if there is one data-parallel rank, no
-    # `mask_documents` or a mixture. A resumed run keeps its number.
+    # The number of consecutive sequences whose attention has a similar cost. Groups of such sequences keep data-parallel ranks
+    # from waiting for each other. 1 means no groups. None: the sequences of a micro-step. A single data-parallel rank, a
+    # mixture, or `mask_documents=false` has no groups by default. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property
@@ -311,7 +312,7 @@ class DataConfig(Frozen):
 
     @property
     def members(self) -> dict[str, "DataConfig"]:
-        """The settings of each source of a mixture, by name."""
+        """Return the settings of each source of a mixture, by name."""
         values = [{key: value for key, value in vars(source).items() if key not in ("name", "weight")} for source in self.mix]
         return {
             source.name or source.source: replace(self, mix=[], **each) for source, each in zip(self.mix, values, strict=True)
@@ -324,14 +325,14 @@ class DataConfig(Frozen):
 
     @property
     def description(self) -> str:
-        """The source and the path, as on the command line."""
+        """Return the source and the path as on the command line."""
         if self.mix:
             return f"data.source=mix of {', '.join(self.members)}"
         return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
 
     @property
     def held_out(self) -> "DataConfig | None":
-        """The settings of the held-out text if it has its own files or split, otherwise None."""
+        """Return the settings of held-out text with its own files or split, or None if there is no such text."""
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
@@ -340,7 +341,7 @@ class DataConfig(Frozen):
 
     @property
     def resolved_eval_fraction(self) -> float:
-        """The fraction of the tokens that is held out: 0 if the held-out text is separate or generated."""
+        """Return the held-out fraction of the training text. Return 0 if the held-out text is separate or generated."""
         return self.eval_fraction if self.held_out is None and self.source != "recall" else 0.0
 
 
@@ -354,43 +355,43 @@ class ParallelConfig(Frozen):
     # The number of ranks that share one sequence, which must divide the number of all ranks. None: all ranks.
     ring: int | None = None
     # The number of ranks that exchange heads in one all-to-all. Rings connect groups of this size, so a larger number means
-    # fewer hops. With 0, the run uses the largest number that divides both the ranks of a sequence and the query heads. If
-    # None, the run uses the number with the shortest predicted time.
+    # fewer hops. 0 selects the largest number that divides both the ranks of a sequence and the query heads. If None, the run
+    # uses the number with the shortest predicted time.
     ulysses: int | None = 1
-    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto" (in every step, the layout with the least
-    # work for the busiest rank).
+    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" selects the layout
+    # with the least work for the busiest rank.
     layout: str = "auto"
-    # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto"
-    # ("kv" unless "state" is predicted to be at least 3% faster; on CPUs always "state").
+    # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto".
+    # "auto" selects "kv", unless "state" is predicted to be at least 3% faster. On CPUs, "auto" selects "state".
     schedule: str = "auto"
     # The route of the circulating tensors: "relay" (from neighbour to neighbour, over NCCL or gloo), "direct" (to the rank that
-    # needs them) or "auto" ("direct" if all ranks are in one host).
+    # needs them) or "auto". "auto" selects "direct" if all ranks are in one host.
     route: str = "auto"
-    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest that support the device and the
-    # shapes).
+    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto". "auto" selects the fastest kernels that
+    # support the device and the shapes.
     kernel: str = "auto"
-    # The timeout of a collective in seconds, and of a hop of the ring unless RINGATTN_TIMEOUT is set.
+    # The timeout of a collective in seconds. The hops of a ring have the same timeout, unless RINGATTN_TIMEOUT is set.
     timeout_s: int = 600
 
 
 @dataclass
 class MemoryConfig(Frozen):
-    """Where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
+    """Decides where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
 
-    # The intermediate results of the blocks: "keep" (they stay in the memory of the GPU), "recompute" (the backward recomputes
-    # the blocks, except for attention), "recompute-all" (with attention), "offload" (as "recompute", but the inputs and the
-    # attention results of all blocks except the last are in host memory), "offload-inputs" (as "recompute-all", but the inputs
-    # are in host memory) or "auto" (the fastest combination that fits; blocks may differ).
+    # The storage of the blocks' intermediate results. "keep" leaves them in GPU memory. "recompute" makes the backward pass
+    # recompute the blocks, except for attention. "recompute-all" includes attention. "offload" is "recompute" with the inputs
+    # and the attention results of all blocks except the last in host memory. "offload-inputs" is "recompute-all" with the
+    # inputs in host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
-    # The fp32 weights of the blocks, their gradients and the state of AdamW: "keep" (they stay in the memory of the GPU),
-    # "offload" (they are in host memory, where the CPU updates them during the next forward pass) or "auto" (those
-    # of as many blocks are in host memory as is fastest).
+    # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" leaves them in GPU memory. "offload" moves them
+    # to host memory, where the CPU updates them during the next forward pass. "auto" moves as many blocks as is fastest.
     optimizer: str = "auto"
-    # The two moments of AdamW: "fp32", or "8bit" (those of matrices have 8 bits per element, by torchao; they need a quarter of
-    # the memory and stay in the memory of the GPU).
+    # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
+    # (torchao), which needs a quarter of the memory. They stay in GPU memory.
     moments: str = "fp32"
-    # How many tokens of a sequence a rank processes at once in norms, projections, feed-forward networks and experts. The
-    # backward recomputes them chunk by chunk. 0: all. None: all if they fit into memory, or else 16,384.
+    # The number of tokens of a sequence that a rank processes at once in norms, projections, feed-forward networks and experts.
+    # The backward pass recomputes one such chunk at a time. 0: all tokens. None: all tokens if they fit into memory, or else
+    # 16,384.
     chunk: int | None = None
 
 
@@ -398,43 +399,44 @@ class MemoryConfig(Frozen):
 class OptimConfig(Frozen):
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
-    # The peak learning rate. If None, the rate is 6e-4 for 124 million parameters, and lower for larger models. The rate is
-    # 1.75 times as high with `model.qk_norm`, and a tenth if the run starts from trained weights. The run prints its rate.
+    # The peak learning rate. If None, the rate is 6e-4 for 124 million parameters, and lower for larger models. With
+    # `model.qk_norm`, the rate is 1.75 times as high. Starting from trained weights divides the rate by 10. The run prints its
+    # rate.
     lr: float | None = None
-    # The decay rates of AdamW's averages of the gradient and of its square.
+    # AdamW's decay rates for the averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
     # The number that AdamW adds to its denominator.
     eps: float = 1e-8
-    # The weight decay of matrices. Biases and scales of norms do not decay.
+    # The weight decay of matrices. Biases and the weights of norms have no weight decay.
     weight_decay: float = 0.1
     # The largest global norm of the gradients. Larger gradients are scaled to this norm. None: no clipping.
     clip: float | None = 1.0
     # The learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
     schedule: str = "cosine"
-    # The steps in which the learning rate rises linearly. None: a tenth of `trainer.steps`.
+    # The number of steps in which the learning rate rises linearly. None: a tenth of `trainer.steps`.
     warmup_steps: int | None = None
-    # With "wsd", the fraction of all steps in which the learning rate falls at the end.
+    # The fraction of all steps in which the "wsd" schedule lowers the learning rate at the end.
     decay_fraction: float = 0.2
-    # The learning rate of the last step, as a fraction of `lr`.
+    # The learning rate of the last step, divided by `lr`.
     min_lr_ratio: float = 0.1
 
 
 @dataclass
 class TrainerConfig(Frozen):
-    """The length of a run, its device, its checkpoints and its results."""
+    """The length of a run, its device, its checkpoints and its outputs."""
 
     # The number of optimizer steps of the whole run. `total_tokens`, if set, determines this number.
     steps: int = 1500
-    # The number of tokens of the whole run on all ranks. Set it together with `tokens_per_step` to compare sequence lengths. If
-    # None, `steps` determines this number.
+    # The number of tokens of the whole run, over all ranks. To compare sequence lengths, set this number together with
+    # `tokens_per_step`. If None, `steps` determines the number of tokens.
     total_tokens: int | None = None
     # Sequences per data-parallel rank and micro-step.
     batch_size: int = 1
     # Micro-steps per optimizer step, unless `tokens_per_step` is set.
     accumulate: int = 1
-    # The number of tokens of one optimizer step on all ranks. It must be a multiple of the tokens of a micro-step:
-    # `data.seq_len` x `batch_size` x data-parallel ranks. If None, `accumulate` determines this number, and a sweep over
-    # `data.seq_len` sets the smallest value that suits all its lengths.
+    # The number of tokens per optimizer step, over all ranks. This number must be a multiple of the tokens of a micro-step:
+    # `data.seq_len` x `batch_size` x data-parallel ranks. If None, `accumulate` determines the number of tokens. In a sweep
+    # over `data.seq_len`, all jobs then have the smallest number that suits all lengths.
     tokens_per_step: int | None = None
     # The seed of the initial parameters.
     seed: int = 0
@@ -443,40 +445,40 @@ class TrainerConfig(Frozen):
     # The precision of forward and backward: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters and optimizer
     # state are always fp32.
     precision: str = "auto"
-    # When the forward of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or "always"
-    # (also in training). The backward uses the rounded inputs, but not FP8.
+    # The use of FP8 in the forward pass of attention: "never", "inference" (in evaluation, and for the prompt in generation) or
+    # "always" (also in training). The backward pass uses the rounded inputs, but not FP8.
     fp8_attention: str = "never"
     # Whether the linear layers of the blocks use FP8 in training steps (torchao, one scale per tensor). Evaluation and
-    # generation use bf16, and the MFU stays relative to the peak of bf16. It requires a GPU of compute capability 8.9 or newer,
-    # and widths that are multiples of 16.
+    # generation use bf16, and the MFU stays relative to the peak of bf16. FP8 layers require a GPU of compute capability 8.9 or
+    # newer, and widths that are multiples of 16.
     float8: bool = False
-    # Whether all operations give the same bits in every run. On Hopper GPUs, the backward of attention then takes up to 1.2
-    # times as long.
+    # Whether every run computes exactly the same bits. On Hopper GPUs, this setting makes the backward pass of attention up to
+    # 1.2 times as long.
     deterministic: bool = False
-    # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
+    # Whether torch.compile fuses the loss and the operations around attention. None: only on GPUs.
     compile: bool | None = None
-    # Whether training steps are replayed from CUDA graphs, which saves time on the host. The ring is then a KV ring unless
-    # `parallel.schedule` is set. If None, graphs are used if they are possible and a block is so small that the host could
-    # limit the speed. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in all
-    # blocks, and shards of equal length.
+    # Whether training steps are replayed from CUDA graphs, to save time on the host. With CUDA graphs, the ring circulates keys
+    # and values, unless `parallel.schedule` is set. If None, the run uses graphs if they are possible, and if the blocks are so
+    # small that the host could limit the speed. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most
+    # 256 MiB of parameters in all blocks, and shards of equal length.
     cuda_graphs: bool | None = None
-    # The number of steps between two checkpoints. With 0, the run saves only one checkpoint at the end.
+    # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
     checkpoint_every: int = 250
     # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
-    # checkpoint, the trained model is lost, and another launch repeats the steps after the latest checkpoint.
+    # checkpoint, the trained model is lost. Another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
-    # Whether steps continue while a checkpoint is written, after a copy to host memory. If None, they do if a run saves before
-    # its last step and the copies need at most half of the available host memory.
+    # Whether training continues while a checkpoint is written. Such a save first copies the checkpoint to host memory. None:
+    # yes, if the run also saves before its last step, and the copies need at most half of the available host memory.
     background_saves: bool | None = None
-    # The number of checkpoints that are kept.
+    # The number of recent checkpoints that the run keeps.
     keep_checkpoints: int = 2
-    # The number of steps between two evaluations on the held-out text. With 0, the run evaluates only at the end.
+    # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
     eval_every: int = 500
-    # The number of held-out tokens whose loss an evaluation computes (target tokens). They are spread over the text, and are
-    # the same for every `data.seq_len`. If the text has fewer tokens, all tokens are targets.
+    # The number of held-out tokens for which an evaluation computes the loss, the target tokens. The target tokens are spread
+    # over the text, and do not depend on `data.seq_len`. In a shorter text, all tokens are target tokens.
     eval_tokens: int = 8_192
-    # Seconds after the launch of torchrun at which the run stops with a checkpoint. The run completes its current step, but
-    # interrupts an evaluation or a step of several micro-steps. None: no limit.
+    # The number of seconds after the launch of torchrun until the run stops with a checkpoint. The run completes its current
+    # step, but interrupts an evaluation or a step of several micro-steps. None: no limit.
     time_limit_s: float | None = None
     # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. If the checkpoint belongs to another
     # run, this run branches from that run. If the checkpoint belongs to this run, every launch goes back to it.
@@ -484,29 +486,30 @@ class TrainerConfig(Frozen):
     # A checkpoint, or the folder of a Hugging Face model, from which a new run takes its weights. Steps, optimizer and data
     # start from the beginning. None: random weights.
     init_from: str | None = None
-    # The number of steps between two lines on the console; metrics.jsonl contains every step. If None, the console shows the
-    # first three steps of a launch, then at most one step every five seconds, and always the last step and evaluations.
+    # The number of steps between two lines on the console. The file metrics.jsonl contains every step. If None, the console
+    # shows the first three steps of a launch, and then at most one step every five seconds. The last step and evaluations are
+    # always shown.
     log_every: int | None = None
-    # The number of tokens that a run generates at its end, and whenever the completed run is launched again. 0: none.
+    # The number of tokens that a run generates at its end. Launching a completed run again generates a new sample. 0: none.
     sample_tokens: int = 128
     # The text that the sample continues. None: the first 256 tokens of the longest held-out document, or "def " without
     # held-out text.
     sample_prompt: str | None = None
-    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). If None, a table of known GPUs provides this
-    # number, and MFU is left out for other GPUs.
+    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). If None, a table provides the number for known
+    # GPUs. Other GPUs then show no MFU.
     peak_tflops: float | None = None
-    # The steps to profile: true (three steps after the warm-up of each launch), or a range such as 10-12. Every rank writes a
+    # The steps to profile: a range such as 10-12, or true for three steps after the warm-up of each launch. Every rank writes a
     # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
     profile: str | None = None
 
     def attention_precision(self, training: bool) -> str:
-        """Return the argument `precision` of attention calls, in training or in inference."""
+        """Return the argument `precision` for attention calls."""
         uses_fp8 = self.fp8_attention == "always" or (self.fp8_attention == "inference" and not training)
         return "fp8" if uses_fp8 else "ieee"
 
     @property
     def is_profiled(self) -> bool:
-        """Whether a launch profiles some of its steps."""
+        """Return whether a launch profiles some of its steps."""
         return self.profile is not None and self.profile.lower() != "false"
 
     @property
@@ -531,7 +534,7 @@ class LoggerConfig(Frozen):
 class Config(Frozen):
     """All settings of a run."""
 
-    # The name of the run and of its directory under `outputs/`. Launching the same name again resumes the run. By default, the
+    # The name of the run, and of its directory under `outputs/`. Launching the same name again resumes the run. The default
     # name is the time of the launch.
     name: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -544,7 +547,9 @@ class Config(Frozen):
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of the settings with other values. The keys are names of settings, such as "trainer.steps" and "name"."""
+    """Return a copy of the settings with some values replaced. `values` maps names of settings, such as "trainer.steps" and
+    "name", to the new values.
+    """
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         group, _, option = name.rpartition(".")
@@ -553,7 +558,7 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **own, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
 
 
-# The names of the groups of settings.
+# The groups of settings, such as "trainer".
 GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 
 # The names of all settings in these groups, such as "trainer.steps".
@@ -573,7 +578,7 @@ MAY_DIFFER = {
     "balance_loss",
 }
 
-# The number of consecutive elements of a row that share a scale in 8-bit moments.
+# The number of consecutive elements of a matrix row that share a scale in 8-bit moments.
 MOMENT_BLOCK = 256
 
 # The values of `model.layer_types`.
@@ -864,7 +869,7 @@ def _check_training(config: Config) -> Iterator[str]:
     if (optim.warmup_steps or 0) > trainer.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
     if config.data.source == "recall" and not config.data.mask_documents:
-        # Otherwise a key would have several values, because all documents of a sequence contain the same keys.
+        # All documents of a sequence contain the same keys, so without masks a key would have several values.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if config.memory.activations.startswith("offload") and config.model.layers == 1:
         given = f"memory.activations={config.memory.activations}"
@@ -927,7 +932,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix: {name}: weight={source.weight}: must be greater than 0"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
-        # The other sources may use settings that this one does not use.
+        # A setting without effect on this source may affect another source.
         shared = {
             f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
         }

@@ -11,8 +11,8 @@ from ringattn.train.settings.config import Config
 def literal_settings(values: dict[str, Any]) -> DictConfig:
     """Return all settings with the given values. Other settings have their defaults.
 
-    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Somebody else may have written the string,
-    so nothing in it is replaced.
+    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Strings may come from somebody else, so
+    this module prevents the replacement.
 
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
@@ -35,5 +35,5 @@ def _escape(value: Any) -> Any:
         return {name: _escape(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_escape(each) for each in value]
-    # OmegaConf reads two backslashes before `${` as one.
+    # OmegaConf reads two backslashes before `${` as a single backslash.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -22,7 +22,7 @@ PATHS = ("trainer.resume", "trainer.init_from", "data.path", "data.eval_path", "
 def quote_paths(arguments: Iterable[str]) -> list[str]:
     """Quote paths that Hydra could not read, such as the directory seq_len=64,lr=0.1 of a job of a sweep.
 
-    In a sweep, a value that is not an existing path is a list of paths. Values that begin with a quote are not changed.
+    In a sweep, the value of a path setting may be a list of paths. Values that begin with a quote are not changed.
     """
     arguments = list(arguments)
     is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
@@ -40,14 +40,14 @@ def _quote_path(argument: str, is_sweep: bool) -> str:
     def quote(path: str) -> str:
         with suppress(HydraException):
             if OverridesParser.create().parse_override(f"{name}={path}").value() == path:
-                return path  # The names of the jobs of a sweep contain the quotes, so they must not change.
+                return path  # Quotes would become part of the directory names of a sweep's jobs.
         return '"' + path.replace('"', '\\"') + '"' if "=" in path or exists(path) else path
 
     return f"{name}={','.join(map(quote, value.split(',') if is_sweep and not exists(value) else [value]))}"
 
 
 def check_options() -> None:
-    """Check the options of the command line, such as `--cfg`. Hydra's parser would print its usage and exit.
+    """Check the options of the command line, such as `--cfg`. Hydra's parser would print a usage text and exit.
 
     Raises:
         ConfigError: an option is unknown, or its value is invalid.
@@ -72,7 +72,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
         if override.is_delete():
             raise ConfigError(f"~{key} deletes settings that every run needs: remove this override, or set {key} to a value")
         group, _, option = key.partition(".")
-        # OmegaConf converts every number other than 0 to true.
+        # OmegaConf converts any nonzero number to true.
         settings = getattr(Config(), group, None)
         kinds = {field.name: field.type for field in fields(settings)} if is_dataclass(settings) else {}
         if "bool" in str(kinds.get(option)) and isinstance(value, int) and value not in (0, 1):

@@ -27,7 +27,7 @@ from ringattn.train.settings.token_budget import SOURCES
 def reset_unused(config: Config, given: set[str]) -> Config:
     """Reset settings that have no effect to their defaults, unless the command line sets them.
 
-    A recipe or an experiment may set such a setting. If the command line sets it, `config.check` raises an error.
+    A recipe or an experiment may set such a setting. Settings of the command line stay, so that `config.check` reports them.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -53,14 +53,15 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     """Return the settings of a run that resumes from a checkpoint with the settings `saved`.
 
     Args:
-        composed: the settings that Hydra has composed.
+        composed: the settings from Hydra.
         saved: the settings of the checkpoint.
-        given: the names of the groups and settings that the command line sets.
+        given: the groups and settings that the command line sets, by name.
         is_own: True if the checkpoint belongs to this run, False if this run branches from another run.
     """
     base = composed if given & {"experiment", "recipe"} else saved
     config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
-    # A checkpoint may come from somebody else. Its settings may switch W&B off, but not make the run send data to W&B.
+    # A checkpoint may come from somebody else. The settings of a checkpoint may switch W&B off, but must not make this run send
+    # data to W&B.
     if not is_own:
         config = replace(config, logger=composed.logger)
     elif config.logger.wandb == "online":
@@ -109,14 +110,14 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # A file such as configs/model/8b.yaml leaves out settings with default values. Only for sizes, such a default replaces
-        # the value of the existing model.
+        # A file such as configs/model/8b.yaml leaves out settings with default values. Left-out settings replace the values of
+        # an existing model only if they are sizes.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:
             overrides[field.name] = value
     if overrides.get("rope_factor", model.rope_factor) is None:
-        # These settings have no effect without a factor.
+        # Without a factor, these settings have no effect.
         for name in ("rope_trained_len", "rope_scaling"):
             overrides.setdefault(name, getattr(ModelConfig, name))
     if overrides.get("rope_scaling", model.rope_scaling) != "longrope":

@@ -24,8 +24,8 @@ def is_job_of_sweep(directory: Path) -> bool:
 def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> str:
     """Return the name of the directory of a job, for example "seq_len=1024,lr=0.001".
 
-    The name consists of the settings that the sweep varies. A name that is too long or contains other characters is shortened
-    and ends in a checksum. `params` contains `hydra.sweeper.params`, with which a configuration file can vary settings as well.
+    The name contains the settings that the sweep varies. A name that is too long or contains other characters is shortened and
+    ends in a checksum. `params` contains `hydra.sweeper.params`, so a configuration file can vary settings, too.
     """
     text = ",".join(f"{name}={value}" for name, value in varied_settings(overrides, params).items()) or "0"
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)[:MAX_LENGTH]
@@ -58,7 +58,7 @@ def jobs_of_sweep(params: Mapping[str, Any] | None = None) -> list[list[str]]:
 
 
 def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:
-    """Return the overrides of the whole sweep by key. The command line has precedence over `params`."""
+    """Return all overrides of the sweep by key. The command line has precedence over `params`."""
     arguments = [f"{key}={value}" for key, value in (params or {}).items()]
     arguments += [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     return {override.get_key_element(): override for override in OverridesParser.create().parse_overrides(arguments)}

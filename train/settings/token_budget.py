@@ -51,10 +51,10 @@ def num_data_parallel_ranks(config: Config, world_size: int) -> int:
 
 
 def default_group_size(config: Config, world_size: int) -> int | None:
-    """Return the `data.group_size` of a new run.
+    """Return the default `data.group_size` of a new run.
 
-    It is the number of sequences of a micro-step, or None if data-parallel ranks do not wait for each other, or for a
-    mixture or a stream, whose sequences must not depend on the number of ranks.
+    By default, a group has the size of a micro-step. There are no groups if data-parallel ranks do not wait for each other.
+    Mixtures and streams also have no groups, because their sequences must not depend on the number of ranks.
     """
     ranks = num_data_parallel_ranks(config, world_size)
     is_needed = ranks > 1 and config.data.mask_documents and config.data.source not in ("recall", "mix")
@@ -88,7 +88,7 @@ def check_sources(config: Config, given: Collection[str]) -> None:
 def common_tokens_per_step(config: Config, lengths: Iterable[int], world_size: int) -> int:
     """Return the smallest number of tokens per step that all sequence lengths of a sweep can have.
 
-    If each length divides the longest one, the number of sequences per step at the longest length does not change.
+    If every length divides the longest length, the sequences per step at the longest length stay as configured.
     """
     trainer = config.trainer
     return math.lcm(*lengths) * trainer.batch_size * trainer.accumulate * num_data_parallel_ranks(config, world_size)
