@@ -1,7 +1,7 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. The run
-interrupts an evaluation, or a step of several micro-steps. Another launch resumes from the checkpoint, and repeats the
+On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. A stop request
+interrupts an evaluation, and a step between its micro-steps. Another launch resumes from the checkpoint, and repeats the
 interrupted work.
 """
 
@@ -23,15 +23,15 @@ from ringattn.train.settings.config import ConfigError, replace_link
 
 log = logging.getLogger(__name__)
 
-# The errors of the operating system if a file system does not support locks.
+# File systems without locks raise these errors.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 # The received signals. A received signal is never removed, because it stops all jobs of a sweep.
 _received_signals: set[int] = set()
-# Whether another part of the run has asked for a stop.
+# Another part of the run may set this flag to request a stop.
 _is_stop_requested = False
-# Python writes each signal to this pipe at once, but calls its handler only when the main thread returns to Python. During a
-# save, that may take longer than torchrun waits.
+# Python writes each signal to this pipe at once, but calls its handler only when the main thread returns to Python. A save may
+# keep the main thread busy for longer than torchrun waits.
 _signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpoint{}\n"
@@ -41,8 +41,7 @@ def _launch_time() -> float:
     """Return the time at which torchrun, or else this process, started, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        # The 22nd field is the start time in clock ticks since the boot. The second field, the name in brackets, may contain
-        # spaces.
+        # Field 22 of the file is the start time, in clock ticks since boot. Field 2, the name in brackets, may contain spaces.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:  # The file exists only on Linux.
         return time.monotonic()
@@ -54,20 +53,20 @@ LAUNCH_TIME = _launch_time()
 
 
 class TrainingStopped(SystemExit):
-    """Raised after a run has stopped on request and saved its progress. A SystemExit without a code has the exit status 0."""
+    """Raised after a run has stopped on request and saved its progress. If SystemExit has no code, the exit status is 0."""
 
 
 class StoppedEarly(Exception):
-    """A rank was asked to stop during a step or an evaluation. All ranks have left this work without results."""
+    """Raised on all ranks if any rank was asked to stop during a step or an evaluation."""
 
 
 @contextmanager
 def handle_stop_signals() -> Generator[None]:
-    """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
+    """Record SIGTERM, SIGHUP and SIGINT in this context for `stop_requested`.
 
-    Outside this context, these signals end the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
-    it. SIGTERM may arrive several times, because torchrun also forwards it to ranks that have received it. After the first
-    Ctrl-C, a second Ctrl-C or a SIGTERM ends the process at once. If a second Ctrl-C ends torchrun, torchrun sends SIGTERM.
+    Outside this context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
+    it. The same SIGTERM may arrive several times, because torchrun forwards it. After the first Ctrl-C, a second Ctrl-C or a
+    SIGTERM ends the process at once. torchrun sends SIGTERM when a second Ctrl-C ends it.
     """
 
     announced: set[int] = set()
@@ -104,7 +103,7 @@ def handle_stop_signals() -> Generator[None]:
 
 
 def request_stop() -> None:
-    """Let `stop_requested` be true on this rank until the end of `handle_stop_signals`. Any thread may call this function."""
+    """Make `stop_requested` true on this rank until `handle_stop_signals` ends. Any thread may call this function."""
     global _is_stop_requested
     _is_stop_requested = True
 
@@ -132,7 +131,8 @@ def any_rank_stop_requested(time_limit_s: float | None) -> bool:
 def acquire_run_directory(directory: Path) -> Generator[None]:
     """Lock the directory of a run, so that two launches do not overwrite each other's files.
 
-    Rank 0 holds the lock for all ranks. The operating system releases it when the process ends, even if it is killed.
+    Rank 0 holds the lock for all ranks. The operating system releases the lock when the process ends, even if the process is
+    killed.
 
     Raises:
         ConfigError: on every rank, if another process holds the lock, or if the file `.lock` cannot be used.
@@ -143,7 +143,7 @@ def acquire_run_directory(directory: Path) -> Generator[None]:
                 directory.mkdir(parents=True, exist_ok=True)
                 path = replace_link(directory / ".lock")
                 try:
-                    # Otherwise filelock would fall back to a marker file, which would survive a kill.
+                    # By default, filelock falls back to a marker file, which would survive a kill.
                     lock.enter_context(FileLock(path, blocking=False, fallback_to_soft=False))
                 except Timeout:
                     raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None

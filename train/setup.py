@@ -1,4 +1,4 @@
-"""Build the parts of a run from its settings. Each part is checked before the next one is built."""
+"""Build the parts of a run from its settings. Each part is checked before the next part is built."""
 
 import gc
 import logging
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resources:
-    """The parts of a run on this rank that are chosen and loaded before the model is built."""
+    """The parts of a run on this rank that exist before the model is built."""
 
     device: torch.device
     mesh: Mesh
@@ -62,7 +62,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class TrainingResources(Resources):
-    """The further parts that only a training run needs."""
+    """Further parts of a training run."""
 
     data: TrainingData
     memory_needed: Needs  # the estimated bytes that this rank needs
@@ -73,7 +73,7 @@ class TrainingResources(Resources):
 
 @dataclass(frozen=True)
 class InferenceRun(Resources):
-    """The parts of a run on this rank that evaluation and generation need."""
+    """The parts of a run on this rank for evaluation and generation."""
 
     config: Config
     model: GPT
@@ -90,7 +90,7 @@ class InferenceRun(Resources):
 
 @dataclass(frozen=True)
 class Run(InferenceRun, TrainingResources):
-    """The parts of a training run on this rank."""
+    """All parts of a training run on this rank."""
 
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
@@ -99,12 +99,12 @@ class Run(InferenceRun, TrainingResources):
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
     host_updates: HostUpdates  # the updates of the parameters in host memory
-    # The latest result of `step.prepare_step`. The key is the number of sequences that earlier steps consume.
+    # The latest result of `step.prepare_step`. The key is the number of sequences in all earlier steps.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
     def uncounted_bytes(self) -> int:
-        """The bytes of GPU memory that torch does not count as allocated."""
+        """Return how many bytes of GPU memory torch does not count as allocated."""
         return self.graphs.uncounted_bytes if self.graphs is not None else 0
 
     @property
@@ -147,8 +147,8 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         machine.capacity.check(needs)
     with sync_errors():
         data = load_training(config.data, tokenizer)
-    # In each call of `load`, the other ranks wait for rank 0. Rank 0 must therefore report an error of the first call before
-    # the second call.
+    # While rank 0 loads, the other ranks wait in a collective. An error in the first call must therefore be raised before the
+    # second call.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
@@ -181,14 +181,14 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     """Build a training run.
 
     Args:
-        config: the settings, which `config.check` has accepted. If `optim.lr` is None, the run has the default learning rate.
-        init_from: the path of the initial weights of a new run, which are checked but not loaded.
+        config: the settings. `config.check` must have accepted them. None in `optim.lr` selects the default learning rate.
+        init_from: the path of the initial weights of a new run. This function checks the weights, but does not load them.
         parent: the checkpoint of another run from which this run branches.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
     """
-    set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
+    set_deterministic(config.trainer.deterministic)  # This line must come before the first use of the device.
     with sync_errors():
         # The loader process imports its modules while this process builds the other parts.
         loader = start_loader(pick_device(config.trainer.device))
@@ -197,7 +197,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     config = end_with_text(config, found.data, mesh)
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
-    # Tokenising a corpus may take longer than the timeout of the settings, which applies from here on.
+    # The configured timeout applies only from here on, because tokenising a corpus may take longer.
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
@@ -237,7 +237,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
 
 
 def end_with_text(config: Config, data: TrainingData, mesh: Mesh) -> Config:
-    """Return the settings of a run whose steps end before its text runs out, if `data.exhausted` is "end".
+    """If `data.exhausted` is "end", reduce the steps so that the run ends before its text runs out.
 
     Raises:
         ConfigError: the text does not suffice for one step.
@@ -262,7 +262,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     """Build the sharded model of a run and load its weights, without an optimizer and without any text.
 
     Args:
-        config: the settings, which `config.check` has accepted.
+        config: the settings. `config.check` must have accepted them.
         weights: a checkpoint, or a folder with a Hugging Face model.
 
     Raises:
@@ -308,7 +308,7 @@ def choose_device(config: Config, training: bool = False) -> tuple[torch.device,
     """
     device = pick_device(config.trainer.device)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-    # A training run also evaluates its model, so it needs the kernels for evaluation as well.
+    # A training run also needs evaluation kernels, because it evaluates its model.
     inference_kernel = choose_backend(config, device, bf16)
     return device, bf16, choose_backend(config, device, bf16, training=True) if training else inference_kernel
 
@@ -337,7 +337,7 @@ def choose_fastest_mesh(config: Config) -> Config:
     set_deterministic(config.trainer.deterministic)
     shape = None
     with sync_errors():
-        # Settings that a ring of all ranks cannot honour are reported first.
+        # First report settings that a ring of all ranks cannot honour.
         ring = with_settings(config, {"parallel.mesh": "sizes", "parallel.ring": None, "parallel.ulysses": None})
         check(resolve_token_budget(ring, dist.get_world_size()), dist.get_world_size())
         device, bf16, _ = choose_device(config, training=True)
@@ -412,7 +412,7 @@ def _num_parameters(model: GPT) -> int:
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
+    """Free memory of an earlier job of a sweep, and reset the measured peak."""
     gc.unfreeze()
     connect.free_messages()
     free_plans()
@@ -422,5 +422,5 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         with suppress(OSError):  # The file exists only on Linux, and some containers do not allow writing to it.
-            # The value 5 resets the peak of the memory of this process.
+            # Writing 5 resets the peak memory of this process.
             Path("/proc/self/clear_refs").write_text("5")

@@ -27,7 +27,7 @@ Work = TypeVar("Work")
 
 
 class ReadyMicroStep(NamedTuple):
-    """A micro-step of one rank, with everything that it needs on the device."""
+    """A micro-step of one rank, with its tokens and plans on the device."""
 
     masks: Masks
     layout: Layout
@@ -37,7 +37,7 @@ class ReadyMicroStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """The micro-steps of a step, and two sums over all ranks and micro-steps."""
+    """The micro-steps of a step, with sums over all ranks and micro-steps."""
 
     micro_steps: list[ReadyMicroStep]
     num_labels: int  # the number of labels other than IGNORE
@@ -45,11 +45,11 @@ class ReadyStep(NamedTuple):
 
 
 class ExpertBalance:
-    """The load-balancing loss of the micro-steps of a step, and how the tokens of all ranks are distributed over the experts.
+    """Adds up the load-balancing losses of a step's micro-steps, and counts the tokens of each expert over all ranks.
 
     Args:
         run: a run whose model has experts.
-        micro_steps: the number of micro-steps of the step, over which the loss is averaged.
+        micro_steps: the number of micro-steps in the step.
 
     Attributes:
         loss: this rank's part of the loss.
@@ -78,7 +78,7 @@ class ExpertBalance:
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradient norm is not finite."""
+    """Raised if the loss or the gradient norm is not finite."""
 
 
 def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], bool]:
@@ -93,10 +93,10 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
         `grad_norm` (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds in which the device
         of this rank was idle). With experts, it contains `balance_loss` and `expert_imbalance`, the largest number of tokens of
-        an expert in any layer, relative to the mean. All values but `data_wait_s` are the same on every rank.
+        an expert in any layer, relative to the mean. Only `data_wait_s` differs between ranks.
 
     Raises:
-        Diverged: on every rank, if the loss or the gradient norm is not finite. The parameters must then not be saved.
+        Diverged: on every rank, if the loss or the gradient norm is not finite. Do not save the parameters after this error.
         StoppedEarly: on every rank before the same micro-step, if any rank should stop. The parameters are unchanged.
     """
     start = time.perf_counter()
@@ -166,8 +166,8 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
     """Clip the gradients, whose norm is `grad_norm`, update the parameters, clear the gradients, and return the learning rate.
 
-    The host does not wait for the GPU. Parameters in host memory are updated later, by a thread. If FSDP keeps parameters
-    gathered, gather the parameters of its root group again.
+    The host does not wait for the GPU. A thread later updates the parameters in host memory. If FSDP keeps parameters gathered,
+    gather the parameters of its root group again.
     """
     config = run.config.optim
     scale = optim.clip_scale(grad_norm, config.clip)
@@ -182,16 +182,16 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
     if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
-        # Otherwise, the GPU would wait for the host until the next step launches this gather.
+        # Start this gather now. Otherwise the GPU would wait until the host launches the gather in the next step.
         cast("FSDPModule", run.model).unshard()
     return lr
 
 
 def prepare_step(run: Run, consumed: int) -> ReadyStep:
-    """Fetch the micro-steps of a step from the loader, and copy their tokens and plans to the device.
+    """Get the micro-steps of a step from the loader, and copy tokens and plans to the device.
 
     A second call for the same step returns the same result. All data-parallel ranks call this function together. `consumed` is
-    the number of sequences that earlier steps consume.
+    the number of sequences in earlier steps.
     """
     if consumed in run.prepared:
         return run.prepared[consumed]
@@ -216,8 +216,8 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 
     Args:
         run: the run.
-        consumed: the number of sequences that all steps before the next step consume.
-        current: the last micro-step of the current step.
+        consumed: the number of sequences in all steps before the next one.
+        current: the current step's last micro-step.
 
     Returns:
         The seconds that this took, or 0 if the GPU is still busy.
@@ -234,14 +234,14 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
     """Return the number of (query, key) pairs that the masks allow, summed over the layers and the sequences of the batch."""
     pairs = {window: mask.pairs(batch.tokens.shape[1]) for window, mask in masks.items()}
-    # Without documents, there is one number for all sequences.
+    # Masks without documents have one number for all sequences.
     return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)
 
 
 def compute_loss(
     run: Run, micro_step: ReadyMicroStep, num_valid: int, balance: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`.
+    """Return this rank's part of the loss of a micro-step (`ringattn.train.model.loss.cross_entropy`).
 
     With `balance` (see `GPT.forward`), the result includes the load-balancing loss.
     """
@@ -258,17 +258,17 @@ def compute_loss(
 
 
 def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
-    """Yield micro-steps or batches of an evaluation. All ranks must yield the same number.
+    """Yield micro-steps or batches of an evaluation. All ranks must pass the same number of batches.
 
-    After a request to stop, this function yields at most two more.
+    After a request to stop, at most two more batches are yielded.
 
     Raises:
         StoppedEarly: on every rank before the same micro-step or batch, if any rank should stop.
     """
     read_request = None
     for batch in batches:
-        # The result is read one batch late, so that the CPU can launch a batch while the GPU computes the previous one. It must
-        # not launch all batches ahead, before the request comes.
+        # Read the flag of a batch one batch later, so that the CPU can launch a batch while the GPU computes the previous one.
+        # Reading the flag also keeps the CPU from launching all batches at once.
         if read_request is not None and any(read_request()):
             raise preemption.StoppedEarly
         request = torch.zeros(1, device=run.device).fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
@@ -278,7 +278,7 @@ def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
 
 
 def forward(run: InferenceRun, batch: Batch, masks: Masks, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """Return `loss_fn(hidden, head, labels=labels)` of this rank's tokens of a batch, outside of a training step.
+    """Return `loss_fn(hidden, head, labels=labels)` for this rank's tokens, for use outside of training steps.
 
     `hidden` are the last hidden states, and `head` is the weight of the output head.
     """

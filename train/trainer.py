@@ -109,10 +109,10 @@ def check_job(config: Config, directory: Path) -> None:
 
 
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary of a run that has no steps left.
+    """Return the summary of a run that has completed all steps.
 
-    A kill between the last step and the summary may have prevented the evaluation and the summary. In this case, evaluate the
-    model and write the summary. `facts` is the result of `run_facts`.
+    If the run was killed after its last step, the evaluation and the summary may be missing. In this case, create both. `facts`
+    is the result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
         write_sample(run, directory)
@@ -121,8 +121,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         wandb_run = WandbRun(run.config, directory, facts)
     with wandb_run:
         with sync_errors():
-            # If the run has gone back to an earlier step, it keeps the records of later steps, because it keeps their
-            # checkpoints.
+            # Keep the records of later steps, because a run that has gone back to an earlier step keeps later checkpoints, too.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
@@ -134,7 +133,7 @@ def check_results(directory: Path) -> None:
     """Check before the first step that the run can write its results.
 
     Raises:
-        ConfigError: a folder has the name of a file that the run writes.
+        ConfigError: a folder has the name of one of the run's files.
     """
     pictures = "loss.png", "data_wait.png", "recall.png"
     for name in ("metrics.jsonl", "metrics.tmp", *pictures, "sample.txt", "summary.json", "summary.tmp"):
@@ -143,25 +142,25 @@ def check_results(directory: Path) -> None:
 
 
 def prepare_directory(run: Run, directory: Path, done: int) -> None:
-    """Remove all results of the steps after step `done` from the directory, except for their metrics.
+    """Remove all results of steps after `done` from the directory, except their metrics.
 
     Raises:
-        ConfigError: on every rank, if the disk has too little space for a checkpoint.
+        ConfigError: on every rank, if the disk cannot hold one checkpoint.
     """
     with sync_errors():
-        # The space is checked before anything is removed.
+        # Check the space before removing anything.
         if dist.get_rank() == 0:
             check_space(run, directory / "checkpoints", done)
-        # An existing summary describes fewer steps, or steps that this run discards.
+        # The summary describes fewer steps, or steps that this run repeats.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Checkpoints are removed before metrics. After a kill between the two, the next launch resumes from the same
+        # Checkpoints are removed before metrics. If the run is killed between the two, the next launch resumes from the same
         # checkpoint.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
 
 
 def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: WandbRun) -> None:
-    """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
+    """Take all steps after step `done`. This function records metrics, evaluates the model, and saves checkpoints.
 
     `consumed` is the number of sequences of the first `done` steps. The caller closes `wandb_run`.
 
@@ -170,7 +169,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             step is saved.
     """
     trainer = run.config.trainer
-    gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
+    gc.freeze()  # Freeze existing objects, because collecting them would take 0.2 s while all ranks wait.
     with sync_errors():
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
@@ -206,14 +205,14 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder, saver)
                 saved = step
-            # A run that must stop leaves the evaluation to the next launch, because it may be killed soon.
+            # If the run must stop, the next launch evaluates, because this launch may soon be killed.
             if evaluates and not stop:
                 try:
                     recorder.extend(step, **timed_evaluation(run))
                 except preemption.StoppedEarly:
                     stop = True
             if step < trainer.steps and (is_saved or evaluates) and not stop:
-                # Without this check, the run would take another step after a request during the save or the evaluation.
+                # A request may have come during the save or the evaluation.
                 stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
                 if not is_saved:
@@ -229,7 +228,7 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
     """
     counts = consumed, consumed + run.sequences_per_step
     if isinstance(run.data, StreamDataset):
-        # Every data-parallel rank reports its own readers. Only warnings of other ranks than rank 0 are shown.
+        # Every data-parallel rank reports its own readers. Ranks other than rank 0 show only warnings.
         if run.mesh.sequence.get_local_rank() == 0:
             report_stream(run.data, step, *map(run.loader.positions, counts))
         return {}
@@ -245,7 +244,7 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
 
 
 def report_stream(data: StreamDataset, step: int, before: Positions, after: Positions) -> None:
-    """Log which readers have begun a new epoch in `step`, and how many faulty documents were skipped: 1, 2, 4, 8 and so on."""
+    """Log the readers that begin a new epoch in `step`, and the number of skipped documents at 1, 2, 4, 8 and so on."""
     if repeated := data.repeated(before, after):
         log.warning(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
     (earlier, _), (count, fault) = data.faults(before), data.faults(after)
@@ -258,7 +257,7 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 
 def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Recorder, wandb_run: WandbRun) -> None:
-    """Run the evaluation after `step`, which an earlier launch has saved, if that launch did not complete it.
+    """Repeat the evaluation after `step`, if the launch that saved this step did not complete it.
 
     Raises:
         TrainingStopped: on every rank, if any rank was asked to stop before the end of the evaluation.
@@ -271,7 +270,7 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
 
 
 def build_saver(run: Run, done: int) -> background.Saver:
-    """Return the object that saves the checkpoints after step `done`. All ranks call this function."""
+    """Return the object that saves checkpoints after step `done`. All ranks call this function."""
     trainer = run.config.trainer
     states = (tensor for state in run.optimizer.state.values() for tensor in state.values())
     size = local_bytes([*run.model.parameters(), *states])
@@ -342,14 +341,14 @@ def check_space(run: Run, directory: Path, done: int) -> None:
 
 
 def keep_settings(config: Config, directory: Path, checkpoint: Path) -> Config:
-    """Return the settings of a run that resumes from `checkpoint`. The run keeps some settings of the checkpoint."""
+    """Return the settings of a run that resumes from `checkpoint`. Some settings come from the checkpoint."""
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
         return resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, config)
 
 
 def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
-    """Load a checkpoint. Return the number of completed steps, and the number of sequences that they consumed.
+    """Load a checkpoint. Return the number of completed steps, and the number of sequences in these steps.
 
     Raises:
         ConfigError: on every rank, if the settings or the data do not fit the checkpoint.
@@ -371,13 +370,13 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
 
 
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: background.Saver | None = None) -> None:
-    """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit.
+    """Write a checkpoint after the completed `step`. Resuming from this checkpoint continues the run bit for bit.
 
     Without a `saver`, the checkpoint is complete when this function returns.
     """
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # If the checkpoint contained None, a larger `trainer.steps` would change the warmup of the resumed run.
+    # Save the resolved number, because otherwise a larger `trainer.steps` would change the warmup of the resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

@@ -41,7 +41,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "memory.activations"),
     **{"eval_steps": "trainer.eval_every", "logging_steps": "trainer.log_every"},
 }
-# Mistakes of the user, which are reported in one line. A sweep continues with its next job.
+# These errors are mistakes of the user. The command reports them in one line. After such an error, a sweep continues with its
+# next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
@@ -62,9 +63,9 @@ def report_error(error: Exception) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """If torchrun has started this rank, write the reason for the failure to the file that torchrun reads.
+    """Write the reason for a failure to the error file of torchrun, if torchrun has started this rank.
 
-    torchrun ends with a summary, which then contains this reason.
+    The final summary of torchrun contains this reason.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.
@@ -74,9 +75,9 @@ def write_error_file(text: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a user error as one line. Hydra writes several lines, or hides the message in `__cause__`."""
+    """Describe a user error in one line. Hydra writes several lines, or hides the message in `__cause__`."""
     if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
-        return str(error.__cause__)  # A resolver, such as the one that checks the name of the run, has raised this error.
+        return str(error.__cause__)  # A resolver of this package has raised this error.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         if nearest := nearest_setting(cause.full_key):
@@ -84,7 +85,7 @@ def describe_error(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        # The reason is the last line that neither marks a position nor contains a link.
+        # The reason is the last line of the message, not counting position marks and links.
         parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
         reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
         return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"
@@ -147,7 +148,7 @@ def describe_compile_error(error: BackendCompilerFailed) -> str:
 
 
 def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
-    """Exit at once. Only the first rank prints `text`, because the first error causes all others."""
+    """Exit at once. Only the first rank that fails prints `text`, because later failures follow from the first one."""
     if store.add("failures", 1) == 1:
         print(text, file=sys.stderr, flush=True)
         write_error_file(text)

@@ -5,12 +5,12 @@
     python train/evaluate.py run=NAME evaluate=recall                      the accuracy on the recall task
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
-All losses are means over the same target tokens. The length only limits the number of earlier tokens to which a target token
-can attend, so a model that benefits from a long context has a lower loss at a longer length. The table contains the errors of
-the losses, and of their differences from the loss at the shortest length.
+The losses at all lengths are means over the same target tokens. The length limits only how many earlier tokens a target token
+can attend to. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains
+standard errors of the losses, and of their differences from the loss at the shortest length.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
-default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:
+default, it evaluates the held-out text of the run. These settings select another text:
 
     data=text, jsonl, parquet, hub or stdlib    the kind of text
     data.path=...                               the files or the dataset
@@ -21,13 +21,14 @@ trainer.eval_tokens=N sets the number of target tokens. Other settings can follo
 trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains them. With
 trainer.fp8_attention=inference, attention uses FP8.
 
-With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png with the accuracy
-by the length of the sequence and by the position of the answer. The default lengths are the length of the training, half of it,
-a quarter, and so on. Any model can be evaluated.
+With evaluate=recall, the command generates the sequences of data=recall. The files recall.md and recall.png contain the
+accuracy by sequence length and by position of the answer. By default, the recall task is evaluated at the training length, half
+of it, a quarter, and so on. Any model can be evaluated.
 
 With evaluate=needle, the command hides a fact in a long text and measures how often the model finds it, by length and depth.
 evaluate=needles hides four facts, evaluate=variables a chain of variables, and evaluate=counting a number of equal sentences.
-The text is Python's standard library, or as above. With data.format=chat, the chat template of the tokenizer is used.
+By default, the facts are hidden in the source code of Python's standard library. With data.format=chat, the chat template of
+the tokenizer is used.
 """
 
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ from ringattn.train.reports.loss_results import Losses, loss_table, plot_losses
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, check_values, with_settings
 from ringattn.train.setup import InferenceRun, build_for_inference
 
-# The settings that this command accepts, in addition to those of `ringattn.train.commands.options`.
+# This command also accepts these settings, besides those of `ringattn.train.commands.options`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
 # The values of the option `evaluate`.
@@ -110,9 +111,9 @@ def run_command_line(arguments: list[str]) -> None:
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
-    """Return the settings of the evaluation at each sequence length.
+    """Return one set of settings per evaluated sequence length.
 
-    Evaluation uses only one text, which data.path and data.split describe in the overrides.
+    The overrides data.path and data.split select the evaluated text, so mixtures are not supported.
 
     Raises:
         ConfigError: there is no text to evaluate, or a sequence length is not an integer.

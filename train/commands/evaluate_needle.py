@@ -22,7 +22,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
     """Evaluate a model on a task, and write the results to the folder `output`. All ranks call this function.
 
     Raises:
-        ConfigError: on every rank, if a setting is invalid, or the text or a length is too short.
+        ConfigError: on every rank, if a setting is invalid, the text is too short, or a length is too small.
     """
     data, configs = evaluation_configs(model.config, overrides)
     with sync_errors():
@@ -46,9 +46,10 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
-    """Return the settings of the tokenizer and the chat template, and those of the evaluation at each length, ascending.
+    """Return the data settings of the tokenizer and the chat template, and the settings of the evaluation at each length, in
+    ascending order.
 
-    The facts are hidden in the text that the overrides describe, or in Python's standard library.
+    The overrides may select the text that hides the facts. The default text is Python's standard library.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")

@@ -38,7 +38,7 @@ def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
-    """Return the settings of the evaluation at each length, by default those of `evaluation_lengths`.
+    """Return one set of settings per evaluated length. The default lengths are those of `evaluation_lengths`.
 
     Raises:
         ConfigError: an override describes a text, or a sequence length is not an integer.

@@ -3,14 +3,14 @@
     python train/export.py run=NAME                                the newest checkpoint of a run, in bf16
     python train/export.py run=NAME output=FOLDER dtype=fp32       to another folder, in fp32
 
-The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. transformers has no
-tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
+The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. A model that was trained
+on bytes is exported without a tokenizer, because transformers has none for bytes.
 
-If the run started from a folder in this format, the export contains all files of this folder except its weights. In config.json
-and generation_config.json, only entries that the run has changed differ. Otherwise, the exported model has the first family of
-`ringattn.train.checkpoint.families` with its settings, usually Llama.
+If the run started from a folder in this format, the export contains all files of this folder except its weights. The command
+changes config.json and generation_config.json only where the run differs. For any other run, the command exports the first
+family of `ringattn.train.checkpoint.families` that has the settings of the model, usually Llama.
 
-The export needs enough memory for all parameters.
+The exporting process holds all parameters in memory at once.
 """
 
 import json
@@ -36,7 +36,7 @@ from ringattn.train.model.rope import longrope_scale
 from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The files next to a tokenizer.json that belong to the tokenizer.
+# The tokenizer may also need these files, which are stored next to tokenizer.json.
 TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
@@ -66,7 +66,7 @@ ENTRIES = {
     **dict.fromkeys(
         ("window", "layer_types"),
         (
-            # The types of models have different defaults of num_key_value_heads.
+            # The default of num_key_value_heads depends on the model_type.
             *("model_type", "architectures", "num_key_value_heads", "sliding_window", "use_sliding_window"),
             *("max_window_layers", "layer_types", "sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval"),
         ),
@@ -119,13 +119,13 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the model of a checkpoint to a folder.
 
     Args:
-        path: the directory of the checkpoint.
+        path: the checkpoint.
         folder: a new or empty folder, which is removed if writing fails.
         dtype: the dtype of the exported parameters.
 
     Raises:
-        ConfigError: the checkpoint or its tokenizer does not exist, the tokenizer is another one, transformers has no suitable
-            architecture, or the folder is not empty or cannot be written.
+        ConfigError: the checkpoint or its tokenizer is missing, the tokenizer has changed, transformers has no suitable
+            architecture, the folder is not empty, or the folder cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
@@ -174,8 +174,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
     """Return the folder in Hugging Face's format of the model that a run has trained, or None.
 
-    The folder is `trainer.init_from` or, for a run that started from a checkpoint, the folder of the tokenizer. The sizes in
-    config.json must be those of the run.
+    This folder is `trainer.init_from`, or the folder of the tokenizer if the run started from a checkpoint. A folder counts
+    only if its config.json has the same shapes as the model of the run.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
     for folder in (initial_weights_path(saved), tokenizer_folder):
@@ -207,7 +207,7 @@ def changed_files(published: Path, saved: Config, current: dict[str, Any], token
     written = files | {"config.json": config}
     for name, content in written.items():
         if not isinstance(tokenizer, JsonTokenizer):
-            written[name] = content | special  # The published ids belong to another tokenizer.
+            written[name] = content | special  # These token ids of config.json belong to another tokenizer.
         elif saved.data.eos_token is not None and content:
             written[name] = _with_stop_token(content, tokenizer.eos)
     return {name: content for name, content in written.items() if content != files[name]}
@@ -285,7 +285,8 @@ def config_json(
     preferred = [] if published is None else [read_config(published, "config.json")["model_type"]]
     for model_type in (*preferred, *FAMILIES):
         entries = _model_entries(model_type, model) | {"max_position_embeddings": max_positions, "pad_token_id": None}
-        # A family suits a model if its entries describe all settings of the model. In some families, only null means no window.
+        # A family suits a model if its entries describe all settings of the model. Some families need sliding_window=null for a
+        # model without a window.
         for choice in (entries, entries | {"sliding_window": model.window}):
             if huggingface.describes(choice, model):
                 return choice | special | {"torch_dtype": str(dtype).removeprefix("torch.")}
@@ -295,7 +296,7 @@ def config_json(
 
 
 def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the entries of config.json that describe a model of a family. The family may lack some of its settings."""
+    """Return the entries of config.json that describe a model of a family. A family may lack entries for some settings."""
     family = FAMILIES[model_type]
     layers = [model.layer(index) for index in range(model.layers)]
     types = [f"{'full' if layer.window is None else 'sliding'}_attention" for layer in layers]

@@ -5,8 +5,8 @@
 
 The command only reads the files of the run. The text is written to stdout and all messages are written to stderr. The settings
 of the model come from its checkpoint, or from the config.json of its folder. Other settings can follow as group.key=value, for
-example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. docs/settings.md explains them. With
-trainer.fp8_attention=inference, the prompt is processed with FP8 attention.
+example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. docs/settings.md explains them. If
+trainer.fp8_attention=inference is set, FP8 attention processes the prompt.
 """
 
 import math

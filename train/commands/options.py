@@ -23,7 +23,8 @@ RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
-# The settings that all commands accept. A name that ends with a dot accepts a whole group.
+# The settings that all commands accept. All commands accept these settings. A name that ends with a dot accepts every setting
+# of a group.
 SETTINGS = (
     *("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device"),
     *("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention"),
@@ -37,12 +38,12 @@ def option(text: str, **default: Any) -> Any:
 
 @dataclass
 class Model:
-    """A model that was selected with the option `run`.
+    """The model that the option `run` selects.
 
     Attributes:
         path: the checkpoint, or the folder in Hugging Face's format.
         directory: the directory of the run of the checkpoint, or else `path`.
-        config: the settings of the training. Settings of the machine, such as the device, have their defaults.
+        config: the settings with which the model was trained. Settings of the machine, such as the device, have their defaults.
     """
 
     path: Path
@@ -54,7 +55,8 @@ def run_command(command: Callable[[list[str]], None], options: type, doc: str | 
     """Run a command on all ranks, and return the exit status.
 
     Args:
-        command: a function that all ranks call with the arguments of the command line. It must raise a user error on all ranks.
+        command: a function that all ranks call with the arguments of the command line. A user error must be raised on all
+            ranks.
         options: the dataclass of the options of the command.
         doc: the docstring of the command, which is the first part of its help.
     """
@@ -138,7 +140,7 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
 
 
 def find_model(run: str) -> Model:
-    """Find the model that was selected with the option `run`. All ranks call this function.
+    """Find the model that the option `run` selects. All ranks call this function.
 
     Raises:
         ConfigError: on every rank, if there is no such model, or if it cannot be read.
@@ -173,7 +175,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
     Args:
         model: the evaluated model.
-        output: the folder. If it is empty, the folder is next to the directory of the run.
+        output: the folder. If it is empty, the files are written next to the directory of the run.
         name: the name of both files, without the suffix.
         table: the content of the Markdown file.
         plot: a function that writes the plot to a path.
@@ -193,7 +195,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 
 def _settings_for_inference(config: Config) -> Config:
-    """Keep the settings of the model and of the text. Settings of the machine have their defaults."""
+    """Keep the settings of the model and of the text. Settings of the machine get their defaults."""
     has_text = config.data.held_out is not None or config.data.eval_fraction > 0
     trainer = TrainerConfig(
         precision=config.trainer.precision,

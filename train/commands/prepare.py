@@ -7,7 +7,7 @@ The settings of the text are those of the training: data, data.path, data.subset
 data.messages_column, data.join, data.max_document_mb, data.on_error, data.tokenizer, data.eos_token, data.special_tokens
 and data.num_proc, the number of processes. docs/settings.md explains them.
 
-If the command is killed, the same command continues where it stopped. docs/prepared-data.md describes the files.
+If the command is killed, run it again to continue where it stopped.
 """
 
 import logging

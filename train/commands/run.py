@@ -6,8 +6,8 @@
 
 In an installation, the command is `ringattn-train`. `--help` explains the common settings, and `--cfg job` shows all settings.
 
-Only rank 0 reads the command line, and broadcasts the settings and the directory of every job. All ranks therefore run the same
-job, and an error in the settings is reported once.
+Only rank 0 reads the command line. Rank 0 broadcasts the settings and the directory of every job. All ranks therefore run the
+same job, and report an invalid setting only once.
 """
 
 import logging
@@ -90,7 +90,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
 
-    # A recipe that `select_recipe` has added is not a choice of the user.
+    # A recipe from the command line counts as a choice of the user. A recipe from `select_recipe` does not.
     recipe_chosen = any(argument.startswith("recipe=") for argument in sys.argv)
 
     def resolve(settings: DictConfig, overrides: list[str], directory: Path) -> Config:
@@ -101,7 +101,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
         """Check all jobs of a sweep before the first one starts. `directory` is the directory of any job."""
         jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
-        logging.disable(logging.INFO)  # Each job logs its choices when it starts.
+        logging.disable(logging.INFO)  # Each job logs these choices again when it starts.
         try:
             for overrides in jobs_of_sweep(params):
                 job = Outcome(overrides, varied_settings(overrides, params))
@@ -150,14 +150,14 @@ def run_as_rank_zero(launch: Launch) -> int:
             if isinstance(error, USER_ERRORS):
                 report_error(error)
             elif is_sweep and outcome.result == OUT_OF_MEMORY and dist.get_world_size() == 1:
-                # No other rank waits in a collective for this rank, so the sweep can continue.
+                # With one rank, no collective is left hanging, so the sweep can continue.
                 report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
             else:
                 # Hydra would catch the error and continue with the next job.
                 jobs.write_results()
                 terminate_on_error(launch.store, error)
         finally:
-            # The results are written after every job, because a later job may crash.
+            # Write the results after every job, because a later job may crash.
             jobs.write_results()
 
     status = run_hydra(run_job)
@@ -178,7 +178,8 @@ def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, di
 def run_as_other_rank() -> int:
     """Run the functions that rank 0 broadcasts, until it broadcasts None. Return the exit status.
 
-    A user error or a request to stop ends the job on all ranks. Rank 0 reports it, and decides whether another job follows.
+    A user error or a request to stop ends the job on all ranks. Rank 0 reports the error, and decides whether another job
+    follows.
     """
     while (job := broadcast_object(None)) is not None:
         function, config, directory = job
@@ -195,7 +196,7 @@ def run_as_other_rank() -> int:
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the text that a table of a sweep shows for a job that ended with an error.
 
-    A rank that runs out of memory creates a file in the directory of the job. The file tells rank 0 why the rank was lost.
+    A rank that runs out of memory creates a file in the directory of the job. Rank 0 reads from this file why it lost the rank.
     """
     marker = directory / MEMORY_MARKER
     if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
@@ -205,7 +206,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def check_earlier_attempt(directory: Path, attempt: int) -> None:
-    """Raise InsufficientMemory if the job ran out of memory in an earlier attempt of this launch.
+    """Reject the job if it ran out of memory in an earlier attempt of this launch.
 
     If a rank runs out of memory, all ranks must exit, because others may wait for this rank in a collective. If torchrun
     restarts the ranks, the sweep continues with the next job.
@@ -224,7 +225,8 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
-    # Hydra creates the directories in configs/train.yaml, which contain ${run_name:...}, so the name is checked first.
+    # Hydra creates the directory of the run from ${run_name:...} in configs/train.yaml. The resolver therefore checks the name
+    # first.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", _common_settings, replace=True)
@@ -260,7 +262,7 @@ def select_recipe() -> None:
 
 
 def to_config(settings: DictConfig) -> Config:
-    """Convert the settings. An unknown option is an error, even if the user has added it with Hydra's `+`."""
+    """Convert the settings. Reject unknown options, even if the user has added them with Hydra's `+`."""
     return literal_config(cast("dict[str, Any]", OmegaConf.to_container(settings, resolve=True)))
 
 

@@ -33,14 +33,14 @@ from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
 
-# The repository. In an installation, this folder contains no .git.
+# The root folder of the repository. An installed package has no .git in this folder.
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# The prediction of the time of a step uses the documents of this many sequences.
+# The predicted time of a step is based on the documents of this many sequences.
 SAMPLED_SEQUENCES = 32
 
-# The text about FP8 in the description of a run, by the value of trainer.fp8_attention.
+# Text about FP8 attention for each value of trainer.fp8_attention.
 FP8_DESCRIPTIONS = {
     "never": "",
     "inference": ", FP8 attention in evaluation and generation",
@@ -80,7 +80,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "dropped_records": run.data.num_dropped if isinstance(run.data, RecordDataset) else 0,
         "sequences_per_step": run.sequences_per_step,
         "tokens_per_step": run.tokens_per_step,
-        # This number is for a sequence that consists of one document.
+        # The FLOPs per token of a sequence with one document.
         "flops_per_token": flops.step_flops(run.model, seq_len, pairs) / seq_len,
         "peak_tflops_per_rank": run.peak_flops / 1e12 if run.peak_flops else None,
         "estimated_memory_gib": sum(run.memory_needed.device.values()) / estimate.GIB,
@@ -92,7 +92,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 
 def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
-    """Log the properties of this run. `facts` is the result of `run_facts`."""
+    """Log the properties of a run. `facts` is the result of `run_facts`."""
     config, mesh, per_step = run.config, facts["mesh"], facts["sequences_per_step"]
     held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
     data = f"{facts['sequences_per_epoch'] or 0:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
@@ -158,11 +158,11 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
 
 
 def pair_shares(run: Run) -> prediction.Shares:
-    """Return, by window, the (query, key) pairs that a mask allows in some sequences, relative to a single document."""
+    """Return the mean number of (query, key) pairs that each mask allows, relative to a single document, by window."""
     if not run.config.data.mask_documents:
         return prediction.NO_DOCUMENTS
     seq_len, count = run.config.data.seq_len, run.data.sequences_per_epoch
-    # The sequences are spread over the epoch, because neighbouring sequences may have a similar cost (`data.group_size`).
+    # Sample sequences from the whole epoch, because neighbours may have a similar cost (`data.group_size`).
     numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
     documents = [run.data.batch([number]).documents for number in numbers]
     pairs = {
@@ -174,12 +174,11 @@ def pair_shares(run: Run) -> prediction.Shares:
 def communication_facts(run: Run) -> dict[str, Any]:
     """Return which transport, route and schedules the ring uses for sequences of one document.
 
-    All ranks must call this function after the first step, in which they connect to each other.
+    All ranks must call this function, and only after the first step has connected them.
 
     Returns:
-        `transport` ("nvlink", "nccl", "gloo" or None), and with a ring also `route`, `schedule_forward`, `schedule_backward`
-        and `predicted_exposed_communication_s_per_step`: the time in which attention does not hide the communication of the
-        ring.
+        `transport`: "nvlink", "nccl", "gloo" or None. A ring also has `route`, `schedule_forward`, `schedule_backward` and
+        `predicted_exposed_communication_s_per_step`, the seconds of communication that attention does not hide.
     """
     mesh, parallel = run.mesh, run.config.parallel
     if mesh.ring.size() == 1:
@@ -192,14 +191,14 @@ def communication_facts(run: Run) -> dict[str, Any]:
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
     schedules, exposed = dict[str, list[str]](), 0.0
     for window, mask in masks.items():
-        # This plan is not used for attention. A plan on the CPU needs no GPU memory.
+        # This plan only predicts times, so it stays on the CPU.
         plan = Plan(mask, layout, connection.rank, torch.device("cpu"))
         for work in _attention_work(run, plan):
             chosen = plan.choose_schedule(parallel.schedule, work, joined)
             schedules.setdefault(work.direction, []).append(chosen)
             hops = plan.costs(chosen, work, joined)
             exposed += windows.count(window) * sum(max(hop.communication - hop.compute, 0) for hop in hops)
-    # If the schedules of sliding and full layers differ, both are listed in the order of the layers.
+    # Sliding and full layers may have different schedules. Both are listed, in the order of the layers.
     facts |= {f"schedule_{direction}": ", ".join(dict.fromkeys(names)) for direction, names in schedules.items()}
     return facts | {"predicted_exposed_communication_s_per_step": exposed * run.config.trainer.accumulate}
 
@@ -209,7 +208,7 @@ def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
     model, ulysses = run.config.model, run.mesh.ulysses.size()
     shape = run.config.trainer.batch_size, plan.layout.rows(plan.rank)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    # If there are more Ulysses ranks than key heads, key heads are copied, and each rank computes with one key head.
+    # If there are fewer key heads than Ulysses ranks, each rank has one copied key head.
     heads = model.heads // ulysses, max(model.kv_heads // ulysses, 1)
     q, k = (torch.empty(*shape, count, model.resolved_head_dim, dtype=dtype, device="meta") for count in heads)
     precision = run.config.trainer.attention_precision(training=True)

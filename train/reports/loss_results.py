@@ -1,7 +1,7 @@
 """Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
 
-The error of a loss is half of its 95% interval in a bootstrap over documents. The error of a difference between two lengths is
-much smaller, because both losses are means over the same tokens.
+The error of a loss is half the width of its 95% interval, from a bootstrap over documents. The error of a difference between
+two lengths is much smaller, because both losses are means over the same tokens.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ import numpy as np
 
 from ringattn.train.settings.config import replace_link
 
-# The number of times that the bootstrap draws all documents.
+# The number of bootstrap samples.
 NUM_DRAWS = 1000
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of the target tokens at several lengths.
+    """The losses of the target tokens at each length.
 
     Attributes:
-        lengths: the L lengths in tokens, in ascending order.
+        lengths: the L lengths in tokens, ascending.
         tokens: (D,), the number of target tokens of each document.
-        sums: (L, D) float64, the sum of the losses of each document, in nats.
+        sums: (L, D) float64, the summed loss of each document in nats.
         checksum: a checksum of the target tokens.
     """
 
@@ -39,7 +39,9 @@ class Losses:
         return self.sums.sum(1) / self.tokens.sum()
 
     def errors(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the errors of the losses, and of the differences to the first length. For one document, return None."""
+        """Return the errors of the losses, and the errors of their differences from the loss at the first length. Return None
+        for a single document.
+        """
         count = len(self.tokens)
         if count == 1:
             return None
@@ -71,7 +73,7 @@ def to_metrics(losses: Losses) -> dict[str, float]:
 
 
 def from_metrics(values: Mapping[str, Any], name: str = "eval_loss_at") -> dict[int, float]:
-    """Return the metrics `name`/LENGTH of a record, by length."""
+    """Return the values of the metrics `name`/LENGTH by length."""
     return {int(key.removeprefix(f"{name}/")): value for key, value in values.items() if key.startswith(f"{name}/")}
 
 
@@ -122,7 +124,9 @@ def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
 
 
 def label_numbers(axis: Any) -> None:
-    """Label the ticks of an axis with numbers such as 10,000,000. By default, matplotlib would write 1 and "1e7"."""
+    """Label the ticks of an axis with numbers such as 10,000,000. By default, matplotlib would label ticks as 1 below a factor
+    "1e7".
+    """
     axis.set_major_formatter("{x:,.10g}")
 
 

@@ -22,7 +22,7 @@ from ringattn.train.settings.config import Config, replace_link
 
 log = logging.getLogger(__name__)
 
-# The formats of the metrics that the console shows for each step
+# How the console shows each metric of a step
 CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
@@ -55,8 +55,8 @@ class Recorder:
         """Open metrics.jsonl.
 
         Args:
-            done: the number of completed steps. Records of later steps are removed; math.inf keeps all.
-            peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
+            done: the number of completed steps. Records of later steps are removed. math.inf keeps all records.
+            peak_flops: the peak FLOP/s of one device, to compute the MFU. None leaves the MFU out.
             wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
         """
         self._is_active = not dist.is_initialized() or dist.get_rank() == 0
@@ -80,7 +80,7 @@ class Recorder:
         Args:
             tokens, flops: the tokens and the model FLOPs of the step, on all ranks together.
             seconds: the time that the step took.
-            show: whether the console may show the step now. Otherwise, `extend` shows it together with the evaluation.
+            show: whether the console may show the step now. If False, `extend` shows the step together with its evaluation.
             values: all other metrics. `total_tokens`, the tokens consumed so far, is the x axis of the plot.
         """
         if not self._is_active:
@@ -114,7 +114,7 @@ class Recorder:
         return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
 
     def amend(self, step: int, **values: float) -> None:
-        """Add metrics to the record of a step that an earlier launch has recorded."""
+        """Add metrics to the record of a step from an earlier launch."""
         if not self._is_active:
             return
         self._file.close()
@@ -126,7 +126,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def _rewrite(self, records: list[dict[str, float]]) -> None:
-        """Replace metrics.jsonl by these records, and open it for the next ones."""
+        """Write `records` to metrics.jsonl, and open the file for further records."""
         write_atomically(self._path, "".join(map(_to_json, records)))
         self._file = self._path.open("r+")
         self._file.seek(0, os.SEEK_END)
@@ -162,7 +162,7 @@ class Recorder:
 
 
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl up to step `until`. Other lines, such as one that a kill cut off, are skipped."""
+    """Return the records of a metrics.jsonl up to step `until`. Invalid lines are skipped, because a kill may cut a line."""
     records = []
     for text in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -192,15 +192,15 @@ def write_atomically(path: Path, text: str) -> None:
 def plot_loss(path: Path, output: Path, title: str = "") -> None:
     """Plot the losses in the metrics.jsonl at `path` as a PNG file.
 
-    The x axis of the left panel is the number of tokens, or of steps if unknown. The right panel shows the latest loss of the
-    same held-out tokens by sequence length, if the text was evaluated.
+    The left panel shows the losses over tokens, or over steps if the numbers of tokens are unknown. If the text was evaluated,
+    the right panel shows the latest loss of the same held-out tokens by sequence length.
     """
     # The import is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
 
     records = [record for record in read(path) if record.get("loss") is not None]
     evaluated = [record for record in records if record.get("eval_loss") is not None]
-    # Earlier versions did not evaluate the same tokens at several lengths.
+    # Runs of earlier versions lack losses by length.
     by_length = bool(evaluated) and bool(from_metrics(evaluated[-1]))
     figure = Figure(figsize=(11 if by_length else 7, 4), layout="constrained")
     panels = figure.subplots(1, 2 if by_length else 1, squeeze=False)[0]
@@ -247,7 +247,7 @@ def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
 def _smooth(losses: list[float]) -> list[float]:
     """Return a moving average whose width is a fiftieth of all steps."""
     width = max(len(losses) // 50, 1)
-    # Cumulative sums give all means in linear time. A run may have a million steps.
+    # Differences of cumulative sums give all means in linear time, because a run may have a million steps.
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(end - width, 0)]) / min(end, width) for end in range(1, len(sums))]
 

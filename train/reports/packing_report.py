@@ -15,7 +15,7 @@ Text = PackedDataset | BestFitDataset
 
 
 def texts_of(data: object) -> dict[str, Text]:
-    """Return the datasets of packed text by name, without chats and generated data."""
+    """Return the datasets of text by name, leaving out chats and generated data."""
     sources = data.sources if isinstance(data, MixtureDataset) else {"": data}
     return {name: each for name, each in sources.items() if isinstance(each, Text)}
 
@@ -55,7 +55,7 @@ def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes: Any = figure.subplots()
     longest = max(int(text.lengths.max()) for text in texts.values())
-    # Every bin ends at a power of the square root of 2.
+    # The upper edges of the bins are powers of the square root of 2.
     bins = 2 ** np.arange(0, np.log2(longest) + 1, 0.5)
     for index, (name, text) in enumerate(texts.items()):
         for lengths, style, kind in ((text.lengths, "-", "documents"), (text.parts[0], "--", "parts in sequences")):

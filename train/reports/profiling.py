@@ -24,7 +24,7 @@ MAX_MEMORY_EVENTS = 200_000
 
 
 def profiled_steps(trainer: TrainerConfig, done: int) -> range:
-    """Return the steps that a launch profiles, after the `done` steps of earlier launches."""
+    """Return the steps that this launch profiles, if earlier launches completed `done` steps."""
     if (bounds := trainer.profiled_range) is not None:
         return range(max(bounds[0], done + 1), bounds[1] + 1)
     if not trainer.is_profiled:
@@ -45,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Generator[None]:
-        """Profile the work in this context if `step` is one of the profiled steps. After the last of them, write the files."""
+        """If `step` is a profiled step, profile the work in this context. Write the files after the last profiled step."""
         if step not in self._steps:
             yield
             return
@@ -66,7 +66,7 @@ class Profiler:
         self._last = self._steps[0]
 
     def close(self) -> None:
-        """Write the files of profiled steps that have not been written yet."""
+        """If a profile is running, stop it and write its files."""
         if self._profile is None:
             return
         self._profile.stop()

@@ -1,6 +1,6 @@
 """Show the accuracy on the recall task by length of the sequence and by position of the answer, as a table and a picture.
 
-At position 0%, the facts are at the beginning of the sequence. At 100%, the facts are directly before the queries.
+At position 0%, the facts are at the beginning of the sequence. At position 100%, the facts are directly before the queries.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from typing import Any
 
 from ringattn.train.settings.config import replace_link
 
-# The accuracy for each (length of the sequence in tokens, position of the answer in percent)
+# Accuracies by sequence length in tokens and position of the answer in percent
 Accuracies = dict[tuple[int, int], float]
 
 
 def to_metrics(accuracies: Accuracies) -> dict[str, float]:
-    """Return the accuracies as `recall/LENGTH/POSITION`. `recall_accuracy` is the accuracy at the largest length and 0%."""
+    """Return the accuracies as `recall/LENGTH/POSITION`. `recall_accuracy` is the one at the largest length and position 0%."""
     hardest = accuracies[max(length for length, _ in accuracies), 0]
     cells = {f"recall/{length}/{position}": value for (length, position), value in accuracies.items()}
     return {"recall_accuracy": hardest} | cells
@@ -26,7 +26,7 @@ def from_metrics(values: Mapping[str, Any]) -> Accuracies:
 
 
 def accuracy_table(accuracies: Accuracies) -> str:
-    """Return a Markdown table with one row per position and one column per length."""
+    """Return a Markdown table with a row per position and a column per length."""
     lengths, positions = _axes(accuracies)
     rows = [["position of the answer", *(f"{length:,} tokens" for length in lengths)], ["---"] * (len(lengths) + 1)]
     for position in positions:

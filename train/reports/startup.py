@@ -6,16 +6,16 @@ from torch._dynamo.utils import calculate_time_spent
 
 from ringattn.train.preemption import LAUNCH_TIME
 
-# The seconds of each part of the start of the current job, and the time at which the latest part ended.
+# How many seconds each part of the current job's start took, and when the latest part ended.
 _parts: dict[str, float] = {}
 _latest = LAUNCH_TIME
-# The number of jobs so far, and the seconds that torch.compile took before the current job.
+# How many jobs have begun, and how long torch.compile took before the current job.
 _num_jobs = 0
 _compiled_before = 0.0
 
 
 def begin_job() -> None:
-    """Begin to measure the start of a job. For the first job, the measurement includes the launch."""
+    """Begin to measure the start of a job. The first job's start includes the launch."""
     global _latest, _num_jobs, _compiled_before
     if _num_jobs > 0:
         _parts.clear()
@@ -25,7 +25,7 @@ def begin_job() -> None:
 
 
 def end_part(name: str, end: float | None = None) -> None:
-    """Record that the part `name` ended at the time `end`, or now. The part began when the previous part ended."""
+    """Record that the part `name` ended at time `end`, by default now. Its time counts from the end of the previous part."""
     global _latest
     now = time.monotonic() if end is None else end
     _parts[name] = now - _latest

@@ -1,4 +1,4 @@
-"""Write the results of a run: a plot of the losses and a summary."""
+"""Write the loss plot and the summary of a run."""
 
 import json
 import logging
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
     """Return the peak memory of this job in GiB.
 
-    On a GPU, this is the memory that torch counts as allocated, and `uncounted` more bytes. On a CPU, it is the memory of the
-    process, with Python and its libraries.
+    On a GPU, return the memory that torch counts as allocated, plus `uncounted` bytes. On a CPU, return the memory of the whole
+    process, including Python.
     """
     if device.type == "cuda":
         return (torch.cuda.max_memory_allocated() + uncounted) / estimate.GIB
@@ -41,12 +41,12 @@ def peak_host_memory_gib() -> float:
 
 
 def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> dict[str, Any]:
-    """Plot the losses and write the summary. Every rank returns the summary.
+    """Write the loss plot and the summary of a run. Every rank returns the summary.
 
     Args:
-        run: the run, which must have taken all its steps.
-        done: the number of steps that earlier launches completed.
-        wandb_run: the W&B run, which receives the plot and the summary as well.
+        run: a run that has taken all its steps.
+        done: the number of steps of earlier launches.
+        wandb_run: the W&B run, which also receives the plot and the summary.
     """
     summary = None
     if dist.get_rank() == 0:
@@ -65,7 +65,7 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
 
 
 def plot_loss(run: Run, directory: Path) -> str:
-    """Plot the losses of a run in loss.png, and return the title of the plot."""
+    """Write the loss plot loss.png, and return its title."""
     records = metrics.read(directory / "metrics.jsonl")
     tokens = records[-1].get("total_tokens") if records else None
     title = run.plot_title(directory.name, f"{len(records):,} steps" if tokens is None else f"{tokens:,} tokens")
@@ -116,7 +116,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
 
 
 def _describe(name: str, summary: dict[str, Any]) -> str:
-    """Return one number of the summary with its name, for the console."""
+    """Format one number of the summary for the console."""
     steps = f" (mean of the last {summary['final_loss_steps']} steps)" if name == "final_loss" else ""
     return f"{name} {summary[name]:.6g}{steps}"
 
@@ -132,7 +132,7 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
     with sync_errors():
         summary = read_summary(path) if dist.get_rank() == 0 else None
     summary = broadcast_object(summary)
-    # A summary with a different number of steps was written before the run was extended.
+    # The summary of a shorter run is obsolete after `trainer.steps` was raised.
     if summary is not None and summary["steps"] == steps:
         return summary
     if not broadcast_object(metrics.read(directory / "metrics.jsonl")):

@@ -29,7 +29,7 @@ COLUMNS = {
 
 @dataclass
 class Outcome:
-    """One job of a sweep and its result.
+    """A job of a sweep, and its result.
 
     Attributes:
         overrides: the overrides of the job.
@@ -45,13 +45,13 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """The settings that the sweep varies, as text."""
+        """Return the settings that the sweep varies as text."""
         return " ".join(f"{name}={value}" for name, value in self.varied.items()) or "job"
 
 
 @dataclass
 class Jobs:
-    """The jobs that a launch has started.
+    """The jobs that this launch has started.
 
     Attributes:
         outcomes: the jobs and their results.
@@ -86,7 +86,7 @@ def sweep_table(outcomes: list[Outcome]) -> str:
 
 
 def table_rows(outcomes: list[Outcome]) -> list[list[str]]:
-    """Return the cells of the table. The first row contains the names of the columns."""
+    """Return the cells of the table. The first row contains the column names."""
     common, lengths = _common_overrides(outcomes), _lengths(outcomes)
     rows = [["overrides", *COLUMNS, *(f"eval loss at {length:,} tokens" for length in lengths)]]
     for outcome in outcomes:
@@ -100,7 +100,7 @@ def _common_overrides(outcomes: list[Outcome]) -> set[str]:
 
 
 def _describe_targets(outcomes: list[Outcome]) -> list[str]:
-    """Return a paragraph about the target tokens of the jobs, or [] if no job was evaluated."""
+    """Describe the target tokens of the jobs in a paragraph, or return [] if no job was evaluated."""
     evaluated = [each.result for each in outcomes if isinstance(each.result, dict) and each.result.get("eval_loss") is not None]
     checksums = {result.get("eval_targets") for result in evaluated}
     if not checksums:
@@ -143,9 +143,9 @@ def _cells(outcome: Outcome, lengths: list[int]) -> list[str]:
 def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     """Plot the speed, the memory and the losses of the jobs as a PNG file.
 
-    If the sweep varies only one setting, and its values are numbers, this setting is the x axis of the first three panels.
-    Otherwise, the x axis lists the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss by
-    sequence length, with one line per job.
+    If the sweep varies a single numeric setting, the first three panels show this setting on the x axis. For other sweeps, the
+    x axis lists the jobs. A job without a summary is marked by a dotted line. The fourth panel shows one line per job, with its
+    loss by sequence length.
     """
     from matplotlib.figure import Figure
 
@@ -217,7 +217,7 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
-    """Plot the loss by sequence length, with one line per job. The error bar of a job is at its longest length."""
+    """Plot the loss by sequence length, with one line per job. Each line has an error bar at its longest length."""
     for outcome in outcomes:
         if isinstance(outcome.result, dict) and (losses := _losses_by_length(outcome)):
             errors = [0.0] * (len(losses) - 1) + [outcome.result.get("eval_loss_error") or 0.0]
@@ -254,5 +254,5 @@ def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
         log.info(f"{'W&B':<12}{mode}, the table and the picture of the sweep")
         if not is_online:
             log.info(f"{'W&B':<12}upload all runs of the sweep with: {sync_command(directory, is_sweep=True)}")
-    except Exception as error:  # The results are already on disk, so an error of W&B must not end the sweep.
+    except Exception as error:  # The results are already on disk, so W&B errors must not end the sweep.
         log.warning("W&B failed: %s; sweep.md and sweep.png contain the results", error)

@@ -1,7 +1,7 @@
 """Record a run in Weights & Biases (W&B): its settings, metrics, tables, images and summary.
 
-A run has one W&B run, whose id is in the file wandb_id. Each launch without a connection writes a folder wandb/offline-run-*.
-`sync_command` returns the command that uploads it.
+Each training run has a single W&B run. The file wandb_id contains the id of the W&B run. A launch without a network connection
+writes a folder wandb/offline-run-*. `sync_command` returns the command that uploads this folder.
 """
 
 import logging
@@ -23,15 +23,15 @@ from ringattn.train.settings.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)
 
-# The value of `logger.wandb` for each value of WANDB_MODE.
+# Translates WANDB_MODE to a value of `logger.wandb`.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
-# The folder that the user has chosen for the contents of tables that are not uploaded yet.
+# The folder that the user has chosen for table contents before their upload.
 USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 
 
 class WandbRun:
-    """The W&B run of a training run.
+    """Records a training run in W&B.
 
     The methods do nothing if W&B is off, on other ranks than rank 0, and after an error of W&B.
     """
@@ -86,7 +86,7 @@ class WandbRun:
         """Finish the W&B run. If the run was recorded offline, log the command that uploads it.
 
         Args:
-            exit_code: 0 if the launch ended as intended. With another code, W&B shows the run as failed.
+            exit_code: 0 if the launch ended as intended. W&B shows a run with another exit code as failed.
         """
         self._call(lambda run: run.finish(exit_code=exit_code))
         if self._run is not None and self._is_offline:
@@ -94,7 +94,7 @@ class WandbRun:
         self._run = None
 
     def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
-        """Record an object of the class `kind` of the package wandb, such as an image."""
+        """Record an object of the wandb class `kind`, such as an image."""
 
         def log_object(run: Any) -> None:
             import wandb  # Importing wandb is slow, so it is not imported if W&B is off.
@@ -104,12 +104,12 @@ class WandbRun:
         self._call(log_object)
 
     def _call(self, method: Callable[[Any], Any]) -> None:
-        """Pass the W&B run to a function, if there is one. After the first error, W&B is no longer used."""
+        """Call `method` with the W&B run, if W&B is on. After an error, switch W&B off."""
         if self._run is None:
             return
         try:
             method(self._run)
-        except Exception as error:  # Training must not stop because W&B fails.
+        except Exception as error:  # Training must continue without W&B.
             log.warning("W&B failed: %s; the run continues without W&B", error)
             self._run = None
 
@@ -123,8 +123,8 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
 
-    By default, these contents are in the home directory. Without the contents, `wandb sync` leaves the tables out and reports
-    no error.
+    W&B's default folder is in the home directory. If `wandb sync` does not find the contents, it leaves the tables out without
+    an error.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
@@ -147,7 +147,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
     keep_tables_in(directory)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
-            # W&B saves `resume`, also offline. `wandb sync` then numbers the rows of this launch after earlier ones.
+            # W&B stores `resume` in offline runs as well, so `wandb sync` appends the rows of this launch to earlier rows.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
             # If W&B counted the steps itself, it would drop steps that a resumed run records again.
             run.define_metric("step")
@@ -156,7 +156,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
             return run, mode == "offline"
         except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # Otherwise W&B would report in the next attempt that the id of the run is in use.
+            wandb.teardown()  # Otherwise the next attempt would fail, because the id is in use.
     return None, False
 
 
