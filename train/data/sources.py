@@ -84,7 +84,7 @@ class Piece:
 
 
 class Line(NamedTuple):
-    """A line of a file, for messages. `number` counts from 1 at byte `begin`. `str` finds the line's number in the whole file."""
+    """A line of a file, for messages. `number` counts from 1 at byte `begin`. `str` shows the number in the whole file."""
 
     file: str
     begin: int
@@ -357,7 +357,7 @@ def _read_text(file: str, limit_mb: int) -> str:
 
 
 def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
-    """Read the lines that begin at the bytes `begin` to `end` - 1 of a JSON lines file. A compressed file is read as a whole."""
+    """Read the lines that begin at the bytes `begin` to `end` - 1 of a file. A compressed file is read as a whole."""
     limit, read = config.max_document_mb * 10**6, _json_text if config.format == "text" else _json_record
     number, position = 0, begin
     try:

@@ -222,7 +222,7 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy all parameters into the memory of the graphs at once, because the GPU would wait for the host between single copies."""
+    """Copy all parameters into the memory of the graphs at once, so that the GPU does not wait for the host between copies."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters
