@@ -21,7 +21,7 @@ class AdamW(torch.optim.AdamW):
 
     Updating the DTensors themselves gives the same results, but takes the host several times as long.
 
-    A parameter group with an entry "host" contains parameters in host memory. The value of "host" is the index of their FSDP
+    A parameter group with an entry "host" contains parameters in host memory. The value of "host" is the index of an FSDP
     group.
     """
 

@@ -234,7 +234,7 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
     """Return the number of (query, key) pairs that the masks allow, summed over the layers and the sequences of the batch."""
     pairs = {window: mask.pairs(batch.tokens.shape[1]) for window, mask in masks.items()}
-    # Masks without documents have one number for all sequences.
+    # Without documents, `mask.pairs` has one entry, which holds for every sequence.
     return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)
 
 

@@ -111,8 +111,8 @@ def check_job(config: Config, directory: Path) -> None:
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run that has completed all steps.
 
-    If the run was killed after its last step, the evaluation and the summary may be missing. In this case, create both. `facts`
-    is the result of `run_facts`.
+    If the run was killed after its last step, this function repeats the evaluation and writes the summary. `facts` is the
+    result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
         write_sample(run, directory)
@@ -151,7 +151,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
         # Check the space before removing anything.
         if dist.get_rank() == 0:
             check_space(run, directory / "checkpoints", done)
-        # The summary describes fewer steps, or steps that this run repeats.
+        # An old summary describes fewer steps, or steps that this run repeats.
         (directory / "summary.json").unlink(missing_ok=True)
         # Checkpoints are removed before metrics. If the run is killed between the two, the next launch resumes from the same
         # checkpoint.
@@ -212,7 +212,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 except preemption.StoppedEarly:
                     stop = True
             if step < trainer.steps and (is_saved or evaluates) and not stop:
-                # A request may have come during the save or the evaluation.
+                # Check for a stop request that came during the save or the evaluation.
                 stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
                 if not is_saved:

@@ -1,7 +1,7 @@
 """Read and write the weights of experts in Hugging Face's format.
 
-Our models store the weights of all experts of a layer in one parameter (experts, out, in). Files store these weights in
-different ways, which the name of a parameter in `families.weight_name` describes:
+Our models store the weights of all experts of a layer in one parameter (experts, out, in). The name of a parameter
+(`families.weight_name`) shows how the files store its weights:
 
     mlp.experts.{}.up_proj         one tensor per expert, as in Mixtral and Qwen3-MoE
     mlp.experts.gate_up_proj:1     column 1, 3, 5, ... of (experts, in, 2 * out), as in gpt-oss
@@ -40,7 +40,7 @@ def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
 
 
 class OneTensorPerExpert:
-    """One tensor per expert, read as a single tensor (experts, ...)."""
+    """Presents the tensors of all experts as a single tensor (experts, ...)."""
 
     def __init__(self, name: str, slices: list[Any]) -> None:
         self._slices = slices

@@ -69,7 +69,7 @@ def qwen_layers(config: dict[str, Any]) -> list[str]:
 
 
 def alternating_layers(config: dict[str, Any]) -> list[str]:
-    """Return the types of the layers. Every layer whose number is a multiple of `sliding_window_pattern` is full."""
+    """Return the types of the layers. A layer has full attention if its number is a multiple of `sliding_window_pattern`."""
     pattern = config["sliding_window_pattern"]
     return listed(config, lambda layer: "sliding" if layer % pattern else "full")
 
@@ -128,7 +128,7 @@ AFTER = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-# These entries affect only training, for which we use `model.balance_loss` instead.
+# Instead of these entries of config.json, `model.balance_loss` determines the load-balancing loss of the training.
 ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -307,7 +307,7 @@ FAMILIES = {
         entries={"attention_bias": Entry("qkv_bias", True), "attention_out_bias": Entry("output_bias", False)},
     ),
 }
-# Hugging Face's names of our modules and weights. The names of layers lack the prefix "blocks.N".
+# Maps our modules and weights to Hugging Face's names. The names of layers lack the prefix "blocks.N".
 NAMES = {
     "embedding": "model.embed_tokens",
     "attention_norm": "input_layernorm",

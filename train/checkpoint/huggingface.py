@@ -46,7 +46,7 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
 }
 # If the "factor" of these rope types is null, it is the ratio of the extended to the trained length.
 HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
-# Other programs store these constants and masks as tensors. They are not weights, so loading ignores them.
+# Loading ignores constants and masks that other programs store as tensors.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 # The settings that distinguish the families. A setting without an entry in config.json has its default.
 ARCHITECTURE = (
@@ -198,7 +198,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return `name` from the first source that contains it. If the value does not have the type `kind`, raise ConfigError."""
+    """Return the entry `name` from the first source that has one. Raise ConfigError if its type is not `kind`."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")

@@ -99,7 +99,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
     If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is a checkpoint of another run, this
-    run starts from it, and later launches resume from this run's own checkpoints.
+    run only starts from it. Later launches resume from this run's own checkpoints.
 
     Returns:
         The checkpoint, or None for a new run, and the path of the checkpoint of another run if this run branched from it.

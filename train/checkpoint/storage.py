@@ -3,9 +3,9 @@
     <directory>/step_00000010/     the tensors, as torch.distributed.checkpoint (DCP) writes them, and meta.json
     <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes it
 
-Every rank writes its own shards to a directory that all ranks see. A resuming rank reads the parts that it needs, so the number
-of ranks may change. Every read compares checksums. The file meta.json contains its own checksum and the checksum of the index.
-The index contains the checksum of every shard. Checkpoints of earlier versions lack some checksums.
+Every rank writes its own shards to a directory that all ranks see. When a run resumes, each rank reads the parts that it needs,
+so the number of ranks may change. Every read compares checksums. The file meta.json contains its own checksum and the checksum
+of the index. The index contains the checksum of every shard. Checkpoints of earlier versions lack some checksums.
 
 `save` accepts only tensors, because DCP would pickle any other object, and loading a pickle may run any code. DCP's index is a
 pickle as well, which `ringattn.train.checkpoint.index` reads safely.

@@ -41,8 +41,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "memory.activations"),
     **{"eval_steps": "trainer.eval_every", "logging_steps": "trainer.log_every"},
 }
-# These errors are mistakes of the user. The command reports them in one line. After such an error, a sweep continues with its
-# next job.
+# Errors of these types are mistakes of the user, which a command reports in one line. After a user error, a sweep continues
+# with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 

@@ -174,8 +174,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
     """Return the folder in Hugging Face's format of the model that a run has trained, or None.
 
-    This folder is `trainer.init_from`, or the folder of the tokenizer if the run started from a checkpoint. A folder counts
-    only if its config.json has the same shapes as the model of the run.
+    This folder is `trainer.init_from`, or the folder of the tokenizer if the run started from a checkpoint. The config.json in
+    the folder must describe weights with the shapes of the run's model.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
     for folder in (initial_weights_path(saved), tokenizer_folder):

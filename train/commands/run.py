@@ -225,8 +225,8 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
-    # Hydra creates the directory of the run from ${run_name:...} in configs/train.yaml. The resolver therefore checks the name
-    # first.
+    # Hydra creates the directory of the run from ${run_name:...} in configs/train.yaml. The name of the run is therefore
+    # checked first.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", _common_settings, replace=True)

@@ -70,7 +70,7 @@ class MixtureDataset(NumberedSequences):
         return getattr(self.sources[name], "padding", 0.0)
 
     def _locate(self, index: int) -> tuple[np.ndarray, int]:
-        """Return the sequences per source before `index`, int64 (sources,), and the source of sequence `index`."""
+        """Return how many sequences of each source precede `index`, int64 (sources,), and the source of `index`."""
         group, offset = divmod(index, self.group_size)
         counts, source = count_before(self._shares, group)
         counts *= self.group_size

@@ -111,7 +111,7 @@ class NeedleDocuments:
         task = TASKS[self.task](names, values)
         encode = self.tokenizer.encode
         beginning, whole = encode(task.beginning).tolist(), encode(f"{task.beginning} {task.answer}").tolist()
-        # The last token of the beginning may differ when the answer follows. The model must then predict this token.
+        # If the answer changes the last token of the beginning, the model must predict this token as well.
         common = next((i for i, (a, b) in enumerate(zip(beginning, whole, strict=False)) if a != b), len(beginning))
         facts = [encode(f"\n{fact}\n").tolist() for fact in task.facts]
         question = [*encode(f"\n\n{task.question}" + "\n" * (not self.after)).tolist(), *self.after, *whole]

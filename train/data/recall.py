@@ -102,7 +102,7 @@ def evaluation_lengths(seq_len: int) -> list[int]:
 
 
 def block_size(length: int) -> int:
-    """Return the number of tokens in the facts' block and in the queries' block, which is even."""
+    """Return the even number of tokens in the block of facts, and in the block of queries."""
     return min(length // 4 * 2, BLOCK)
 
 
@@ -110,7 +110,7 @@ def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor
     """Return evaluation documents, one per sequence, and the position index of their facts, int64 (B,).
 
     Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at the beginning of the document.
-    At the last position, they are directly before the queries.
+    At the last position, the facts are directly before the queries.
 
     Args:
         length: the number of tokens of each document, at least MIN_LENGTH.

@@ -99,7 +99,7 @@ class RecordDataset(TokenisedDocuments):
             records: the tokenised records.
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            group_size: as the attribute. With fewer sequences than that, there are no groups.
+            group_size: as the attribute. If there are fewer sequences, `group_size` is ignored.
 
         Raises:
             ConfigError: no record has at most `seq_len` tokens.

@@ -23,12 +23,12 @@ INDEX = "index.json"
 VERSION = 1
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
-# Documents of more tokens are checked only when they are first read.
+# Documents with more tokens than this are verified only when they are first read.
 ALWAYS_VERIFIED = 2**20
 
 
 class ShardWriter:
-    """The method `publish` gives them their final names.
+    """The method `publish` renames the files to their final names.
 
     Attributes:
         num_tokens: the number of tokens written so far.

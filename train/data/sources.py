@@ -207,7 +207,7 @@ def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterat
 def _folder_of(config: DataConfig) -> Callable[[str], str]:
     """Return a function that maps a file to its top-level folder in `data.path` or in the standard library.
 
-    A file in neither of them is its own folder.
+    A file outside of both counts as its own folder.
     """
     library = Path(sysconfig.get_path("stdlib"))
     root = library if config.source == "stdlib" else Path(config.path or "").expanduser().resolve()
@@ -612,7 +612,7 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
     """Return whether two corpora of the same `source` have no document in common.
 
     Two corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint.
-    Two corpora that share only some files count as not disjoint.
+    Two corpora that share some of their files are not disjoint.
     """
     if training.path and training.source == "prepared":
         first, second = ([str(Path(each.path or "").expanduser().resolve())] for each in (training, held_out))

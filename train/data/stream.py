@@ -112,7 +112,7 @@ class Reader:
                 size += len(self._texts[stop])
                 stop += 1
             self._tokenised.extend(self._stream.tokenise(self._texts[first:stop]))
-            self._texts[first:stop] = [""] * (stop - first)  # The tokens need the memory of the text.
+            self._texts[first:stop] = [""] * (stop - first)  # Free the texts, because the tokens need the memory.
         return self._tokenised[0]
 
     def _end_document(self) -> None:
@@ -297,7 +297,7 @@ class FileCorpus:
             self.identity = zlib.crc32(repr(known).encode(), self.identity)
         share = sum(name.stat().st_size for name in names) // MAX_READERS
         self._corpus = sources.Corpus(config, min(max(share, MIN_PIECE_BYTES), sources.PIECE_BYTES))
-        # A reader needs pieces that contain text.
+        # Leave out pieces in which no line begins, because a reader needs text.
         self.pieces = [each for each in self._corpus.pieces if config.source != "jsonl" or sources.begins_line(each)]
 
     def read(self, piece: sources.Piece) -> Iterator[sources.Entry]:

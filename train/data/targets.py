@@ -111,7 +111,7 @@ class Targets:
         """Return some sequences and the group of each token.
 
         Args:
-            numbers: the numbers of the sequences. Sequences after the last one contain no target token.
+            numbers: the numbers of the sequences. Sequences from number `num_sequences` on contain no target tokens.
 
         Returns:
             The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at length number i has the
@@ -145,8 +145,8 @@ class Targets:
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
     """Read the blocks of target tokens. Each block has up to `context` earlier tokens.
 
-    In the recall task, a block is a whole sequence, because the sequences are independent. For records, a block is one record
-    from its first label on.
+    In the recall task, a block is a whole sequence, because the sequences are independent. If the text consists of records, a
+    block is a record from its first label on.
     """
     if isinstance(held_out, RecordDataset):
         for number in held_out.random_records().tolist():

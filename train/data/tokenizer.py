@@ -207,7 +207,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 
 
 def name_of(token: Any) -> Any:
-    """Return the name of a token. Its entry in `tokenizer_config.json` is either the name or a dict."""
+    """Return the name of a token. The entry of a token in `tokenizer_config.json` is either its name or a dict."""
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -76,7 +76,7 @@ def run_tasks(
 
     Args:
         name: the name of the work, for the progress.
-        function: a function of a module. While it runs, it calls `add` with numbers of processed bytes.
+        function: a function of a module. The function calls `add` with the numbers of bytes that it has processed.
         state: data for all tasks. Each process receives the data once.
         tasks: the tasks.
         sizes: the number of bytes of each task.

@@ -36,7 +36,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
     lengths = list(lengths)
     accuracies: Accuracies = {}
     shown = tqdm(lengths, desc="evaluate", unit=" lengths") if show_progress and dist.get_rank() == 0 else lengths
-    for length in until_stopped(run, shown):  # One batch may be a whole length.
+    for length in until_stopped(run, shown):  # Some lengths need only one batch.
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         # Batches of short sequences have about as many tokens as batches of the longest sequences.
         batch_size = run.config.trainer.batch_size * max(lengths) // length

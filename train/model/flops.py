@@ -4,8 +4,8 @@ A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of
 
     6 * weights * tokens  +  12 * head_dim * heads * pairs of all layers
 
-In a mixture of experts, only the experts that a token uses count. Recomputation, and (query, key) pairs that the mask forbids,
-do not count.
+In a mixture of experts, the FLOPs include only the experts that a token uses. Recomputation, and (query, key) pairs that the
+mask forbids, do not count.
 """
 
 import re

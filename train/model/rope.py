@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
 The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
-sequences, `factor` divides the low frequencies. Their angles then stay in the range that the model has seen in training. High
+sequences, `factor` divides the low frequencies. The angles of low frequencies then stay in the range of the training. High
 frequencies do not change, because they distinguish nearby tokens.
 """
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# A pair of dimensions keeps its frequency if it makes more rotations than this within the training length. Pairs between 1 and
-# this number of rotations are interpolated.
+# A pair of dimensions keeps its frequency if it makes more rotations than this within the training length. The frequency of a
+# pair with at least one rotation, but fewer than this number, is interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
 def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
-    D is the number of rotated dimensions. At position p, pair i of the D dimensions rotates by p * theta ** (-2 i / D). With
-    `factor`, a slowdown multiplies this angle. Then cos and sin are multiplied by `attention_scale`. At a position of one
-    million, angles in fp32 would be wrong by up to 0.06.
+    D is the number of rotated dimensions. At position p, pair i of the D dimensions rotates by p * theta ** (-2 i / D). If
+    `factor` is set, each angle is multiplied by a slowdown. Both results are multiplied by `attention_scale`. At a position of
+    one million, angles in fp32 would be wrong by up to 0.06.
     """
     dim = settings.dim
     frequency = settings.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)

@@ -43,6 +43,6 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
 def launch_time(store: dist.Store) -> str:
     """Return the local time of the first attempt, such as "2026-01-31_23-59-59". Only rank 0 calls this function.
 
-    All attempts use the directory with this name, unless the user sets a name.
+    By default, this time is the name of the run, so all attempts use the same directory.
     """
     return store.compare_set("launch_time", "", time.strftime("%Y-%m-%d_%H-%M-%S")).decode()

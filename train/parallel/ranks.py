@@ -28,7 +28,7 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Launch(NamedTuple):
-    """How the ranks of this process group were launched.
+    """Describes how the ranks were launched.
 
     Attributes:
         store: a key-value store that all ranks of this attempt share.

@@ -1,7 +1,7 @@
 """Predict the seconds of a training step on a mesh of GPUs under a memory plan.
 
 A micro-step takes as long as its slower part, which is the GPU or the host. `ringattn.planning` predicts attention. The
-constants below predict all other work. They were fitted to runs on one to four H100s and H200s
+constants below predict all other work. The constants were fitted to runs on one to four H100s and H200s
 (tests/train/parallel/test_prediction.py).
 """
 

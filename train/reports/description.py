@@ -198,7 +198,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
             schedules.setdefault(work.direction, []).append(chosen)
             hops = plan.costs(chosen, work, joined)
             exposed += windows.count(window) * sum(max(hop.communication - hop.compute, 0) for hop in hops)
-    # Sliding and full layers may have different schedules. Both are listed, in the order of the layers.
+    # If sliding and full layers have different schedules, both schedules are listed in the order of the layers.
     facts |= {f"schedule_{direction}": ", ".join(dict.fromkeys(names)) for direction, names in schedules.items()}
     return facts | {"predicted_exposed_communication_s_per_step": exposed * run.config.trainer.accumulate}
 

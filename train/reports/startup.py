@@ -25,7 +25,7 @@ def begin_job() -> None:
 
 
 def end_part(name: str, end: float | None = None) -> None:
-    """Record that the part `name` ended at time `end`, by default now. Its time counts from the end of the previous part."""
+    """Record that the part `name` ended at time `end`, by default now. A part begins at the end of the previous part."""
     global _latest
     now = time.monotonic() if end is None else end
     _parts[name] = now - _latest

@@ -113,7 +113,7 @@ class ModelConfig(Frozen):
     balance_loss: float = 0.001
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # The base of the rotary position embedding in sliding layers. With this setting, sliding layers ignore `rope_factor`. If
+    # The base of the rotary position embedding in sliding layers. Sliding layers with their own base ignore `rope_factor`. If
     # None, sliding layers have the same rotary embedding as full layers.
     local_rope_theta: float | None = None
     # The fraction of each head's dimensions that rotary embeddings rotate. The first dimensions are rotated.
@@ -262,8 +262,8 @@ class DataConfig(Frozen):
     # no evaluation.
     eval_fraction: float = 0.01
     # The content of "jsonl", "parquet" and "hub": "text", "chat" (messages for the tokenizer's chat template) or
-    # "prompt_completion" (the columns prompt and completion). In the last two formats, only answers and completions have a
-    # loss. Records with more than `seq_len` tokens are dropped.
+    # "prompt_completion" (the columns prompt and completion). With "chat" and "prompt_completion", only answers and completions
+    # have a loss. Records with more than `seq_len` tokens are dropped.
     format: str = "text"
     # The column that contains the text, if `format` is "text".
     column: str = "text"
@@ -467,15 +467,15 @@ class TrainerConfig(Frozen):
     # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
     # checkpoint, the trained model is lost. Another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
-    # Whether training continues while a checkpoint is written. Such a save first copies the checkpoint to host memory. None:
-    # yes, if the run also saves before its last step, and the copies need at most half of the available host memory.
+    # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory.
+    # None: yes, if the run also saves before its last step, and the copies need at most half of the available host memory.
     background_saves: bool | None = None
     # The number of recent checkpoints that the run keeps.
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
     eval_every: int = 500
-    # The number of held-out tokens for which an evaluation computes the loss, the target tokens. The target tokens are spread
-    # over the text, and do not depend on `data.seq_len`. In a shorter text, all tokens are target tokens.
+    # The number of target tokens, which are held-out tokens for which an evaluation computes the loss. The target tokens are
+    # spread over the text, and do not depend on `data.seq_len`. If the text has fewer tokens, all tokens are target tokens.
     eval_tokens: int = 8_192
     # The number of seconds after the launch of torchrun until the run stops with a checkpoint. The run completes its current
     # step, but interrupts an evaluation or a step of several micro-steps. None: no limit.

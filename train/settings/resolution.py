@@ -27,7 +27,8 @@ from ringattn.train.settings.token_budget import SOURCES
 def reset_unused(config: Config, given: set[str]) -> Config:
     """Reset settings that have no effect to their defaults, unless the command line sets them.
 
-    A recipe or an experiment may set such a setting. Settings of the command line stay, so that `config.check` reports them.
+    A recipe or an experiment may set such a setting. Settings of the command line are not reset, so that `config.check` reports
+    them.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -110,8 +111,8 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # A file such as configs/model/8b.yaml leaves out settings with default values. Left-out settings replace the values of
-        # an existing model only if they are sizes.
+        # A file such as configs/model/8b.yaml leaves out settings with default values. If a file leaves out a size, the default
+        # replaces the size of the existing model. All other settings of the model stay.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:

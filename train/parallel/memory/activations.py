@@ -31,7 +31,7 @@ Forward = Callable[..., Results]
 
 
 class HostActivations:
-    """Host memory for the tensors of consecutive blocks. Every micro-step uses the same memory.
+    """Holds the tensors of consecutive blocks in host memory. Every micro-step uses the same memory.
 
     The host never waits for a copy to finish. Before a GPU tensor is freed, the compute stream is told to wait for its copy.
     The peak of GPU memory therefore does not depend on how far the host runs ahead.

@@ -35,7 +35,7 @@ class InsufficientMemory(ConfigError):
 
 
 class Needs(NamedTuple):
-    """How many bytes a rank needs for each purpose, on its device and in host memory."""
+    """Holds the bytes that a rank needs on its device and in host memory, by purpose."""
 
     device: Bytes
     host: Bytes
@@ -51,7 +51,7 @@ class Needs(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """The number of bytes that a run may use."""
+    """Holds the bytes of GPU memory and host memory that a run may use."""
 
     gpu: float | None  # None on CPUs, where `host` is the only memory
     host: float
@@ -65,7 +65,7 @@ class Limit(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """The number of bytes of memory of a rank."""
+    """Holds the bytes of GPU memory and host memory that a rank has."""
 
     gpu: float | None  # None on CPUs, where `host` is the only memory
     host: float  # the rank's share of its host

@@ -19,7 +19,7 @@ EQUAL_TIMES = 1.02
 # A plan that leaves some GPU memory free may take up to this many times as long as the fastest plan.
 COMFORTABLE_TIMES = 1.03
 
-# At most about this many numbers of blocks with an offloaded optimizer are compared.
+# The search tries about this many values of `host_blocks`.
 HOST_CHOICES = 8
 
 

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ringattn.checkpointing import is_recomputing
 from ringattn.train.model.gpt import GPT
 
-# The default number of tokens per chunk. Each chunk adds its weight gradients to fp32 sums. This addition takes about as long
-# as the matrix products of 200 tokens.
+# The default number of tokens per chunk. Adding the weight gradients of a chunk to the fp32 sums takes about as long as the
+# matrix products of 200 tokens.
 CHUNK = 16_384
 
 Outputs = Sequence[Tensor | None]
@@ -34,8 +34,8 @@ def chunk_blocks(model: GPT, chunk: int) -> None:
 def run_in_chunks(block: nn.Module, function: Function, chunk: int, is_last: bool, *inputs: Tensor) -> Outputs:
     """Compute function(*inputs) in chunks of tokens. The function may use parameters of `block`.
 
-    The inputs have the shape (B, N, ...). Outputs with at least three dimensions also have this shape. Other outputs are sums
-    over tokens. If `is_last`, nobody reads the outputs when the block is recomputed.
+    The inputs have the shape (B, N, ...). Outputs with at least three dimensions have the shape (B, N, ...), too. Other outputs
+    are sums over tokens. If `is_last`, nobody reads the outputs when the block is recomputed.
     """
     if inputs[0].shape[1] <= chunk:
         return function(*inputs)

@@ -85,7 +85,7 @@ def tokens_per_micro_step(config: Config, shape: MeshShape) -> int:
 
 
 class PlanIndependent(NamedTuple):
-    """Numbers that do not depend on the memory plan."""
+    """Holds numbers that are the same for all memory plans."""
 
     head_chunks: int  # in how many chunks of heads attention certainly runs
     rotary_dims: int  # the elements per token of the cosines and sines of all layers
@@ -141,8 +141,8 @@ def needs(
     shared = tokens * (4 * common.rotary_dims + 24)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. Then the gradient and the
-    # results of its matrix products exist at the same time.
+    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. The gradient also exists
+    # at the same time as the results of its matrix products.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:

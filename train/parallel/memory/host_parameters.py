@@ -5,7 +5,8 @@
     next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
 
 With FSDP's own CPUOffloadPolicy, the host would wait for the last gradient at the end of every backward pass. The CPU would
-also add the gradients of several micro-steps. On one rank, no kernel would run while weights are copied.
+also add up the gradients of several micro-steps. On a single rank, CPUOffloadPolicy would run no kernel while weights are
+copied.
 """
 
 from concurrent.futures import Future
