@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-# The packages of the extra `train` in pyproject.toml, by the names under which they are imported.
+# The import names of the packages in the extra `train` of pyproject.toml.
 PACKAGES = ("datasets", "filelock", "huggingface_hub", "hydra", "matplotlib", "safetensors", "wandb", "xxhash")
 
 if missing := [name for name in PACKAGES if find_spec(name) is None]:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resources:
-    """The parts of a run on this rank that exist before the model is built."""
+    """Holds the parts of a run on this rank that exist before the model is built."""
 
     device: torch.device
     mesh: Mesh
@@ -73,7 +73,7 @@ class TrainingResources(Resources):
 
 @dataclass(frozen=True)
 class InferenceRun(Resources):
-    """The parts of a run on this rank for evaluation and generation."""
+    """Holds the parts of a run on this rank for evaluation and generation."""
 
     config: Config
     model: GPT
@@ -90,7 +90,7 @@ class InferenceRun(Resources):
 
 @dataclass(frozen=True)
 class Run(InferenceRun, TrainingResources):
-    """All parts of a training run on this rank."""
+    """Holds all parts of a training run on this rank."""
 
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
@@ -99,7 +99,7 @@ class Run(InferenceRun, TrainingResources):
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
     host_updates: HostUpdates  # the updates of the parameters in host memory
-    # The latest result of `step.prepare_step`. The key is the number of sequences in all earlier steps.
+    # The latest result of `step.prepare_step`. The key is the number of sequences that all earlier steps consumed.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -188,7 +188,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
     """
-    set_deterministic(config.trainer.deterministic)  # This line must come before the first use of the device.
+    set_deterministic(config.trainer.deterministic)  # Set deterministic mode before the first use of the device.
     with sync_errors():
         # The loader process imports its modules while this process builds the other parts.
         loader = start_loader(pick_device(config.trainer.device))

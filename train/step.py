@@ -27,7 +27,7 @@ Work = TypeVar("Work")
 
 
 class ReadyMicroStep(NamedTuple):
-    """A micro-step of one rank, with its tokens and plans on the device."""
+    """Holds a micro-step of one rank, with its tokens and plans on the device."""
 
     masks: Masks
     layout: Layout
@@ -37,7 +37,7 @@ class ReadyMicroStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """The micro-steps of a step, with sums over all ranks and micro-steps."""
+    """Holds the micro-steps of a step, with sums over all ranks and micro-steps."""
 
     micro_steps: list[ReadyMicroStep]
     num_labels: int  # the number of labels other than IGNORE

@@ -160,7 +160,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
 
 
 def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: WandbRun) -> None:
-    """Take all steps after step `done`. This function records metrics, evaluates the model, and saves checkpoints.
+    """Take all steps after step `done`. Record metrics, evaluate the model, and save checkpoints.
 
     `consumed` is the number of sequences of the first `done` steps. The caller closes `wandb_run`.
 

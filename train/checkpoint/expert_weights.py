@@ -61,7 +61,7 @@ class OneTensorPerExpert:
 
 
 class JoinedExperts:
-    """A weight or bias of gpt-oss as (experts, out, in) or (experts, out), of which some experts can be read.
+    """Reads a weight or bias of gpt-oss as (experts, out, in) or (experts, out), also for some experts only.
 
     Args:
         slices: the tensor, or the blocks and the scales of MXFP4.

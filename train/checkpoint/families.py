@@ -12,7 +12,7 @@ from ringattn.train.settings.config import ConfigError
 
 
 class Entry(NamedTuple):
-    """The setting that an entry of config.json determines. The entry must have the type of `default`."""
+    """Describes the setting that an entry of config.json determines. The entry must have the type of `default`."""
 
     setting: str
     default: Any

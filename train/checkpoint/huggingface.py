@@ -35,7 +35,7 @@ from ringattn.train.settings.config import MAY_DIFFER, RANGES, ConfigError, Mode
 
 log = logging.getLogger(__name__)
 
-# Settings of each rope_type for which only one value is supported.
+# For these settings of a rope_type, only one value is supported.
 YARN = {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"]}
 ROPE_FIXED: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -366,7 +366,7 @@ def load(path: Path, model: nn.Module) -> None:
 
     Args:
         path: the folder of the Hugging Face model.
-        model: the model. Its parameters may be sharded along their first dimension.
+        model: the model. FSDP may have sharded the parameters along their first dimension.
 
     Raises:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.

@@ -18,10 +18,10 @@ from ringattn.train.settings.literal import literal_config
 
 log = logging.getLogger(__name__)
 
-# Settings that must not change within a run, because they determine what the saved tensors mean.
+# A run must not change these settings, because they determine what the saved tensors mean.
 FIXED = ("model.", "data.mask_documents", "memory.moments")
 
-# Settings that may change without a message. `check_corpus` compares the corpus itself.
+# These settings may change without a message. `check_corpus` compares the corpus itself.
 FREE = (
     *("data.path", "data.max_document_mb", "data.num_proc", "parallel.timeout_s", "trainer.device", "trainer.compile"),
     *("trainer.cuda_graphs", "trainer.resume", "trainer.init_from", "trainer.peak_tflops", "trainer.time_limit_s"),
@@ -98,8 +98,8 @@ def read_run_meta(path: Path) -> dict[str, Any]:
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is a checkpoint of another run, this
-    run only starts from it. Later launches resume from this run's own checkpoints.
+    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is a checkpoint of another run, the run
+    only starts from this checkpoint. Later launches resume from this run's own checkpoints.
 
     Returns:
         The checkpoint, or None for a new run, and the path of the checkpoint of another run if this run branched from it.
@@ -151,8 +151,8 @@ def _parent(path: Path) -> str | None:
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
     """Combine the settings of a resumed run with those that must stay as in its checkpoint.
 
-    The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Otherwise a larger `trainer.steps`
-    would lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
+    The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Otherwise, raising `trainer.steps`
+    would also lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
 
     Args:
         path: the checkpoint.

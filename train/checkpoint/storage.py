@@ -65,7 +65,7 @@ VISIBLE_S = 70.0
 # Some network file systems cannot sync a directory.
 NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
-# The error codes of a full disk and of an exceeded quota.
+# The operating system reports a full disk or an exceeded quota with these error codes.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -364,7 +364,8 @@ def _meta_checksum(meta: dict[str, Any]) -> int:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    # Sync the contents before the rename. Otherwise a power failure could leave an incomplete checkpoint with a valid name.
+    # Sync the contents before the rename. Without this sync, a power failure could leave an incomplete checkpoint with a valid
+    # name.
     _fsync(temporary)
     if target.exists():
         _hide(target)

@@ -68,7 +68,7 @@ def write_error_file(text: str) -> None:
     The final summary of torchrun contains this reason.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.
+        # TorchElastic's ErrorHandler writes the same format, but also a traceback.
         content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
             Path(path).write_text(json.dumps(content))

@@ -60,7 +60,7 @@ from ringattn.train.reports.loss_results import Losses, loss_table, plot_losses
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, check_values, with_settings
 from ringattn.train.setup import InferenceRun, build_for_inference
 
-# This command also accepts these settings, besides those of `ringattn.train.commands.options`.
+# The settings that this command accepts in addition to those of `ringattn.train.commands.options`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
 # The values of the option `evaluate`.

@@ -174,8 +174,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
     """Return the folder in Hugging Face's format of the model that a run has trained, or None.
 
-    This folder is `trainer.init_from`, or the folder of the tokenizer if the run started from a checkpoint. The config.json in
-    the folder must describe weights with the shapes of the run's model.
+    For a run that started from `trainer.init_from`, the folder is `trainer.init_from`. For other runs, it is the folder of the
+    tokenizer. The config.json in the folder must describe weights with the shapes of the run's model.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
     for folder in (initial_weights_path(saved), tokenizer_folder):
@@ -207,7 +207,7 @@ def changed_files(published: Path, saved: Config, current: dict[str, Any], token
     written = files | {"config.json": config}
     for name, content in written.items():
         if not isinstance(tokenizer, JsonTokenizer):
-            written[name] = content | special  # These token ids of config.json belong to another tokenizer.
+            written[name] = content | special  # The token ids of the published config.json belong to another tokenizer.
         elif saved.data.eos_token is not None and content:
             written[name] = _with_stop_token(content, tokenizer.eos)
     return {name: content for name, content in written.items() if content != files[name]}

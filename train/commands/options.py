@@ -38,7 +38,7 @@ def option(text: str, **default: Any) -> Any:
 
 @dataclass
 class Model:
-    """The model that the option `run` selects.
+    """Describes the model that the option `run` selects.
 
     Attributes:
         path: the checkpoint, or the folder in Hugging Face's format.

@@ -34,7 +34,7 @@ class Batch:
 
 
 class Shard(NamedTuple):
-    """The tokens of a batch that one rank processes, on the device of the rank."""
+    """Holds the tokens of a batch that one rank processes, on the device of the rank."""
 
     tokens: torch.Tensor  # int64 (B, N)
     labels: torch.Tensor  # int64 (B, N)

@@ -20,7 +20,7 @@ PACKING = 2**62  # the seed of an order that does not depend on the epoch
 
 
 class BestFitDataset(TokenisedDocuments):
-    """An endless series of sequences, packed so that few documents are cut. The arguments and the index i determine sequence i.
+    """Packs an endless series of sequences so that few documents are cut. The arguments and the index i determine sequence i.
 
     The label of the last token of a document is the token that begins every document.
 

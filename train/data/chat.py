@@ -24,7 +24,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template that turns messages into text.
+    """Renders messages as text with a Jinja template.
 
     Attributes:
         path: the file that contains the template.

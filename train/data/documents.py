@@ -16,7 +16,7 @@ NUM_SAMPLED = 64
 
 
 class Progress(NamedTuple):
-    """The tokens and the epochs of a source that a run has consumed."""
+    """Counts the tokens and the epochs of a source that a run has consumed."""
 
     tokens: int
     epochs: float
@@ -48,7 +48,7 @@ class NumberedSequences:
 
 
 class TokenisedDocuments(NumberedSequences):
-    """A base class for datasets that pack tokenised documents into sequences.
+    """Base class for datasets that pack tokenised documents into sequences.
 
     Attributes:
         splits: the number of documents in each split of the source.
@@ -74,7 +74,7 @@ class TokenisedDocuments(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Values that identify the corpus and its order. If the values change, a saved position in the data is invalid."""
+        """Return values that identify the corpus and its order. Saved positions are invalid if the values change."""
         # The lengths of the documents identify their order.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}

@@ -68,7 +68,7 @@ Positions = Mapping[int, Position]  # by the number of the reader
 
 
 class MicroStep(NamedTuple):
-    """The batch of one micro-step, with its masks, its layout and its attention plans."""
+    """Holds the batch of one micro-step, with its masks, its layout and its attention plans."""
 
     batch: Batch
     masks: Masks
@@ -168,7 +168,7 @@ class Loader:
     def _prepare(self, consumed: int) -> list[MicroStep]:
         try:
             return self.preparation.prepare(consumed)
-        except ConfigError as error:  # Only this rank may have the error.
+        except ConfigError as error:  # Other ranks may have read their files without an error.
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:
@@ -295,7 +295,7 @@ def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
 
 
 def _decode(data: bytearray) -> Any:
-    """Decode a message. Its arrays share the memory of `data`."""
+    """Decode a message. The arrays of the message share the memory of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("<q", view)
     start, parts = 8 * (1 + count), list[memoryview]()
@@ -307,18 +307,18 @@ def _decode(data: bytearray) -> Any:
 
 
 def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearray | None]) -> None:
-    # One system call receives a whole message. A pipe would need Python's lock after every 64 KiB, and wait up to 5 ms for it.
+    # One system call receives a whole message. A pipe would have to get Python's lock after every 64 KiB, which may take 5 ms.
     try:
         with connection:
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
                 received.put(data)
     finally:
-        received.put(None)  # None tells the training process that no message will follow.
+        received.put(None)  # None marks the end of the messages for the training process.
 
 
 def run_loader_process(output: IO[bytes]) -> None:
     """Prepare the requested steps and write them to `output`, until the input ends."""
-    # These signals also reach this process, which must not end before the training process has completed its step.
+    # Stop signals also reach the loader process, which must not end before the training process has completed its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from ringattn.train.data.shards import Documents, JoinedParts
 
 
 class MixtureDataset(NumberedSequences):
-    """An endless series of sequences from several sources. The arguments and the index i determine sequence i.
+    """Mixes an endless series of sequences from several sources. The arguments and the index i determine sequence i.
 
     Attributes:
         sources: the sequences of each source, by name.

@@ -28,7 +28,7 @@ NUM_DEPTHS = 6  # spread evenly from the beginning to the end of the text
 
 
 class Task(NamedTuple):
-    """The facts in the order of the text, and the question. The model reads `beginning` and predicts `answer`."""
+    """Holds the facts in the order of the text, and the question. The model reads `beginning` and predicts `answer`."""
 
     facts: list[str]
     question: str

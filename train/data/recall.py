@@ -39,7 +39,7 @@ VOCABULARY = 256
 # The accuracy of a model that guesses the values.
 CHANCE = 1 / NUM_VALUES
 
-# This seed is larger than any `data.seed`, so no run trains on the sequences of the evaluation.
+# No `data.seed` is as large as this seed, so no run trains on the sequences of the evaluation.
 EVALUATION_SEED = 2**63
 GRID_SEED = 2**63 + 1
 

@@ -25,7 +25,7 @@ from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# The seeds of random orders that are the same in every epoch.
+# These seeds give random orders that are the same in every epoch.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
@@ -83,7 +83,7 @@ class RecordEncoder:
 
 
 class RecordDataset(TokenisedDocuments):
-    """An endless series of sequences of whole records. The arguments and the index i determine sequence i.
+    """Packs whole records into an endless series of sequences. The arguments and the index i determine sequence i.
 
     Attributes:
         num_dropped: the number of records with more than `seq_len` tokens.

@@ -205,7 +205,7 @@ def damaged(path: Path, reason: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Documents:
-    """A selection of the documents of a store.
+    """Selects documents of a store.
 
     Attributes:
         store: the store.
@@ -249,7 +249,7 @@ class Documents:
 
 
 class JoinedParts:
-    """A store of the documents of several parts, one part after another."""
+    """Combines the documents of several parts into one store, one part after another."""
 
     def __init__(self, parts: list[Documents]):
         self._parts, self._firsts = parts, np.cumsum([0, *map(len, parts)])

@@ -29,7 +29,7 @@ import pyarrow.parquet
 
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# Folders of the standard library that contain tests or installed packages.
+# These folders of the standard library contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 # If `data.path` is a folder, the files with these names are read.
@@ -55,7 +55,7 @@ COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed fil
 
 
 class State(NamedTuple):
-    """The path, the size and the time of a file, which show whether the file has changed."""
+    """Holds the path, the size and the time of a file, which show whether the file has changed."""
 
     path: str
     size: int
@@ -69,7 +69,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a corpus that one process reads.
+    """Describes a part of a corpus that one process reads.
 
     Attributes:
         files: several files, or one file of which a range is read. Pieces of a hub dataset have no files.
@@ -84,7 +84,7 @@ class Piece:
 
 
 class Line(NamedTuple):
-    """A line of a file, for messages. `number` counts from 1 at byte `begin`. `str` shows the number in the whole file."""
+    """Names a line of a file in messages. `number` counts from 1 at byte `begin`. `str` shows the number in the whole file."""
 
     file: str
     begin: int
@@ -104,7 +104,7 @@ def _lines_before(file: str, begin: int) -> int:
 
 
 class Corpus:
-    """The documents of a source, divided into pieces of about `piece_bytes` bytes.
+    """Divides the documents of a source into pieces of about `piece_bytes` bytes.
 
     Attributes:
         pieces: the pieces, in the order of the documents.

@@ -168,7 +168,7 @@ class Reader:
 
 @dataclass
 class StreamDataset(NumberedSequences):
-    """An endless series of sequences that are read from a stream. Read the sequences in ascending order.
+    """Reads an endless series of sequences from a stream. Request the sequences in ascending order.
 
     Attributes:
         config: the data settings.
@@ -282,7 +282,7 @@ def open_stream(config: DataConfig, tokenizer: Tokenizer) -> StreamDataset:
 
 
 class FileCorpus:
-    """Files of JSON lines or Parquet files.
+    """Reads files of JSON lines or Parquet files.
 
     Attributes:
         pieces: the pieces of the corpus. Small corpora are divided into smaller pieces, so that several ranks can read them.
@@ -307,7 +307,7 @@ class FileCorpus:
 
 
 class HubCorpus:
-    """A dataset of the hub, which is downloaded while it is read.
+    """Reads a dataset of the hub, which is downloaded while it is read.
 
     Attributes:
         pieces: the indices of the dataset's parts, which are files or row groups.

@@ -44,7 +44,7 @@ MIN_BLOCK = 256
 
 @dataclass(frozen=True)
 class Passage:
-    """A block of target tokens, and the earlier tokens to which they can attend.
+    """Holds a block of target tokens, and the earlier tokens to which they can attend.
 
     Attributes:
         tokens: (n,) int64.
@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
 
 class Targets:
-    """The target tokens of an evaluation at several lengths, packed into sequences.
+    """Packs the target tokens of an evaluation at several lengths into sequences.
 
     Attributes:
         tokens: (D,) int64, the number of target tokens in each of the D documents with target tokens.

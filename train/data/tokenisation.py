@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The data that all tokenising processes share."""
+    """Holds the data that all tokenising processes share."""
 
     config: DataConfig
     corpus: sources.Corpus
@@ -226,7 +226,7 @@ def _write_shards(job: Job, task: Task, add: Add) -> None:
 
 
 def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer: ShardWriter) -> tuple[dict[str, Any], bool]:
-    """Write documents until the shard is full. Return its counts, and whether the task has no more documents."""
+    """Write documents until the shard is full. Return the counts of the shard, and whether the task has no more documents."""
     counts = dict.fromkeys(("entries", "rows", "without_text", "faulty"), 0)
     faults, is_last = list[str](), True
 

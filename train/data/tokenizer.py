@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 # If no file names the end-of-text token, these names from widely used tokenizers are tried, the most specific first.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
-# This process has already warned about the tokenizers with these fingerprints.
+# The fingerprints of tokenizers for which this process has already shown a warning.
 _warned: set[int] = set()
 
 
@@ -66,7 +66,7 @@ class BytesTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer that is defined by a `tokenizer.json`, with the attributes and methods of BytesTokenizer.
+    """A tokenizer that is defined by a `tokenizer.json`. It has the attributes and methods of BytesTokenizer.
 
     Args:
         path: the file.

@@ -21,7 +21,7 @@ Add = Callable[[int], None]  # counts bytes that have been processed
 
 # Fewer bytes per process would take less time than the start of the processes.
 MIN_BYTES = 2**24
-# The tokenizer "bytes" and checksums process this many times as many bytes per second as other tokenizers.
+# The tokenizer "bytes" and checksums process this many times as many bytes per second as other tokenizers do.
 FAST = 32
 SHOW_EVERY = 10.0  # seconds between two lines of progress
 FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter
@@ -156,7 +156,7 @@ def _begin_process(*shared: Any) -> None:
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Otherwise every process would start a thread per core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Without this line, every process would start a thread per core.
     logging.getLogger().handlers[:] = [_Collector(logging.WARNING)]
     # Without this thread, the process would wait forever for a task if its parent process was killed.
     threading.Thread(target=_exit_with_parent, daemon=True).start()

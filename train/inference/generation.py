@@ -67,8 +67,8 @@ def stream(
 ) -> Iterator[int]:
     """Sample a continuation of a prompt, and yield its tokens. All ranks iterate together and yield the same tokens.
 
-    The prompt runs through the model once, sharded as in training, and `layer_cache` stores its keys and values. Then one new
-    token at a time runs through the model on all ranks, and attends to all caches. The last rank samples it. On one GPU, the
+    The prompt runs through the model once, sharded as in training, and `layer_cache` stores its keys and values. Then the model
+    processes one new token at a time on all ranks. A new token attends to all caches. The last rank samples it. On one GPU, the
     step of a new token is the replay of a CUDA graph.
 
     Args:

@@ -25,7 +25,7 @@ def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The router and the experts of one layer. The weights of all experts are stacked along the first dimension."""
+    """Holds the router and the experts of one layer. The weights of all experts are stacked along the first dimension."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from ringattn.train.settings.config import ConfigError, ModelConfig
 # torch._scaled_mm requires that both dimensions of a weight are multiples of this number.
 MULTIPLE = 16
 
-# The first compute capability with FP8 matrix products (Ada).
+# GPUs of this compute capability (Ada) or newer have FP8 matrix products.
 CAPABILITY = 8, 9
 
 

@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT whose vocabulary is padded to a multiple of 64."""
+    """Defines a GPT whose vocabulary is padded to a multiple of 64."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()

@@ -101,6 +101,6 @@ def longrope_scale(factor: float, trained_len: int | None) -> float:
 def yarn_scale(factor: float) -> float:
     """Return the factor by which yarn multiplies queries and keys.
 
-    With this factor, the softmax of attention stays as sharp over many tokens as it was over fewer tokens.
+    With this factor, attention over many tokens is as sharp as it was over fewer tokens.
     """
     return 0.1 * math.log(factor) + 1

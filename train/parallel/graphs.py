@@ -119,7 +119,7 @@ def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -
 
 
 class ModelGraphs:
-    """The CUDA graphs of the forward pass and of the backward pass of a micro-step.
+    """Captures and replays the CUDA graphs of the forward pass and of the backward pass of a micro-step.
 
     FSDP gathers the parameters at different addresses in every step. Every replay first copies the parameters to the memory of
     the graphs.

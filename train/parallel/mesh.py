@@ -28,7 +28,7 @@ USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
 class MeshShape(NamedTuple):
-    """The number of ranks along each axis of the mesh."""
+    """Counts the ranks along each axis of the mesh."""
 
     dp: int
     ring: int
@@ -45,7 +45,7 @@ class MeshShape(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The one-dimensional meshes to which this rank belongs.
+    """Holds the one-dimensional meshes to which this rank belongs.
 
     Attributes:
         dp: the ranks that hold different sequences.

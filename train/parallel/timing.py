@@ -104,7 +104,7 @@ SLOW_GPU = Gpu(matmul=1e14, attention=6e13, memory=5e11)
 
 
 class Machine(NamedTuple):
-    """The ranks of a job, and the properties of their model that all plans share."""
+    """Describes the ranks of a job, and the properties of their model that all plans share."""
 
     device: torch.device
     gpu: Gpu | None  # None for a GPU of unknown speed
@@ -118,8 +118,6 @@ class Machine(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """The seconds of attention of all layers in a micro-step."""
-
     forward: float
     backward: float
 
@@ -129,7 +127,7 @@ class Attention(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """The predicted seconds of an optimizer step, and the seconds in which the GPU is idle."""
+    """Holds the predicted seconds of an optimizer step, and the seconds in which the GPU is idle."""
 
     seconds: float
     exposed: float

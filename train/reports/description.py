@@ -191,7 +191,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
     schedules, exposed = dict[str, list[str]](), 0.0
     for window, mask in masks.items():
-        # This plan only predicts times, so it stays on the CPU.
+        # The schedules are only predicted, so a plan on the CPU suffices.
         plan = Plan(mask, layout, connection.rank, torch.device("cpu"))
         for work in _attention_work(run, plan):
             chosen = plan.choose_schedule(parallel.schedule, work, joined)

@@ -19,7 +19,7 @@ NUM_DRAWS = 1000
 
 @dataclass(frozen=True)
 class Losses:
-    """The losses of the target tokens at each length.
+    """Holds the losses of the target tokens at each length.
 
     Attributes:
         lengths: the L lengths in tokens, ascending.

@@ -22,7 +22,7 @@ from ringattn.train.settings.config import Config, replace_link
 
 log = logging.getLogger(__name__)
 
-# How the console shows each metric of a step
+# The text that the console shows for each metric of a step
 CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",

@@ -6,7 +6,7 @@ from torch._dynamo.utils import calculate_time_spent
 
 from ringattn.train.preemption import LAUNCH_TIME
 
-# How many seconds each part of the current job's start took, and when the latest part ended.
+# The seconds that each part of the current job's start took, and the time at which the latest part ended.
 _parts: dict[str, float] = {}
 _latest = LAUNCH_TIME
 # How many jobs have begun, and how long torch.compile took before the current job.

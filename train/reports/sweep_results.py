@@ -29,7 +29,7 @@ COLUMNS = {
 
 @dataclass
 class Outcome:
-    """A job of a sweep, and its result.
+    """Holds a job of a sweep, and its result.
 
     Attributes:
         overrides: the overrides of the job.
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass
 class Jobs:
-    """The jobs that this launch has started.
+    """Collects the jobs that this launch has started.
 
     Attributes:
         outcomes: the jobs and their results.

@@ -156,7 +156,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
             return run, mode == "offline"
         except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # Otherwise the next attempt would fail, because the id is in use.
+            wandb.teardown()  # Without `teardown`, the next attempt would fail, because the id is in use.
     return None, False
 
 

@@ -54,7 +54,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Frozen:
-    """A base class for settings that never change. `frozen=True` would prevent OmegaConf from setting values."""
+    """A base class for settings that never change. OmegaConf could not fill dataclasses with `frozen=True`."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
@@ -63,7 +63,7 @@ class Frozen:
 
 
 class Rope(NamedTuple):
-    """The parameters of a layer's rotary position embedding (`ringattn.train.model.rope`)."""
+    """Holds the parameters of a layer's rotary position embedding (`ringattn.train.model.rope`)."""
 
     dim: int  # the first dimensions of each head, which are rotated; 0: the layer has no rotary embedding
     theta: float
@@ -434,7 +434,7 @@ class TrainerConfig(Frozen):
     batch_size: int = 1
     # Micro-steps per optimizer step, unless `tokens_per_step` is set.
     accumulate: int = 1
-    # The number of tokens per optimizer step, over all ranks. This number must be a multiple of the tokens of a micro-step:
+    # The number of tokens per optimizer step, over all ranks. The number must be a multiple of the tokens of a micro-step:
     # `data.seq_len` x `batch_size` x data-parallel ranks. If None, `accumulate` determines the number of tokens. In a sweep
     # over `data.seq_len`, all jobs then have the smallest number that suits all lengths.
     tokens_per_step: int | None = None
@@ -558,13 +558,13 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
     return replace(config, **own, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
 
 
-# The groups of settings, such as "trainer".
+# The names of the groups of settings, such as "trainer".
 GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 
 # The names of all settings in these groups, such as "trainer.steps".
 SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
-# The settings in which a run may differ from its initial weights.
+# A run may differ from its initial weights in these settings.
 MAY_DIFFER = {
     "rope_theta",
     "rope_factor",

@@ -218,7 +218,7 @@ def moment_bytes(config: Config) -> float:
 
 
 class _Saved(NamedTuple):
-    """The bytes per token that blocks save for the backward pass."""
+    """Holds the bytes per token that blocks save for the backward pass."""
 
     plan: MemoryPlan
     kept: float  # of a block that is not recomputed

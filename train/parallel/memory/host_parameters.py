@@ -58,7 +58,7 @@ class StagingBuffers:
 
 
 class HostGroup:
-    """An FSDP group whose fp32 weights and gradients are in host memory.
+    """Keeps the fp32 weights and gradients of an FSDP group in host memory.
 
     Args:
         module: a module after `fully_shard` and before its first forward pass.
@@ -116,7 +116,7 @@ class HostGroup:
 
 
 class HostParameter(FSDPParam):
-    """A parameter of a `HostGroup`. FSDP calls its methods when it gathers weights and when it has reduced a gradient."""
+    """A parameter of a `HostGroup`. FSDP calls its methods to gather weights, and after the reduction of a gradient."""
 
     has_gradient = False
 
