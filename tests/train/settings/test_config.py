@@ -1,6 +1,7 @@
 """Tests of the default settings, of the YAML files, and of the checks of settings."""
 
 from dataclasses import FrozenInstanceError, asdict, replace
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def changed(**changes) -> Config:
     return with_settings(Config(), {name.replace("__", "."): value for name, value in changes.items()})
 
 
+@cache
 def composed(*overrides: str) -> Config:
     """The settings that Hydra composes from the YAML files and the overrides."""
     ConfigStore.instance().store(name="schema", node=Config)
