@@ -687,7 +687,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 # Examples are not shrunk, because every example takes up to a few seconds.
-@settings(max_examples=100, phases=(Phase.reuse, Phase.generate), **OPTIONS)
+@settings(max_examples=60, phases=(Phase.reuse, Phase.generate), **OPTIONS)
 @given(example=examples())
 def test_calls_on_two_ranks(example: dict, pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Equal calls return the right results. If the calls differ, both ranks end with an error that names the difference."""

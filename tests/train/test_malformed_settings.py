@@ -20,8 +20,7 @@ def test_the_list_is_up_to_date():
 PARTS = [pytest.param(LINES[i::5], id=f"part {i + 1} of 5", marks=pytest.mark.slow) for i in range(5)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lines", [pytest.param(LINES[::30], id="every thirtieth"), *PARTS])
+@pytest.mark.parametrize("lines", PARTS)
 def test_malformed_settings_are_reported_in_one_line(lines, run_command_line, capfd):
     Path("loop").symlink_to("loop")
     Path("file").write_text("")
