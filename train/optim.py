@@ -127,7 +127,7 @@ class AdamW8bit(AdamW):
 
 
 def import_torchao() -> tuple[Any, Any, Any]:
-    """Return torchao's update of a parameter, its type of 8-bit moments, and the function that returns their values.
+    """Import the update of a parameter, the type of 8-bit moments, and the function that returns their values from torchao.
 
     Raises:
         ConfigError: torchao is not installed, or does not suit this version of torch.

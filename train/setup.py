@@ -421,6 +421,6 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        with suppress(OSError):  # The file exists only on Linux, and some containers do not allow writing to it.
+        with suppress(OSError):  # Only Linux has this file, and some containers do not allow writing to it.
             # Writing 5 resets the peak memory of this process.
             Path("/proc/self/clear_refs").write_text("5")

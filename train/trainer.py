@@ -290,7 +290,7 @@ def timed_save(
 
 
 def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
-    """Plot the losses of a run that has saved its last complete `step`, and raise TrainingStopped."""
+    """Plot the losses of a run after its last saved step, and raise TrainingStopped."""
     if storage.latest(directory / "checkpoints") is None:
         log.info(f"{'stopped':<12}on request, before the first step was complete: launch the same command again")
     else:

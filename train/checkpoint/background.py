@@ -1,7 +1,7 @@
 """Save checkpoints in a background thread, while training continues.
 
 A step waits only while its tensors are copied to host memory. A thread then passes the copies to `storage.save`. The thread has
-a process group of its own, because ranks would otherwise mix up its collectives with those of the steps.
+its own process group. Otherwise, ranks would mix up collectives of the thread with those of the steps.
 
 If a save fails, the thread requests a stop, which all ranks notice in the same step. All ranks then wait for the save and raise
 its error.
@@ -123,7 +123,8 @@ class Saver:
         try:
             if self._device.type != "cuda":
                 return storage.save(directory, step, tensors, meta, keep, self._group)
-            # DCP synchronises the current stream, which must not be that of the steps.
+            # DCP synchronises the current stream. The thread needs a stream of its own, so that DCP does not wait for the
+            # steps.
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 return storage.save(directory, step, tensors, meta, keep, self._group)
         except BaseException:

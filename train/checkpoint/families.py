@@ -386,7 +386,7 @@ def renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def fixed_entries(family: Family) -> dict[str, Any]:
-    """Return the entries of config.json for which our model supports only one value, and this value."""
+    """Return the entries of config.json for which our model supports only one value, with the supported value."""
     return {name: value for name, value in {**FIXED, **family.fixed}.items() if name not in family.entries}
 
 

@@ -31,7 +31,7 @@ def show_progress(
     if_killed: Callable[[], str] | None = None,
     unit: str | None = None,
 ) -> Generator[None]:
-    """Show the progress of a `with` statement on rank 0, and at its end the size, the time and the rate.
+    """Show the progress of a `with` statement on rank 0. At the end, show the size, the time and the rate.
 
     Args:
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
@@ -55,7 +55,7 @@ def show_progress(
                 has_warned = True
                 log.warning(f"{'signal':<12}{path} is incomplete, and torchrun kills its ranks after 30 s: {if_killed()}")
             if start + seconds - shown >= INTERVAL_S:
-                # At the end of a save, its folder is renamed, and `fraction` returns 0.
+                # At the end of a save, the folder of the checkpoint is renamed, and `fraction` returns 0.
                 shown, done = start + seconds, max(min(fraction(), 1.0) * size, done)
                 rate = f"{show(done / seconds)}/s"
                 log.info(f"{verbs[0]:<12}{path}: {show(done)} of {show(size)} after {seconds:.0f} s, {rate}")

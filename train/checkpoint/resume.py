@@ -37,7 +37,7 @@ COMPARED = tuple(group for group in GROUPS if group != "logger")
 def saved_config(meta: dict[str, Any]) -> Config:
     """Return the settings with which a checkpoint was trained.
 
-    Settings that are missing in meta.json have their defaults. Unknown settings are ignored, except for those of the model.
+    Settings that are missing in meta.json have their defaults. Unknown settings are ignored, unless they belong to the model.
 
     Raises:
         ConfigError: a setting has an invalid type, or an unknown setting of the model is not None.
@@ -149,7 +149,7 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
-    """Combine the settings of a resumed run with those that must stay as in its checkpoint.
+    """Combine the settings of a resumed run with the settings that must stay as in its checkpoint.
 
     The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Otherwise, raising `trainer.steps`
     would also lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
@@ -240,7 +240,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 
 
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
-    """Check that a job of a sweep resumes with the settings of its checkpoint, except for a larger number of steps.
+    """Check that a resumed job of a sweep has the settings of its checkpoint. Only the number of steps may be larger.
 
     The name of a job's directory contains the settings that the sweep varies. If any other setting differs, the checkpoint
     belongs to another sweep.

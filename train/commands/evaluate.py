@@ -10,7 +10,7 @@ can attend to. A model that benefits from a long context therefore has a lower l
 standard errors of the losses, and of their differences from the loss at the shortest length.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
-default, it evaluates the held-out text of the run. These settings select another text:
+default, the command evaluates the held-out text of the run. These settings select another text:
 
     data=text, jsonl, parquet, hub or stdlib    the kind of text
     data.path=...                               the files or the dataset

@@ -58,7 +58,7 @@ LEFT_OUT = (
     "*.tflite",
     "*.npz",
 )
-# Maps the settings that a run may change to the entries of config.json that determine them.
+# Maps the settings that a run may change to the entries of config.json that contain them.
 ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
@@ -174,8 +174,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
     """Return the folder in Hugging Face's format of the model that a run has trained, or None.
 
-    For a run that started from `trainer.init_from`, the folder is `trainer.init_from`. For other runs, it is the folder of the
-    tokenizer. The config.json in the folder must describe weights with the shapes of the run's model.
+    For a run that started from `trainer.init_from`, the folder is `trainer.init_from`. For other runs, the folder is that of
+    the tokenizer. The config.json in the folder must describe weights with the shapes of the run's model.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
     for folder in (initial_weights_path(saved), tokenizer_folder):
@@ -235,7 +235,7 @@ def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
 def exported_tensors(
     path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype, family: Family
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of a checkpoint under their names in transformers, with `rows` of the embedding."""
+    """Return the parameters of a checkpoint under their names in transformers. The exported embedding has `rows` rows."""
     model = GPT(settings, rows)
     storage.load(path, state_dict.model_state(model))
     parts: dict[str, list[torch.Tensor]] = {}

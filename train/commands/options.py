@@ -175,7 +175,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
     Args:
         model: the evaluated model.
-        output: the folder. If it is empty, the files are written next to the directory of the run.
+        output: the folder. If `output` is empty, the files are written next to the directory of the run.
         name: the name of both files, without the suffix.
         table: the content of the Markdown file.
         plot: a function that writes the plot to a path.

@@ -168,7 +168,7 @@ class Loader:
     def _prepare(self, consumed: int) -> list[MicroStep]:
         try:
             return self.preparation.prepare(consumed)
-        except ConfigError as error:  # Other ranks may have read their files without an error.
+        except ConfigError as error:  # Other ranks may not have this error.
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:

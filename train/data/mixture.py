@@ -59,7 +59,7 @@ class MixtureDataset(NumberedSequences):
         return list(self.sources.values())[source].sequence(int(counts[source]))
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the progress of each source, by name, after the first `consumed` sequences of the mixture."""
+        """Return the tokens and epochs of each source, by name, in the first `consumed` sequences of the mixture."""
         counts, _ = self._locate(consumed)
         return {
             name: Progress(round(count * each.seq_len * (1 - self._padding(name))), count / each.sequences_per_epoch)
@@ -78,7 +78,7 @@ class MixtureDataset(NumberedSequences):
         return counts, source
 
     def _first_sequence(self, source: int, number: int) -> int:
-        """Return the number in the mixture of the sequence with this number in a source."""
+        """Return the index in the mixture of the sequence with this index in a source."""
         latest = int((number + self.group_size) / self._shares[source]) + self.group_size * (len(self._shares) + 2)
         return bisect_right(range(latest), number, key=lambda index: int(self._locate(index)[0][source])) - 1
 

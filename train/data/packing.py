@@ -120,7 +120,7 @@ class PackedDataset(TokenisedDocuments):
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def document_number(self, position: int) -> int:
-        """Return the number of the document that contains this position of the stream of the first epoch, counted from 0."""
+        """Return the index of the document at this position of the first epoch's stream."""
         return int(np.searchsorted(self._order_of(0)[1], position, side="right"))
 
     def beginning(self, num_tokens: int) -> list[int]:
@@ -334,7 +334,7 @@ def _log_once(message: str) -> None:
 
 
 def _once_per_host(prepare: Callable[[], str]) -> str:
-    """Return the result of `prepare`, which the first rank of every host computes. All ranks call this function.
+    """Return the result of `prepare`. Only the first rank of every host computes the result. All ranks call this function.
 
     The other ranks poll the store, because a collective would have a time limit.
 

@@ -91,7 +91,7 @@ class ShardWriter:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file that is complete whenever it exists."""
+    """Write a file such that other processes never see an incomplete file."""
     partial = path.with_name(f"{uuid.uuid4().hex}.partial")
     with open(partial, "w") as file:
         json.dump(value, file, indent=1)

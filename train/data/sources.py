@@ -207,7 +207,7 @@ def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterat
 def _folder_of(config: DataConfig) -> Callable[[str], str]:
     """Return a function that maps a file to its top-level folder in `data.path` or in the standard library.
 
-    A file outside of both counts as its own folder.
+    A file in neither folder is its own folder.
     """
     library = Path(sysconfig.get_path("stdlib"))
     root = library if config.source == "stdlib" else Path(config.path or "").expanduser().resolve()
@@ -506,7 +506,7 @@ def files(config: DataConfig) -> list[str]:
         names = [name for name in glob(f"{escape(str(path))}/**", recursive=True) if name.endswith(endings)]
     else:
         names = [str(path)] if path.exists() else glob(str(path), recursive=True)
-    # Earlier versions sorted the escaped paths, and their checkpoints contain a position in this order.
+    # Earlier versions sorted the escaped paths. Their checkpoints contain a position in this order.
     found = sorted({str(Path(name).resolve()) for name in names if Path(name).is_file()}, key=escape)
     if not found:
         matches = f"is a folder without a file {pattern}" if pattern else "matches no file"

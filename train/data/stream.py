@@ -8,8 +8,8 @@
 The number R of readers depends only on the corpus. Therefore the sequences do not depend on the number of ranks. If the number
 of data-parallel ranks divides R, each reader runs on only one data-parallel rank.
 
-The state of a reader is its position: the beginning of its block, and the number of consumed documents and tokens in the block.
-A resumed reader reads and shuffles the same block again. A checkpoint contains the position of every reader.
+The position of a reader consists of the beginning of its block, and the number of consumed documents and tokens in the block. A
+resumed reader reads and shuffles the same block again. A checkpoint contains the position of every reader.
 """
 
 import re

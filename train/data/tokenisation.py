@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
 
 def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: Path | None = None) -> Path:
-    """Tokenise a corpus, unless this has been done before, and return the folder with its shards.
+    """Tokenise a corpus, unless its shards exist already, and return the folder with the shards.
 
     Args:
         config: the settings of the corpus.

@@ -66,7 +66,7 @@ class BytesTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer that is defined by a `tokenizer.json`. It has the attributes and methods of BytesTokenizer.
+    """A tokenizer that is defined by a `tokenizer.json`. The class has the attributes and methods of BytesTokenizer.
 
     Args:
         path: the file.
@@ -88,7 +88,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # Mark these tokens as special, if the file does not. Adding a marked token again would change its flags.
+        # Mark these tokens as special, unless the file marks them. Adding a marked token again would change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self.special_names = re.compile("|".join(map(re.escape, sorted(names | added))))

@@ -28,7 +28,7 @@ FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter
 
 
 class Stopped(Exception):
-    """Another process has failed, so the result of this one is not needed."""
+    """Another process has failed, so no result of this process is needed."""
 
 
 class Progress:
@@ -58,7 +58,7 @@ def _duration(seconds: float) -> str:
 
 
 def default_processes(ranks: int) -> int:
-    """Return the number of processes if `data.num_proc` is None: the cores of this host per rank, at least 1."""
+    """Return the default number of processes, which is the number of cores of this host per rank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // ranks, 1)
 

@@ -72,7 +72,7 @@ def stream(
     step of a new token is the replay of a CUDA graph.
 
     Args:
-        run: the run whose model generates the text. Ids beyond the vocabulary of its tokenizer are never sampled. Generation
+        run: the run whose model generates the text. Token ids beyond the tokenizer's vocabulary are never sampled. Generation
             stops at `eos`.
         prompt: the token ids of the prompt.
         num_tokens: the largest number of tokens to generate.
@@ -127,7 +127,7 @@ def _eager_step(run: InferenceRun, caches: list[KVCache], token: int, position: 
 
 
 def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> TokenStep | None:
-    """Return the step of tokens from `position` on as a CUDA graph, or None if it is impossible or the memory is too small."""
+    """Return the step of tokens from `position` on as a CUDA graph, or None if a graph is impossible or too large."""
     if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
         return None
     if run.config.model.experts is not None:

@@ -26,7 +26,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     Args:
         run: the run. The windows are packed into sequences of `data.seq_len` tokens.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
-        show_bar: whether rank 0 shows a progress bar. Otherwise, it logs the progress of a long evaluation.
+        show_bar: whether rank 0 shows a progress bar. If False, rank 0 logs the progress of a long evaluation.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.

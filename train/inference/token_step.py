@@ -61,7 +61,7 @@ class TokenStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _run(self) -> Tensor:
-        # Caches with the same number of rows share the place of a token, so it is computed once per step.
+        # Local caches with the same number of rows store a token in the same row, so the row is computed once per step.
         place = places(self.caches, self.position)
         attend = [partial(self._attend, cache=cache, place=place[cache.capacity]) for cache in self.caches]
         return self.model(self.token, self.position, attend, self.finish)

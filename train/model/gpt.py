@@ -47,7 +47,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def init_norm(weight: Tensor, config: ModelConfig) -> None:
-    """Initialise the weight of a norm such that it multiplies by 1."""
+    """Set the weight of a norm such that the norm multiplies by 1."""
     nn.init.constant_(weight, 0 if config.norm == "rms_plus_one" else 1)
 
 
@@ -154,7 +154,7 @@ class GPT(nn.Module):
         self.layers = [config.layer(index) for index in range(config.layers)]
         padded = padded_vocabulary(config, vocab_size)
         self.embedding = nn.Parameter(torch.empty(padded, config.dim))
-        # The type of a ModuleList does not contain the type of its modules.
+        # All ModuleLists have the same type, whatever modules they contain.
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.dim))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))

@@ -89,7 +89,7 @@ def choose_graphs(
     needs: Needs,
     capacity: Capacity,
 ) -> tuple[bool, Needs]:
-    """Return whether a run uses CUDA graphs, and how many bytes a rank needs with this choice, by purpose.
+    """Return whether a run uses CUDA graphs, and the bytes that a rank then needs, by purpose.
 
     `needs` contains the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and
     errors as in `uses_graphs`.

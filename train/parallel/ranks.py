@@ -106,7 +106,7 @@ def sync_errors(group: dist.ProcessGroup | None = None) -> Generator[None]:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Switch PyTorch's deterministic algorithms on or off. Operations without such an algorithm print a warning."""
+    """Switch PyTorch's deterministic algorithms on or off. PyTorch warns about operations without one."""
     if deterministic:
         # cuBLAS reads the variable when CUDA is initialised.
         if not torch.cuda.is_initialized():

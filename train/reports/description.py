@@ -1,4 +1,4 @@
-"""Describe a run: the properties that follow from its settings, the machine and the versions of the software."""
+"""Describe a run by its properties, the machine and the versions of the software."""
 
 import logging
 import platform

@@ -1,4 +1,4 @@
-"""Record the metrics of every step on the console and in metrics.jsonl, pass them to W&B, and plot them."""
+"""Record the metrics of every step on the console, in metrics.jsonl and in W&B, and plot them."""
 
 import json
 import logging
@@ -226,7 +226,7 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
 
 
 def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
-    """Plot the time of every step in the metrics.jsonl at `path`, and the part in which it waited for data, as a PNG file."""
+    """Plot the time of every step, and the part of this time that was spent waiting for data, as a PNG file."""
     from matplotlib.figure import Figure
 
     records = [record for record in read(path) if "data_wait_s" in record]

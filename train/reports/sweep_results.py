@@ -156,7 +156,7 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     _plot_entries(
         flops, outcomes, {"mfu": ""} if has_mfu else {"tflops_per_rank": ""}, "MFU" if has_mfu else "TFLOP/s per rank"
     )
-    # On CPUs, the measured memory includes Python and its libraries, and the estimate does not.
+    # On CPUs, the measured memory includes Python and its libraries, but the estimate does not.
     results = [each.result for each in outcomes if isinstance(each.result, dict)]
     estimate = {} if any(each.get("device") == "cpu" for each in results) else {"estimated_memory_gib": "estimated"}
     _plot_entries(memory, outcomes, {"peak_memory_gib": "measured"} | estimate, "peak GiB per rank")

@@ -131,7 +131,7 @@ def keep_tables_in(directory: Path) -> None:
 
 
 def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any, bool]:
-    """Return the W&B run, or None if W&B is off or cannot start, and whether it is offline."""
+    """Return the W&B run, or None if W&B is off or cannot start. Also return whether the run is offline."""
     choice = chosen_mode(config)
     if choice == "off":
         log.info(f"{'W&B':<12}off")
@@ -179,7 +179,7 @@ def project_name(config: Config) -> str:
 
 
 def run_id(directory: Path) -> str:
-    """Return the id in the file wandb_id, which the first launch creates."""
+    """Return the id of the W&B run from the file wandb_id. The first launch creates this file."""
     path = directory / "wandb_id"
     if not (path.exists() and path.read_text().strip()):
         replace_link(path).write_text(secrets.token_hex(4))

@@ -104,7 +104,8 @@ class ModelConfig(Frozen):
     experts: int | None = None
     # The number of experts that the router chooses for each token.
     experts_per_token: int = 2
-    # Whether the weights of the chosen experts sum to 1, instead of being their probabilities among all experts.
+    # Whether the weights of the chosen experts are scaled to sum to 1. Otherwise, the weights are probabilities among all
+    # experts.
     normalise_top_k: bool = True
     # Whether the router and the experts have biases, as in gpt-oss.
     expert_bias: bool = False
@@ -514,7 +515,7 @@ class TrainerConfig(Frozen):
 
     @property
     def profiled_range(self) -> tuple[int, int] | None:
-        """The first and the last step in `profile`, or None if `profile` is not a range."""
+        """Return the first and the last step in `profile`, or None if `profile` is not a range."""
         match = re.fullmatch(r"([0-9]+)-([0-9]+)", self.profile or "")
         return (int(match[1]), int(match[2])) if match else None
 

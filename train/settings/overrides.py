@@ -80,7 +80,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def checked_name(name: str | int | None) -> str:
-    """Return the name of a run, if a directory under `outputs/` can have it.
+    """Return the name of a run, after checking that a directory under `outputs/` can have this name.
 
     Raises:
         ConfigError: the name is empty, is not a single component of a path, or is too long.

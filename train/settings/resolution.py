@@ -1,6 +1,6 @@
 """Decide the settings of a launch from the command line and the settings of a checkpoint or of a Hugging Face model.
 
-Single settings of the command line override those of the checkpoint, so that a run can be launched again by its name alone.
+Settings of the command line override those of the checkpoint. A run can therefore be launched again by its name alone.
 """
 
 from collections.abc import Iterable
@@ -27,8 +27,8 @@ from ringattn.train.settings.token_budget import SOURCES
 def reset_unused(config: Config, given: set[str]) -> Config:
     """Reset settings that have no effect to their defaults, unless the command line sets them.
 
-    A recipe or an experiment may set such a setting. Settings of the command line are not reset, so that `config.check` reports
-    them.
+    A recipe or an experiment may set a setting without effect. Settings of the command line are not reset, so that
+    `config.check` reports them.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -99,7 +99,7 @@ def settings_of_published_model(composed: Config, given: set[str], folder: Path,
 
 
 def sets_tokenizer(composed: Config, given: set[str]) -> bool:
-    """Return whether the command line, or a file that it selects, sets the tokenizer."""
+    """Return whether the command line, or a file that the command line selects, sets the tokenizer."""
     return "data.tokenizer" in given or composed.data.tokenizer != DataConfig.tokenizer
 
 

@@ -1,7 +1,8 @@
 """Derive the number of micro-steps and the number of steps from numbers of tokens.
 
-Runs at different sequence lengths are comparable if they have the same tokens per step and in total. `trainer.tokens_per_step`
-and `trainer.total_tokens` state these numbers. The rest of the program reads only `trainer.accumulate` and `trainer.steps`.
+Runs at different sequence lengths are comparable if both their tokens per step and their total tokens are equal. The settings
+are `trainer.tokens_per_step` and `trainer.total_tokens`. The rest of the program reads only `trainer.accumulate` and
+`trainer.steps`.
 """
 
 import math
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from ringattn.train.settings.config import Config, ConfigError, check_values
 
-# Maps each derived setting to the number of tokens from which it is derived.
+# Maps each derived setting to the setting that determines it.
 SOURCES = {"accumulate": "tokens_per_step", "steps": "total_tokens"}
 
 
@@ -68,7 +69,7 @@ def check_sources(config: Config, given: Collection[str]) -> None:
     `given` contains the names of the settings that the command line sets, such as "trainer.steps".
 
     Raises:
-        ConfigError: a setting and its source are both set.
+        ConfigError: the user sets both a derived setting and its source.
     """
     trainer, parallel = config.trainer, config.parallel
     for name in ("ring", "ulysses"):

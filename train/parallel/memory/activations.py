@@ -73,7 +73,7 @@ class HostActivations:
             self._leaving = None
 
     def prefetch(self, block: int) -> None:
-        """Start to copy the tensors of a block to the GPU, if this has not started."""
+        """Start to copy the tensors of a block to the GPU, unless the copy has started already."""
         if block not in self._stored:
             return
         self.finish_storing()

@@ -1,4 +1,4 @@
-"""Compare the memory that a rank needs with the memory that it has."""
+"""Check that a rank has the memory that it needs."""
 
 import os
 from contextlib import suppress
@@ -76,7 +76,7 @@ class Capacity(NamedTuple):
         return cls(gpu, host_memory() / ranks_per_host())
 
     def limit(self, fraction: float = USABLE_FRACTION) -> "Limit":
-        """Return how many bytes a run may need if it may use this fraction of a GPU."""
+        """Return the bytes that a run may need, if it may use this fraction of a GPU."""
         if self.gpu is None:
             return Limit(None, USABLE_FRACTION * self.host)
         return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0))

@@ -43,7 +43,7 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
         limit = machine.capacity.limit(fraction)
         candidates = _candidates(config, shape, machine.bf16, needs, limit)
         times = {plan: seconds(plan) for plan in candidates if limit.fits(needs(plan))}
-        # Among equally fast plans, the first is the simplest.
+        # If plans are equally fast, the simplest plan is chosen.
         return next((plan for plan, time in times.items() if time <= EQUAL_TIMES * min(times.values())), None)
 
     comfortable = best(COMFORTABLE_FRACTION)

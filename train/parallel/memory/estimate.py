@@ -32,7 +32,7 @@ def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
 
 
 def has_one_group(model: ModelConfig, bf16: bool) -> bool:
-    """Return whether the parameters of all blocks are in one FSDP group, because they need at most GROUP_BYTES."""
+    """Return whether the parameters of all blocks need at most GROUP_BYTES, so that one FSDP group contains them."""
     return model.layers * _block_bytes(model, bf16) <= GROUP_BYTES
 
 
@@ -70,7 +70,7 @@ def hidden_dim(model: ModelConfig) -> int:
 
 
 def _routed_dim(model: ModelConfig) -> int:
-    """Return the number of elements per token of the inputs of its experts, 0 in a dense model."""
+    """Return the number of elements per token of the inputs of a token's experts, or 0 in a dense model."""
     return 0 if model.experts is None else model.experts_per_token * model.dim
 
 

@@ -95,7 +95,7 @@ class HostGroup:
         return {each.sharded_param: each.norm for each in self._own}
 
     def clear_gradients(self) -> None:
-        """Make the next backward pass overwrite the gradients instead of adding to them."""
+        """Make the next backward pass overwrite the gradients."""
         for each in self._own:
             each.has_gradient = False
 
@@ -116,7 +116,7 @@ class HostGroup:
 
 
 class HostParameter(FSDPParam):
-    """A parameter of a `HostGroup`. FSDP calls its methods to gather weights, and after the reduction of a gradient."""
+    """A parameter of a `HostGroup`. FSDP calls the methods of this class to gather weights and to reduce gradients."""
 
     has_gradient = False
 
