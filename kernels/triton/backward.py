@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.kernels.triton import common
 from ringattn.kernels.triton.common import LOG2_E, load_rows, load_scalars, load_tile, visible
-from ringattn.kernels.triton.launcher import launch
+from ringattn.kernels.triton.launcher import OPTIONS, launch
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
     padded = triton.next_power_of_2(num_heads)
     rows = max(1, 2048 // padded)
     _interleave_kernel[(triton.cdiv(num_rows, rows) * batch,)](
-        lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows
+        lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows, **OPTIONS
     )
     return stats
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import ROUNDS, Dropout
 from ringattn.kernels.reference import Accumulators, Gradients, State
+from ringattn.kernels.triton.launcher import OPTIONS
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -97,7 +98,7 @@ def configure(
     tile = fit_tile(choose_tile(kernel, q.dtype, max(pad_dim(head_dim), pad_dim(value_dim))), blocks)
     block = 0 if blocks is None else blocks.size
     config = Config(num_heads, num_heads // k.shape[2], head_dim, value_dim, tile.queries, tile.keys, block, precision)
-    return config, dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return config, OPTIONS | dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def as_addressable(x: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+# Triton 3.10 will not fuse products and sums by default. Every launch passes these options.
+OPTIONS = {"enable_fp_fusion": True}
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
@@ -46,7 +48,7 @@ def launch(
     if compiled is None:
         # The first launch goes through Triton, which compiles the kernel.
         options = {"launch_cooperative_grid": True} if cooperative else {}
-        _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **options)
+        _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **OPTIONS, **options)
         return
     # Triton's launch hooks are disabled by the three None arguments.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
@@ -68,7 +70,7 @@ class PreparedLaunch:
         numbers: Sequence[int | float],
         **constants: Any,
     ) -> None:
-        self.kernel, self.grid, self.options = kernel, grid, options
+        self.kernel, self.grid, self.options = kernel, grid, OPTIONS | options
         self.fixed = *numbers, *constants.values()
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ringattn.kernels import fp8
 from ringattn.kernels.caching import cached_on_device
 from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
+from ringattn.kernels.triton.launcher import OPTIONS
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
@@ -185,7 +186,7 @@ def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _options(dim: int, dtype: torch.dtype) -> dict[str, int]:
     limited = dim in MAX_REGISTERS and dtype != torch.float32
-    return dict(num_warps=NUM_WARPS[dim]) | (dict(maxnreg=MAX_REGISTERS[dim]) if limited else {})
+    return OPTIONS | dict(num_warps=NUM_WARPS[dim]) | (dict(maxnreg=MAX_REGISTERS[dim]) if limited else {})
 
 
 def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:

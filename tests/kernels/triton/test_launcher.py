@@ -5,7 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ringattn.kernels.triton.launcher import PreparedLaunch
+from ringattn.kernels.triton import quantize
+from ringattn.kernels.triton.common import configure
+from ringattn.kernels.triton.launcher import PreparedLaunch, launch
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -39,3 +41,13 @@ def test_operands_that_are_none(device):
         out = torch.empty(16, device=device)
         launch(current_stream(x), x, None, out)
         torch.testing.assert_close(out, x + 2.0)
+
+
+def test_every_release_of_triton_fuses_products_and_sums():
+    given = []
+    kernel = {(1, 1, 1): lambda *_, **options: given.append(options), (1,): lambda *_, **options: given.append(options)}
+    x = torch.zeros(4, 4, 1, 64)
+    launch(kernel, 1, [x], [])
+    PreparedLaunch(kernel, (1, 1, 1), {"num_warps": 2}, ())(None, x)
+    given += configure("forward", x, x, x, None, "ieee")[1], quantize._options(64, torch.bfloat16)
+    assert [options["enable_fp_fusion"] for options in given] == [True] * 4
