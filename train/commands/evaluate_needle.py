@@ -46,8 +46,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
-    """Return the data settings of the tokenizer and the chat template, and the settings of the evaluation at each length, in
-    ascending order.
+    """Return the data settings of the tokenizer and the chat template, and the settings at each length, the shortest first.
 
     The overrides may select the text that hides the facts. The default text is Python's standard library.
     """
