@@ -97,7 +97,7 @@ def connect(
     with _locks.setdefault(key, threading.Lock()):
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # an earlier group, which has been destroyed, had the same name
-                _connections[key][1].watchdog.stop()
+                _connections[key][1].close()
             # Add this call to the logs of the group's other connections. If another rank uses one of these connections for the
             # same call, the logs differ, and the run ends.
             for known, other in list(_connections.values()):
@@ -177,6 +177,8 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
         connection = NvlinkTransport(group, device, store, joined, watchdog)
     else:
         connection = P2PTransport(group, device, store, joined, watchdog)
+        if name == "nccl":
+            connection.open_communicator()
         if device.type == "cuda":
             connection.warm_up(device)
     connection.recovery = Recovery(store, connection)

@@ -176,7 +176,7 @@ class NvlinkTransport(Transport):
 
     def _allocate(self) -> None:
         self._routes: dict[tuple[Any, ...], Route] = {}
-        self.graphs = PassGraphs(self.watchdog, self._begin_replay)
+        self.graphs = PassGraphs(self)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
         # recorded when a pass has computed all tensors that it sends next
@@ -198,7 +198,7 @@ class NvlinkTransport(Transport):
         self._routes.clear()
         self.graphs.clear()
 
-    def _begin_replay(self) -> None:
+    def begin_replay(self) -> None:
         """Record the start of the call, because a replay does not call `start_event`."""
         self._started_call = self.recovery.call
         self.started.record(torch.cuda.current_stream(self.device))

@@ -3,6 +3,9 @@
 With gloo, messages between GPUs pass through host memory. This is slow, and useful only for ranks that share a GPU.
 """
 
+import atexit
+import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from ringattn.comm.pass_graphs import PassGraphs
 from ringattn.comm.transport import Addressed, MessageTransport, Wait
 from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
@@ -21,6 +25,8 @@ from ringattn.planning.cost_model import Interconnect, interconnect
 _UNUSED_TAG = 1  # a tag that no message has
 # The minimum timeout of gloo in seconds. The watchdog ends a wait earlier if RINGATTN_TIMEOUT is shorter.
 MIN_GLOO_TIMEOUT = 60
+CLOSE_TIMEOUT = 10  # seconds that the end of a process waits for the last messages
+ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
@@ -48,13 +54,54 @@ class P2PTransport(MessageTransport):
         self.device, self.store, self.interconnect, self.watchdog = device, store, joined, watchdog
         self.group: Any = group  # or a ProcessGroupGloo, which has the same methods but another base class
         self.rank, self.size = group.rank(), group.size()
+        self._communicator: Any = None
         self._uses_gloo = backend_name(group, device.type) == "gloo"
         self.waits_on_gpu = device.type == "cuda" and not self._uses_gloo
         self.reset(0)
 
+    def open_communicator(self) -> None:
+        """Use a communicator of NCCL that only this transport uses.
+
+        NCCL cannot close a communicator while a CUDA graph contains its messages. Destroying the user's group would therefore
+        hang if the captured passes used the group's communicator.
+        """
+        # Attention fills all SMs, so NCCL's kernels would wait until it ends, or until four neighbouring SMs are free.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.cga_cluster_size = 1
+        options._timeout = self.group._get_backend(self.device).options._timeout
+        store = dist.PrefixStore("nccl", self.store)
+        self._communicator = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        self.group = dist.ProcessGroup(store, self.rank, self.size)
+        self.group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        self.group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._communicator)
+        # NCCL registers expandable segments while it captures. Then a replay cannot send to a rank that does not replay.
+        if "expandable_segments:True" not in "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
+            self.graphs = PassGraphs(self)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        super().close()
+        if self.graphs is not None:
+            self.graphs.clear()
+        if self._communicator is None:
+            return
+        communicator, self._communicator = self._communicator, None
+
+        def send_and_close() -> None:
+            torch.cuda.synchronize(self.device)
+            communicator.abort()
+
+        # The last messages never arrive if another rank is gone.
+        thread = threading.Thread(target=send_and_close, daemon=True)
+        thread.start()
+        thread.join(CLOSE_TIMEOUT)
+        atexit.unregister(self.close)
+
     def reset(self, generation: int) -> None:
         super().reset(generation)
         self.waiting_since = None
+        if self.graphs is not None:
+            self.graphs.clear()
         if self._uses_gloo:
             store = dist.PrefixStore(f"gloo/{generation}", self.store)
             timeout = timedelta(seconds=max(MIN_GLOO_TIMEOUT, timeout_seconds()))

@@ -2,11 +2,11 @@
 GPU to run it.
 
 After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
-messages and flags as the pass itself, so ranks may capture a pass at different times. Only the NVLink transport replays passes,
-because an NCCL process group cannot end while a graph contains its messages.
+messages and flags as the pass itself, so ranks may capture a pass at different times.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ringattn.comm.transport import Tensors
-from ringattn.comm.watchdog import NoWatchdog, Watchdog
+from ringattn.comm.transport import Tensors, Transport
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
@@ -28,13 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class PassGraphs:
-    """The captured passes of a transport. A captured pass is freed together with its plan.
+    """The captured passes of a transport. A captured pass is freed together with its plan."""
 
-    `begin_replay` is called before every replay.
-    """
-
-    def __init__(self, watchdog: Watchdog | NoWatchdog, begin_replay: Callable[[], None]) -> None:
-        self.watchdog, self.begin_replay = watchdog, begin_replay
+    def __init__(self, transport: Transport) -> None:
+        self.transport = weakref.proxy(transport)
         # For each plan, and each combination of settings and shapes: the captured pass, or the number of passes so far.
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
@@ -57,23 +53,32 @@ class PassGraphs:
             of_plan[key] = found + 1
             if found < CALLS_BEFORE_CAPTURE:
                 return function(*inputs)
+            messages = self.transport.messages
+            before = messages.num_exchanges
             try:
                 found = CapturedPass(function, inputs)
             except RuntimeError as error:  # for example because there is too little memory
                 log.warning("a ring pass cannot be captured in a CUDA graph, which would be faster: %s", error)
                 of_plan[key] = _NEVER
+                messages.num_exchanges = before
                 return function(*inputs)
+            # The capture has sent nothing. Every replay sends all messages of the pass.
+            found.num_exchanges, messages.num_exchanges = messages.num_exchanges - before, before
             of_plan[key] = found
-        self.begin_replay()
+        transport = self.transport
+        transport.begin_replay()
         # The watchdog regards the pass as one hop.
-        hop = self.watchdog.start("replay of a ring pass", 0, 1, ())
+        hop = transport.watchdog.start("replay of a ring pass", 0, 1, ())
         results = found.replay(inputs)
-        self.watchdog.finished(hop)
+        transport.messages.num_exchanges += found.num_exchanges
+        transport.watchdog.finished(hop)
         return results
 
 
 class CapturedPass:
     """A CUDA graph of function(*inputs), with its own memory for the inputs and the results."""
+
+    num_exchanges = 0  # of plain messages in the pass
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()

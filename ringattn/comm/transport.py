@@ -78,6 +78,13 @@ class Transport:
     waits_on_gpu: bool = False  # True if the GPU waits for messages of other ranks, False if the host waits
     graphs: Any = None  # the `ringattn.comm.pass_graphs.PassGraphs` of the transport, if it has any
 
+    def begin_replay(self) -> None:
+        """Prepare the replay of a pass from a CUDA graph."""
+
+    def close(self) -> None:
+        """End the transport, because its process group has been destroyed."""
+        self.watchdog.stop()
+
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`. All ranks of the ring must call this method."""
         raise NotImplementedError

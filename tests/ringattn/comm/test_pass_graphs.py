@@ -8,8 +8,8 @@ import torch
 
 from ringattn import Layout, Mask
 from ringattn.comm import pass_graphs
+from ringattn.comm.p2p import SingleRankTransport
 from ringattn.comm.pass_graphs import PassGraphs
-from ringattn.comm.watchdog import NoWatchdog
 from ringattn.planning.rank_plan import get_plan
 from ringattn.ring import Ring
 from ringattn.spec import AttentionSpec
@@ -51,11 +51,14 @@ def identity(*inputs):
     return inputs
 
 
+TRANSPORT = SingleRankTransport()
+
+
 @pytest.fixture
 def graphs(monkeypatch) -> PassGraphs:
     monkeypatch.setattr(pass_graphs, "CapturedPass", Captured)
     monkeypatch.setattr(pass_graphs, "CALLS_BEFORE_CAPTURE", 2)
-    return PassGraphs(NoWatchdog(), lambda: None)
+    return PassGraphs(TRANSPORT)
 
 
 def is_replayed(graphs: PassGraphs, plan: Plan, *inputs, settings: tuple = ()) -> bool:
