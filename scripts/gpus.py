@@ -29,8 +29,8 @@ def world_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def new_group(options: object = None, backend: str | None = None) -> dist.ProcessGroup:
-    group = dist.new_group(backend=backend, pg_options=options)
+def new_group(backend: str | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -213,8 +213,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     cases = list(variants.CASES)[1:]
     parser.add_argument("--output", type=Path, default=command.RESULTS / "ring", help="default: outputs/benchmarks/ring")
     parser.add_argument("--cases", nargs="+", choices=variants.CASES, default=cases, help="default: all of at least 16k")
-    choices = (*variants.VARIANTS, *variants.REQUESTED_VARIANTS)
-    parser.add_argument("--variants", nargs="+", choices=choices, help="default: all that the ranks allow")
+    parser.add_argument("--variants", nargs="+", choices=variants.VARIANTS, help="default: all that the ranks allow")
     parser.add_argument("--rounds", type=command.at_least(1), default=3, help="rounds of timing; default: 3")
     return parser.parse_args(argv)
 

@@ -1,8 +1,6 @@
 """Define the attention problems that `scripts.bench.ring` measures, and the timed calls of each variant.
 
 - Variants such as `nvlink-auto` and `p2p-kv` call `ring_attention` with the named transport and schedule.
-- Variants such as `p2p_priority-auto` use a process group with the options in NCCL_OPTIONS. Variants with NCCL options are
-  timed only on request.
 - The variant `ulysses-4` calls `ulysses_attention` with Ulysses groups of 4 ranks and a ring across the groups.
 - The variants `local` and `ulysses-4-local` run the kernels of a ring and of `ulysses-4` without communication.
 - The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
@@ -34,7 +32,7 @@ from ringattn.ring import Ring
 from ringattn.spec import AttentionSpec
 from scripts.accuracy import output_of
 from scripts.bench.cases import Case, random_inputs
-from scripts.gpus import new_group, world_group
+from scripts.gpus import world_group
 
 HEAD_DIM = 128
 Call = Callable[[], object]
@@ -74,13 +72,6 @@ VARIANTS = (
     "ulysses-4-graph",
     "context_parallel",
 )
-# (whether NCCL's kernels run on a high-priority stream, their largest number of CTAs)
-NCCL_OPTIONS = {
-    "p2p_priority": (True, None),
-    "p2p_priority_16": (True, 16),
-    "p2p_priority_8": (True, 8),
-}
-REQUESTED_VARIANTS = tuple(f"{name}-auto" for name in NCCL_OPTIONS)  # variants that are timed only on request
 
 
 class Calls(NamedTuple):
@@ -92,24 +83,11 @@ class Calls(NamedTuple):
 
 
 def is_ring(variant: str) -> bool:
-    return variant.split("-")[0] in ("nvlink", "p2p", *NCCL_OPTIONS)
+    return variant.split("-")[0] in ("nvlink", "p2p")
 
 
 def transport_of(variant: str) -> str:
-    return variant.split("-")[0].split("_")[0]
-
-
-@cache
-def ring_group(variant: str) -> dist.ProcessGroup:
-    """Return the process group of a ring. All ranks must make this call."""
-    name = variant.split("-")[0]
-    if name not in NCCL_OPTIONS:
-        return world_group()
-    high_priority, max_ctas = NCCL_OPTIONS[name]
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
-    return new_group(options)
+    return variant.split("-")[0]
 
 
 def communicates(variant: str) -> bool:
@@ -185,7 +163,7 @@ def _calls_with_autograd(
 
 def ring_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls:
     q, k, v, _ = shard
-    layout, group = ring_layout(case, dist.get_world_size()), ring_group(variant)
+    layout, group = ring_layout(case, dist.get_world_size()), world_group()
     transport, schedule = transport_of(variant), variant.split("-")[1]
 
     def attend() -> Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from scripts import command, gpus
-from scripts.bench.ring_variants import CASES, REQUESTED_VARIANTS, VARIANTS, is_ring, random_shard, ring_calls
+from scripts.bench.ring_variants import CASES, VARIANTS, is_ring, random_shard, ring_calls
 from scripts.plots import plt, save_plot
 
 WARMUP_CALLS = 5
@@ -171,8 +171,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     # CUDA graphs may replay copies on any stream, so `classify` does not support them.
-    variants = (*VARIANTS, *REQUESTED_VARIANTS)
-    rings = [variant for variant in variants if is_ring(variant) and not variant.endswith("-graph")]
+    rings = [variant for variant in VARIANTS if is_ring(variant) and not variant.endswith("-graph")]
     parser.add_argument("--case", choices=CASES, default="causal-64k", help="default: causal-64k")
     parser.add_argument("--variant", choices=rings, default="nvlink-auto", help="default: nvlink-auto")
     default = command.RESULTS / "timeline"

@@ -9,7 +9,7 @@ from collections import Counter
 from datetime import timedelta
 from functools import lru_cache, partial
 from math import gcd
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -122,22 +122,10 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
         ulysses: the number of ranks per all-to-all, which must divide `sequence`.
     """
     shape = dist.get_world_size() // sequence, sequence // ulysses, ulysses
-    override: Any = _ring_backend(device_type)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ring", "ulysses"), backend_override=override)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ring", "ulysses"))
     flatten = DeviceMesh._flatten
     shared = flatten(mesh["ring", "ulysses"], "sequence")
     return Mesh(mesh["dp"], shared, mesh["ring"], mesh["ulysses"], flatten(mesh, "all"))
-
-
-def _ring_backend(device_type: str) -> dict[str, tuple[str, object]]:
-    """Return the backend of the ring axis: NCCL with streams of high priority.
-
-    Attention fills all SMs, so that the messages of a ring between hosts would otherwise wait until attention ends.
-    """
-    backend = dist.get_backend_config()
-    if device_type != "cuda" or "nccl" not in backend:
-        return {}
-    return {"ring": (backend, dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))}
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:

@@ -11,7 +11,7 @@ from ringattn.ring import Ring
 from ringattn.spec import AttentionSpec
 from scripts.bench import ring_variants
 from scripts.bench.cases import Case
-from scripts.bench.ring_variants import LocalTransport, choose_variants, is_ring, ring_layout, transport_of, ulysses_degree
+from scripts.bench.ring_variants import LocalTransport, choose_variants, ring_layout, ulysses_degree
 
 
 @pytest.mark.parametrize("schedule", ["kv", "state"])
@@ -46,21 +46,3 @@ def test_only_communication_of_this_project_is_checked() -> None:
     checked = {variant for variant in ring_variants.VARIANTS if ring_variants.communicates(variant)}
     assert {"nvlink-auto-graph", "p2p-kv", "ulysses-4"} <= checked
     assert not checked & {"local", "ulysses-4-local-graph", "context_parallel"}
-
-
-@pytest.mark.parametrize(
-    ("variant", "options"), [("p2p-auto", None), ("p2p_priority-auto", (True, None)), ("p2p_priority_8-auto", (True, 8))]
-)
-def test_variants_with_other_options_of_nccl(variant: str, options: tuple | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant with options has a process group of its own, and it is timed only on request."""
-    created, config = [], SimpleNamespace(max_ctas=None)
-    nccl = SimpleNamespace(Options=lambda **chosen: SimpleNamespace(config=config, **chosen))
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)  # torch for CPUs has no NCCL
-    monkeypatch.setattr(ring_variants, "new_group", created.append)
-    monkeypatch.setattr(ring_variants, "world_group", lambda: None)
-    ring_variants.ring_group.__wrapped__(variant)
-    assert [(x.is_high_priority_stream, x.config.max_ctas) for x in created] == ([options] if options else [])
-    assert is_ring(variant)
-    assert transport_of(variant) == "p2p"
-    assert (variant in choose_variants(None, 2)) == (options is None)
-    assert choose_variants([variant], 2) == [variant]

@@ -126,15 +126,3 @@ def test_auto_layout_balances_all_layers() -> None:
         model = ModelConfig(window=64, layer_types=types)
         kinds.append(choose_layout(replace(config, model=model), MeshShape(1, 4, 1), causal_masks(model)).kind)
     assert kinds == ["contiguous", "zigzag", "zigzag"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "device", "is_changed"), [
-    ("cpu:gloo,cuda:nccl", "cuda", True), ("cpu:gloo,cuda:gloo", "cuda", False), ("cpu:gloo,cuda:nccl", "cpu", False),
-])  # fmt: skip
-def test_messages_of_the_ring_have_streams_of_high_priority(backend, device, is_changed, monkeypatch) -> None:
-    """Only NCCL has streams."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
-    override = mesh_module._ring_backend(device)
-    assert [name for name, _ in override.values()] == [backend] * is_changed
-    assert all(options.is_high_priority_stream for _, options in override.values())
