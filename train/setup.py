@@ -99,7 +99,8 @@ class Run(InferenceRun, TrainingResources):
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
     host_updates: HostUpdates  # the updates of the parameters in host memory
-    # The latest result of `step.prepare_step`. The key is the number of sequences that all earlier steps consumed.
+    # The latest result of `step.prepare_step`. Each step is stored under the number of sequences that all earlier steps
+    # consumed.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property

@@ -182,7 +182,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
     if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
-        # Start this gather now. Otherwise the GPU would wait until the host launches the gather in the next step.
+        # Start this gather now. Without this gather, the GPU would wait until the host launches the gather of the next step.
         cast("FSDPModule", run.model).unshard()
     return lr
 

@@ -198,7 +198,9 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` from the first source that has one. Raise ConfigError if its type is not `kind`."""
+    """Return the entry `name` from the first source that has one. Raise ConfigError if the entry does not have the type
+    `kind`.
+    """
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")

@@ -75,7 +75,7 @@ def write_error_file(text: str) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Describe a user error in one line. Hydra writes several lines, or hides the message in `__cause__`."""
+    """Describe a user error in one line. Hydra's messages have several lines, or are hidden in `__cause__`."""
     if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
         return str(error.__cause__)  # A resolver of this package has raised this error.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error

@@ -160,7 +160,7 @@ class Loader:
             LoaderError: the loader process failed, or the stream cannot be read.
         """
         micro_steps, size = self._prepare(consumed), self.preparation.sequences_per_step
-        # A save may need the positions before or after the previous step.
+        # A checkpoint may need the reader positions before or after the previous step.
         known = {count: positions for count, positions in self._positions.items() if count >= consumed - size}
         self._positions = known | {consumed + size: micro_steps[-1].positions}
         return micro_steps

@@ -334,7 +334,7 @@ def _log_once(message: str) -> None:
 
 
 def _once_per_host(prepare: Callable[[], str]) -> str:
-    """Return the result of `prepare`. Only the first rank of every host computes the result. All ranks call this function.
+    """Return the result of `prepare`. The first rank of every host computes the result. All ranks call this function.
 
     The other ranks poll the store, because a collective would have a time limit.
 

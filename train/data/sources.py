@@ -32,7 +32,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 # These folders of the standard library contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
-# If `data.path` is a folder, the files with these names are read.
+# The patterns of the file names that are read from a folder, by source.
 NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
 COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 
@@ -72,7 +72,7 @@ class Piece:
     """Describes a part of a corpus that one process reads.
 
     Attributes:
-        files: several files, or one file of which a range is read. Pieces of a hub dataset have no files.
+        files: several whole files, or one file of which only a range is read. Pieces of a hub dataset have no files.
         size: the approximate size in bytes.
         begin, end: the bytes of a file of JSON lines, the row groups of a Parquet file, or the rows of a dataset of the hub.
     """

@@ -140,8 +140,8 @@ class Reader:
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
-        """Read the texts from a place on. A place consists of an epoch, the index of a piece in the order of this epoch, and an
-        entry of the piece.
+        """Read the texts from a place in the stream on. A place consists of an epoch, the index of a piece in the order of this
+        epoch, and an entry of the piece.
 
         Yields:
             The place after each text, and the text. At the end of an epoch, the text is None.

@@ -88,7 +88,8 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # Mark these tokens as special, unless the file marks them. Adding a marked token again would change its flags.
+        # Mark the end-of-text tokens as special, unless the file marks them. Adding a marked token again would change its
+        # flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self.special_names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -160,7 +161,7 @@ class JsonTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         starts, stops = np.array([*spans, (len(text), len(text) + 1)]).T
-        # Find the first span that ends after the token begins. The token is marked if this span begins before the token ends.
+        # Find the first span that ends after the token begins. A token is marked if this span begins before the token ends.
         is_marked = starts[np.searchsorted(stops, begins, side="right")] < ends
         return np.array(encoding.ids, dtype=np.int32), is_marked
 

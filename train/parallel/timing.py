@@ -78,7 +78,7 @@ class Gpu(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The peak of matrix products in FLOP/s."""
+        """The peak FLOP/s of matrix products."""
         return self.matmul / MATMUL_EFFICIENCY
 
     @classmethod

@@ -9,7 +9,7 @@ from ringattn.train.preemption import LAUNCH_TIME
 # The seconds that each part of the current job's start took, and the time at which the latest part ended.
 _parts: dict[str, float] = {}
 _latest = LAUNCH_TIME
-# How many jobs have begun, and how long torch.compile took before the current job.
+# The number of jobs that have begun, and the seconds that torch.compile took before the current job.
 _num_jobs = 0
 _compiled_before = 0.0
 

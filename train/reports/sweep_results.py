@@ -77,7 +77,7 @@ class Jobs:
 
 
 def sweep_table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per job, below lines that apply to all jobs."""
+    """Return a Markdown table with one row per job. The lines above the table apply to all jobs."""
     names, *rows = table_rows(outcomes)
     common = _common_overrides(outcomes)
     lines = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", "", *_describe_targets(outcomes)]

@@ -300,9 +300,9 @@ class DataConfig(Frozen):
     packing: str = "stream"
     # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
-    # The number of consecutive sequences whose attention has a similar cost. Groups of such sequences keep data-parallel ranks
-    # from waiting for each other. 1 means no groups. None: the sequences of a micro-step. A single data-parallel rank, a
-    # mixture, or `mask_documents=false` has no groups by default. A resumed run keeps the group size of its checkpoint.
+    # The number of consecutive sequences whose attention has a similar cost. With such groups, data-parallel ranks do not wait
+    # for each other. 1 means no groups. None: the sequences of a micro-step. A single data-parallel rank, a mixture, or
+    # `mask_documents=false` has no groups by default. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property
@@ -496,8 +496,8 @@ class TrainerConfig(Frozen):
     # The text that the sample continues. None: the first 256 tokens of the longest held-out document, or "def " without
     # held-out text.
     sample_prompt: str | None = None
-    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). If None, a table provides the number for known
-    # GPUs. Other GPUs then show no MFU.
+    # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). If None, the peak of a known GPU comes from a
+    # table. Other GPUs then show no MFU.
     peak_tflops: float | None = None
     # The steps to profile: a range such as 10-12, or true for three steps after the warm-up of each launch. Every rank writes a
     # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
@@ -717,7 +717,7 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
 
 
 def _check_unused(config: Config) -> Iterator[str]:
-    # The user expects every setting to have an effect, for example that the run trains on other text.
+    # Users expect that every setting has an effect, for example that the run trains on other text.
     for name, value, reason in unused_settings(config):
         yield f"{name}={value} has no effect {reason}, or leave {name} out"
 

@@ -112,7 +112,7 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
         # A file such as configs/model/8b.yaml leaves out settings with default values. If a file leaves out a size, the default
-        # replaces the size of the existing model. All other settings of the model stay.
+        # replaces the size of the existing model. The other settings of the existing model stay.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:

@@ -23,8 +23,8 @@ from ringattn.train.parallel.memory.pinned import empty_pinned
 class StagingBuffers:
     """Copies weights to the GPU on a stream of its own, into two buffers that the groups use in turn.
 
-    Before a group is copied, the group before the previous one must have left the buffer. The copy therefore overlaps with the
-    computation of the previous group.
+    Before a group is copied, the group before the previous one must have left the buffer. The copy of a group therefore
+    overlaps with the computation of the previous group.
     """
 
     def __init__(self, device: torch.device) -> None:

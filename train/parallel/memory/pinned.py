@@ -58,7 +58,7 @@ def begin_host_thread(device: torch.device) -> None:
     """Choose the device and the number of cores of a thread that works on host memory."""
     # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # The thread would otherwise initialise the first GPU.
+        torch.cuda.set_device(device.index or 0)  # Without this call, the thread would initialise the first GPU.
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1))
 
 
