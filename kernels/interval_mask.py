@@ -160,6 +160,15 @@ class Intervals:
         lo, hi = self.host
         return int((lo < hi).sum())
 
+    @cached_property
+    def longest_tile(self) -> int:
+        """Return the largest number of keys to which 64 consecutive rows attend, from the first key to the last."""
+        if self.is_replaced:
+            return self.num_keys
+        lo, hi = (x.numpy() for x in self.host)
+        last = np.minimum(np.arange(self.num_rows) + tile_scheduler.CONSUMER_ROWS, self.num_rows) - 1
+        return int((hi[:, last] - lo).max(initial=0))
+
     def requests(self) -> "TableRequests":
         # An object's `__dict__` contains a `cached_property` only after its first use.
         transposed = self.transposed.requests() if "transposed" in vars(self) else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ringattn.kernels import fp8
-from ringattn.kernels.hopper import NARROW_DIM, forward_fp8, forward_narrow, forward_wide
+from ringattn.kernels.hopper import NARROW_DIM, forward_fp8, forward_narrow, forward_short, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.column_parts import used_columns
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout
@@ -68,6 +68,7 @@ class ForwardConfig(hopper_common.KernelConfig):
     stages_per_step: ClassVar[int] = 1  # stages that a consumer releases per step
     extra_steps: ClassVar[int] = 0  # steps in which a consumer takes turns, in addition to those of the KV loop
     skips_steps: ClassVar[bool] = False  # whether a consumer skips steps to whose keys none of its rows attends
+    programs: ClassVar[int] = 1  # programs per SM
 
     @property
     def queries(self) -> int:
@@ -124,6 +125,12 @@ class NarrowConfig(ForwardConfig):
     @property
     def state_stages(self) -> int:
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
+
+
+class ShortConfig(NarrowConfig):
+    """The constants of `forward_short`. `stages` is the maximal number of steps of a work tile."""
+
+    programs: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,11 @@ TILES = {
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
+# If every 64 consecutive queries attend to at most SHORT_KEYS keys, `forward_short` is faster at head dims up to 64, but not
+# at 128.
+SHORT_KEYS = 192
+TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
+
 # For each padded (D, Dv), the tile sizes below were the fastest on an H100, on average over causal and full masks.
 WIDE_TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
@@ -232,10 +244,11 @@ def configure(
     has_state: bool,
     final: bool,
     few_rows: bool = False,
+    short: bool = False,
 ) -> NarrowConfig | WideConfig | Fp8Config:
     """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
 
-    `few_rows` tells whether to use TILES_FEW_ROWS.
+    `few_rows` tells whether to use TILES_FEW_ROWS, and `short` whether to use `forward_short`.
     """
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
@@ -246,6 +259,8 @@ def configure(
         key_dim, dim = hopper_common.padded_wide_dims(*dims)
         return WideConfig(dim, **call, key_dim=key_dim, **WIDE_TILES[key_dim, dim], **WIDE_SETTINGS)
     columns = used_columns(*dims)
+    if short:
+        return ShortConfig(64, **call, columns=columns, **TILES_SHORT)
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
     # While the consumers use the state stages, the producer loads keys of the next work tile into another stage. If Q has only
@@ -267,7 +282,8 @@ def forward(
         (batch, _, num_heads, head_dim), (num_key_heads, value_dim) = q.shape, v.shape[2:]
         few_rows = intervals.num_nonempty_rows * (batch // intervals.batch) * num_heads <= FEW_ROWS
         heads = num_heads, num_key_heads
-        config = configure((head_dim, value_dim), heads, q.dtype, state is not None, final, few_rows)
+        short = state is None and final and max(head_dim, value_dim) <= 64 and intervals.longest_tile <= SHORT_KEYS
+        config = configure((head_dim, value_dim), heads, q.dtype, state is not None, final, few_rows, short)
         q, k, v = [hopper_common.as_addressable(x) for x in (q, k, v)]
         if isinstance(config, WideConfig):
             tiles = (q, ROWS.value, config.dim), (q, ROWS.value, config.tail), (k, config.keys, config.dim)
@@ -277,7 +293,7 @@ def forward(
             stored_o = o if state is None else hopper_common.as_addressable(o)
             tiles = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
             tiles += (stored_o, ROWS.value, config.dim // config.o_parts), (out, ROWS.value, config.dim)
-            kernel = forward_narrow._forward_kernel
+            kernel = (forward_short if short else forward_narrow)._forward_kernel
         descriptors = [
             None if x is None or columns == 0 else hopper_common.tma_descriptor(x, rows, columns) for x, rows, columns in tiles
         ]
@@ -331,7 +347,8 @@ def _launch(
     with torch.cuda.device_of(q):
         launch(
             kernel, work_tiles.shape[1], (*inputs, intervals.lo, intervals.hi, work_tiles, m, l, o, lse, out),
-            (intervals.batch, q.shape[1], *numbers, float(scale) * LOG2_E.value), CONFIG=config,
+            (intervals.batch, q.shape[1], *numbers, float(scale) * LOG2_E.value),
+            max_registers=config.registers if isinstance(config, ShortConfig) else None, CONFIG=config,
         )  # fmt: skip
 
 
@@ -342,8 +359,10 @@ def _assign_work_tiles(
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
+    if isinstance(config, ShortConfig):  # A work tile has all query heads of a key head.
+        num_heads, heads_per_group = num_heads // config.group, heads_per_group // config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
-    programs = hopper_common.num_programs(q.device, shares_sms)
+    programs = hopper_common.num_programs(q.device, shares_sms) * config.programs
     # An update in place does not change rows that attend to no key.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

@@ -18,6 +18,7 @@ def launch(
     operands: Sequence[Any],
     numbers: Sequence[int | float],
     cooperative: bool = False,
+    max_registers: int | None = None,
     **constants: Hashable,
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
@@ -30,8 +31,9 @@ def launch(
             the descriptors.
         numbers: integers below 2**31 and floats, whose types never change, and which the kernel must not specialize.
         cooperative: whether the GPU must run all programs at the same time.
+        max_registers: the maximal number of registers per thread, or None if only the hardware limits it.
     """
-    key, arguments = [id(kernel), cooperative, *constants.values()], []
+    key, arguments = [id(kernel), cooperative, max_registers, *constants.values()], []
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
@@ -48,6 +50,7 @@ def launch(
     if compiled is None:
         # The first launch goes through Triton, which compiles the kernel.
         options = {"launch_cooperative_grid": True} if cooperative else {}
+        options |= {"maxnreg": max_registers} if max_registers else {}
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **OPTIONS, **options)
         return
     # Triton's launch hooks are disabled by the three None arguments.

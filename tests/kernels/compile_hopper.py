@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_narrow, backward_wide, forward_fp8, forward_narrow, forward_wide
+from ringattn.kernels.hopper import backward_narrow, backward_wide, forward_fp8, forward_narrow, forward_short, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
@@ -47,17 +47,18 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
         dim: the head dim of q, k and v.
         group: number of query heads per key head.
         kind: final (an output without a state), begin (a new state), state (a state updated in place), merge (an output from a
-            state), or few (an output, with the tiles for few rows).
+            state), few (an output, with the tiles for few rows), or short (an output, with the kernel for short intervals).
     """
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
-    config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, kind == "few")
+    options = kind == "few", kind == "short"
+    config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, *options)
     block = {"q": ROWS, "out_tiles": ROWS, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, config.dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
     if config.state_stages:
         types["state_tiles"] = descriptor("fp32", (1, ROWS, 1, config.dim // config.o_parts))
     absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
-    return forward_narrow._forward_kernel, config, types, absent
+    return (forward_short if kind == "short" else forward_narrow)._forward_kernel, config, types, absent
 
 
 def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
@@ -132,7 +133,8 @@ def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tr
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    options = dict(num_warps=4, maxnreg=config.registers if isinstance(config, hopper_forward.ShortConfig) else None)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def serialization_warnings(compiled: triton.compiler.CompiledKernel) -> list[str]:
@@ -166,6 +168,7 @@ def main() -> None:
         name, dtype, dim, group, kind = argument.split(":")
         make_case = {
             "forward": forward_case,
+            "short-forward": forward_case,
             "wide-forward": wide_forward_case,
             "fp8-forward": fp8_forward_case,
             "backward": backward_case,

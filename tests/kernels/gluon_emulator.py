@@ -157,6 +157,12 @@ class Descriptor:
         """Start to add a tile (64, n), in the order in which the registers of a warpgroup hold it, to rows of 32 numbers."""
         _partition.sends.append([self.tensor.view(-1), int(coordinates[0]) * self.block[1], source])
 
+    def store(self, coordinates: list, source: Shared) -> None:
+        """Start to copy a tile to this tensor."""
+        start = [int(x) for x in coordinates]
+        part = self.tensor[tuple(slice(x, x + n) for x, n in zip(start, self.block, strict=True))]
+        _partition.stores.append((part, source, self.block))
+
     def load(self, coordinates: list, barrier: Barrier, destination: Shared) -> None:
         _pause()
         start = [int(x) for x in coordinates]
@@ -173,6 +179,9 @@ def _wait_for_sources(in_flight: int) -> None:
     """Wait until TMA has read shared memory."""
     assert in_flight == 0
     _pause()
+    for part, source, block in _partition.stores:
+        part.copy_(source.data.view(block)[..., : part.shape[-1]])
+    _partition.stores.clear()
     for send in _partition.sends:
         if isinstance(send[2], Shared):
             send[2] = send[2].data.view(4, 2, 8, -1, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten()
@@ -248,7 +257,7 @@ def _warp_specialize(partitions: list[tuple[Callable, tuple]], _warps: list[int]
     program, errors = vars(_partition).copy(), []
 
     def run(function: Callable, arguments: tuple) -> None:
-        vars(_partition).update(program, products=[], sends=[])
+        vars(_partition).update(program, products=[], sends=[], stores=[])
         try:
             function(*arguments)
             _wait_for_sends()
@@ -312,7 +321,7 @@ LANGUAGE = SimpleNamespace(
     minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
     maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
     zeros=lambda shape, _dtype, _layout: torch.zeros(shape, dtype=FLOAT),
-    zeros_like=torch.zeros_like, full_like=torch.full_like, min=torch.amin, max=torch.amax,
+    zeros_like=torch.zeros_like, full_like=torch.full_like, min=torch.amin, max=torch.amax, sum=torch.sum,
     join=lambda x, y: torch.stack((x, y), -1),
     full=lambda shape, value, _dtype, _layout: torch.full(shape, value, dtype=FLOAT),
     arange=lambda start, end, layout=None: torch.arange(start, end),
@@ -339,7 +348,8 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
         ),
         execute=_execute,
         warpgroup_mma=_issue, warpgroup_mma_wait=_wait_for_products, fence_async_shared=_nothing, accumulator_layout=_nothing,
-        tma_load=Descriptor.load, tma_reduce_add=Descriptor.reduce_add, tile_view=lambda buffer, _descriptor: buffer,
+        tma_load=Descriptor.load, tma_store=Descriptor.store, tma_reduce_add=Descriptor.reduce_add,
+        tile_view=lambda buffer, _descriptor: buffer,
     )  # fmt: skip
     emulated = set(names)
     for module in modules:
@@ -348,10 +358,12 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
                 names[name] = value.value
             elif isinstance(value, ConstexprFunction) and name not in emulated:
                 names[name] = value.fn
+            elif isinstance(value, ModuleType) and value in modules and name not in emulated:
+                names[name] = SimpleNamespace(**{key: x for key, x in names.items() if key in vars(value)})
             elif hasattr(value, "fn") and name not in emulated:
                 source = inspect.getsource(value.fn)
-                # A tensor of PyTorch has no type with a layout.
-                source = source[source.index("def ") :].replace(".type.layout", ".layout")
+                # A tensor of PyTorch has no type with a layout, and no method expand_dims.
+                source = source[source.index("def ") :].replace(".type.layout", ".layout").replace("expand_dims", "unsqueeze")
                 exec(compile(source, f"{module.__name__}.{name}", "exec"), names)
     return names
 
@@ -367,7 +379,15 @@ def emulated(module: ModuleType, programs: int, others: list[ModuleType] = ()) -
         pytest.skip("the emulator needs Triton's interpreter, which tests use only on machines without a GPU")
     functions = source_functions([hopper_common, *others, module])
 
-    def run(kernel: Any, grid: int, operands: tuple, numbers: tuple, cooperative: bool = False, **constants: Any) -> None:
+    def run(
+        kernel: Any,
+        grid: int,
+        operands: tuple,
+        numbers: tuple,
+        cooperative: bool = False,
+        max_registers: Any = None,
+        **constants: Any,
+    ) -> None:
         if not isinstance(kernel, GluonJITFunction):
             kernel[(grid,)](*operands, *numbers, **constants)
             return
@@ -376,6 +396,7 @@ def emulated(module: ModuleType, programs: int, others: list[ModuleType] = ()) -
 
         def run_program(program: int) -> None:
             vars(_partition).update(program=program, programs=grid, named_barriers=NamedBarriers())
+            vars(_partition).update(products=[], sends=[], stores=[])
             functions[kernel.fn.__name__](*arguments, *numbers, *constants.values())
 
         with ThreadPoolExecutor(grid if cooperative else 1) as pool:

@@ -212,6 +212,15 @@ def test_nonempty_rows_are_counted_over_all_batch_entries():
     assert restricted.num_nonempty_rows == restricted.lo.numel()
 
 
+@pytest.mark.parametrize("length", [50, 300])
+def test_longest_tile_of_a_window(length):
+    hi = torch.arange(1, length + 1)[None]
+    lo = (hi - 128).clamp(min=0)
+    assert Intervals.of(lo, hi, length).longest_tile == min(length, 128 + 63)
+    # The kernel must be correct for every mask that may replace this one.
+    assert Intervals.of(lo, hi, length, is_replaced=True).longest_tile == length
+
+
 @settings(max_examples=20)
 @pytest.mark.parametrize("group", [None, 1, 4])
 @given(st.integers(1, 60), st.integers(0, 40), st.integers(1, 3), st.booleans(), st.integers(1, 9), st.integers(0, 2**32))
