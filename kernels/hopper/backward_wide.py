@@ -406,7 +406,7 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
     count = gl.to_tensor(0).to(gl.uint32)
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
     while end > 0:
-        _, _, num_unmasked, num_masked = loop
+        begin, num_steps = _query_loop(loop)
         mbarrier.wait(q_empty, q_phase ^ 1)
         mbarrier.expect(q_full, 2 * (PARTS * q.block_type.nbytes + VALUE_PARTS * dout.block_type.nbytes))
         for consumer in gl.static_range(2):
@@ -415,8 +415,8 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
                 _load_part(q, rows, part, q_full, queries.index(consumer * PARTS + part))
             for part in gl.static_range(VALUE_PARTS):
                 _load_part(dout, rows, part, q_full, douts.index(consumer * VALUE_PARTS + part))
-        for step in range(num_masked + num_unmasked):
-            own = batch, _step_start(loop, step, STEP_KEYS), head // CONFIG.group
+        for step in range(num_steps):
+            own = batch, begin + step * STEP_KEYS, head // CONFIG.group
             _load_into_ring(k, own, k_ring, count, PARTS, CONFIG.k_slots)
             _load_into_ring(v, own, v_ring, count, VALUE_PARTS, CONFIG.v_slots)
             count += 1
@@ -426,13 +426,15 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _step_start(loop, step, STEP: gl.constexpr):
-    """Return the first key of a step. The masked tiles come first, which needs fewer registers than the order of the keys."""
-    begin, num_masked_prefix, num_unmasked, num_masked = loop
-    tile = gl.where(
-        step < num_masked, step + gl.where(step < num_masked_prefix, 0, num_unmasked), num_masked_prefix + step - num_masked
-    )
-    return begin + tile * STEP
+def _own_steps(row_bounds, begin, num_steps):
+    """Return (first, end, first_unmasked, last_unmasked) of a consumer: the range of steps to whose keys its rows attend,
+    of which there is at least one, and the range of the first keys of the steps that need no mask.
+    """
+    lo, hi, num_own = row_bounds
+    last = gl.minimum(num_own, ROWS) - 1
+    first = gl.minimum(gl.maximum(gl.load(lo) - begin, 0) // STEP_KEYS, num_steps - 1)
+    end = gl.minimum((gl.load(hi + last) - begin + STEP_KEYS - 1) // STEP_KEYS, num_steps)
+    return first, gl.maximum(end, first + 1), gl.load(lo + last), gl.load(hi) - STEP_KEYS
 
 
 @gluon.jit
@@ -453,8 +455,8 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile in which this consumer has no rows. The consumer still releases all parts and takes all turns. Return
-    the next step."""
+    """Skip steps in which this consumer has no rows, or its rows attend to no key. The consumer still releases all parts and
+    takes all turns. Return the next step."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring
@@ -498,7 +500,7 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     count = gl.to_tensor(0).to(gl.uint32)
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
     while end > 0:
-        _, _, num_unmasked, num_masked = loop
+        begin, num_steps = _query_loop(loop)
         own = first + CONSUMER * ROWS
         mbarrier.wait(q_full, q_phase)
         if own < end:
@@ -509,6 +511,10 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             scalars = lse, delta
             offset = gl.minimum(batch, num_masks - 1) * num_queries + own
             row_bounds = lo + offset, hi + offset, end - own
+            first_step, end_step, first_unmasked, last_unmasked = _own_steps(row_bounds, begin, num_steps)
+            count = _skip_steps(first_step, rings, count, CONSUMER, CONFIG)
+            begin += first_step * STEP_KEYS
+            num_skipped = num_steps - end_step
             sums = _zero_sums(CONFIG.part, PARTS)
             sync_at(CONSUMER)
             scores = _issue_scores(queries, CONSUMER * PARTS, k_ring, count, STEP_KEYS, PARTS, CONFIG.k_slots)
@@ -516,10 +522,11 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             if not CONFIG.pass_after_scores:
                 arrive_at(1 - CONSUMER)
             ds = _compute_query_ds(
-                scores, dp, scalars, row_bounds, _step_start(loop, 0, STEP_KEYS), num_masked > 0, v_empty, count,
+                scores, dp, scalars, row_bounds, begin, (begin < first_unmasked) | (begin > last_unmasked), v_empty, count,
                 log2_scale, dtype, CONSUMER, CONFIG,
             )  # fmt: skip
-            for step in range(1, num_masked + num_unmasked):
+            # Few registers are left, so the number of the step is not a variable of its own.
+            for start in range(begin + STEP_KEYS, begin + (end_step - first_step) * STEP_KEYS, STEP_KEYS):
                 sync_at(CONSUMER)
                 pending = _issue_sums(ds, sums, k_ring, count, PARTS, CONFIG.k_slots)
                 count += 1
@@ -530,21 +537,21 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
                     arrive_at(1 - CONSUMER)
                 _release(k_empty, count - 1, PARTS, CONFIG.k_slots)
                 ds = _compute_query_ds(
-                    scores, dp, scalars, row_bounds, _step_start(loop, step, STEP_KEYS), step < num_masked,
+                    scores, dp, scalars, row_bounds, start, (start < first_unmasked) | (start > last_unmasked),
                     v_empty, count, log2_scale, dtype, CONSUMER, CONFIG,
                 )  # fmt: skip
             mbarrier.arrive(q_empty, count=1)
             pending = _issue_sums(ds, sums, k_ring, count, PARTS, CONFIG.k_slots)
             sums = wait_for_parts(pending, 0, PARTS)
             _release(k_empty, count, PARTS, CONFIG.k_slots)
-            count += 1
+            count = _skip_steps(num_skipped, rings, count + 1, CONSUMER, CONFIG)
             _write_gradient(
                 dq, sums, (batch, head, own, end), num_queries, scale,
                 CONFIG.num_heads, CONFIG.head_dim, CONFIG.part, PARTS, CONFIG.add_dq,
             )  # fmt: skip
         else:
             mbarrier.arrive(q_empty, count=1)
-            count = _skip_steps(num_masked + num_unmasked, rings, count, CONSUMER, CONFIG)
+            count = _skip_steps(num_steps, rings, count, CONSUMER, CONFIG)
         q_phase ^= 1
         index += gl.num_programs(0)
         batch, head, first, end, loop = load_work_tile(work_tiles, index)
