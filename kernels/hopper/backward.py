@@ -28,19 +28,28 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
+# Consumers skip steps if at most this many queries attend to any 64 keys. With more queries, skipping saves nothing.
+MOST_QUERIES_TO_SKIP = 1536
+
 # K and V of a head group have at most this many bytes in the wide kernel for dq, so that they stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class NarrowConfig(hopper_common.KernelConfig):
-    """The constants of `backward_narrow`. If `deterministic`, dq is summed in a fixed order."""
+    """The constants of `backward_narrow`.
+
+    Args:
+        deterministic: whether dq is summed in a fixed order.
+        skips_steps: whether a consumer skips the steps in which no query attends to its keys.
+    """
 
     head_dim: int
     add_dq: bool
     add_dk: bool
     add_dv: bool
     deterministic: bool
+    skips_steps: bool
 
     @property
     def entry_size(self) -> int:
@@ -144,8 +153,9 @@ WIDE_TILES = {
 
 @lru_cache(maxsize=256)
 def configure(
-    dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False
-) -> NarrowConfig | WideConfig:
+    dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False,
+    skips_steps: bool = False,
+) -> NarrowConfig | WideConfig:  # fmt: skip
     """Return the constants for the head dims (D, Dv) and the heads (Hq, Hkv). The argument `add` states which of dq, dk and dv
     are accumulators.
     """
@@ -153,7 +163,7 @@ def configure(
     if max(dims) > NARROW_DIM:
         padded = hopper_common.padded_wide_dims(*dims)
         return WideConfig(*dims, heads[0], group, *add, *padded, **WIDE_TILES[padded])
-    return NarrowConfig(hopper_common.padded_dim(*dims), dims[1], heads[0], group, dims[0], *add, deterministic)
+    return NarrowConfig(hopper_common.padded_dim(*dims), dims[1], heads[0], group, dims[0], *add, deterministic, skips_steps)
 
 
 def backward(
@@ -215,10 +225,11 @@ class NarrowBackward(_Backward):
         q, dout, lse, delta = self._queries
         (batch, num_queries, num_heads, _), (num_keys, num_key_heads) = q.shape, v.shape[1:3]
         add = False, dk is not None, dv is not None
-        config = configure((q.shape[3], v.shape[3]), (num_heads, num_key_heads), add, self._deterministic)
+        by_key = intervals.transposed
+        options = self._deterministic, _skips_steps(by_key)
+        config = configure((q.shape[3], v.shape[3]), (num_heads, num_key_heads), add, *options)
         _, *grads = triton_common.allocate_gradients(q, k, v, (q, dk, dv), grad_dtype)
         num_tiles = -(-num_queries // config.queries)
-        by_key = intervals.transposed
         programs = hopper_common.num_programs(q.device, self._shares_sms)
         work_tiles, progress = _work_tiles(by_key, batch, num_key_heads, num_queries, programs, config)
         with torch.cuda.device_of(q):
@@ -321,6 +332,10 @@ class WideBackward(_Backward):
             (*descriptors, *self._packed, dq, intervals.lo, intervals.hi, work_tiles),
             (intervals.batch, padded_queries, num_queries, self._scale), CONFIG=config,
         )  # fmt: skip
+
+
+def _skips_steps(by_key: Intervals) -> bool:
+    return by_key.longest_tile <= MOST_QUERIES_TO_SKIP
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:

@@ -198,8 +198,17 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Return (key_bounds, first_seen, end_seen): the bounds of this consumer's keys, and the range of queries that attend to
+    any of them.
+    """
     batch, _, first, end, _, _, _ = work_tile
-    return load_key_bounds(batch, first + CONSUMER * ROWS, end, bounds, sizes, CONFIG.queries)
+    query_lo, query_hi = bounds
+    num_masks, _, num_keys = sizes
+    own = first + CONSUMER * ROWS
+    offset = gl.minimum(batch, num_masks - 1) * num_keys
+    first_seen = gl.load(query_lo + offset + own, mask=own < end, other=0)
+    end_seen = gl.load(query_hi + offset + gl.minimum(own + ROWS, end) - 1, mask=own < end, other=0)
+    return load_key_bounds(batch, own, end, bounds, sizes, CONFIG.queries), first_seen, end_seen
 
 
 @gluon.jit
@@ -310,6 +319,27 @@ def _step(
 
 
 @gluon.jit
+def _skip_step(
+    dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Do a step in which no query attends to the keys of this consumer: only add dQ of the previous step to the sums of dq."""
+    queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
+    q_full, dout_full, empty = barriers
+    mbarrier.wait(q_full.index(stage), phase)
+    mbarrier.wait(dout_full.index(stage), phase)
+    _wait_for_previous_step(empty, stage, phase)
+    QUERIES: gl.constexpr = CONFIG.queries
+    SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
+    ds_tiles.index(2 * stage + CONSUMER).store(gl.full([ROWS, QUERIES], 0.0, queries.dtype, SCORES))
+    fence_async_shared()
+    _wait_for_staging(staging, stage, CONSUMER, CONFIG)
+    grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
+    grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
+    _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
+    mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """With `keeps_operands`, load this consumer's K and the first part of its V into registers, and return (parts of K, part of
     V).
@@ -336,6 +366,7 @@ def _compute_work_tile(
     Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase).
     """
     batch, key_head, _first, _end, begin, num_steps, direction = work_tile
+    key_bounds, first_seen, end_seen = key_bounds
     grad_k = zero_parts(CONFIG.columns)
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
@@ -343,10 +374,15 @@ def _compute_work_tile(
         # The writer computes the chunk addresses itself, because a single loop needs fewer registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
-            grad_k, grad_v = _step(
-                operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers,
-                stage, phase, log2_scale, CONSUMER, CONFIG,
-            )  # fmt: skip
+            if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
+                grad_k, grad_v = _step(
+                    operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers,
+                    barriers, stage, phase, log2_scale, CONSUMER, CONFIG,
+                )  # fmt: skip
+            else:
+                _skip_step(
+                    dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER, CONFIG
+                )  # fmt: skip
             previous_slot = slot + 0
             stage ^= 1
             if stage == 0:
@@ -359,10 +395,15 @@ def _compute_work_tile(
         # The "+ 0" creates a new value, because Gluon does not carry a second name of a variable through a loop.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
-            grad_k, grad_v = _step(
-                operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers,
-                stage, phase, log2_scale, CONSUMER, CONFIG,
-            )  # fmt: skip
+            if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
+                grad_k, grad_v = _step(
+                    operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers,
+                    barriers, stage, phase, log2_scale, CONSUMER, CONFIG,
+                )  # fmt: skip
+            else:
+                _skip_step(
+                    dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER, CONFIG
+                )  # fmt: skip
             previous_chunk = chunk + 0
             previous_slot = slot + 0
             stage ^= 1

@@ -92,10 +92,11 @@ def fp8_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """Return the same for the main kernel of the backward.
 
-    kind: "fresh" (new gradients) or "add" (accumulators); "ordered" and "add-ordered" for the deterministic backward.
+    kind: "fresh" (new gradients), "skip" (the same, and consumers skip steps) or "add" (accumulators); "ordered" and
+        "add-ordered" for the deterministic backward.
     """
     add, ordered = kind.startswith("add"), kind.endswith("ordered")
-    config = hopper_backward.configure((dim, dim), (HEADS, HEADS // group), (add, add, add), ordered)
+    config = hopper_backward.configure((dim, dim), (HEADS, HEADS // group), (add, add, add), ordered, kind == "skip")
     rows = {"q": config.queries, "dout": config.queries, "k": backward_narrow.ROWS.value, "v": backward_narrow.ROWS.value}
     types = {name: descriptor(dtype, (1, n, 1, config.dim)) for name, n in rows.items()}
     for consumer, name in enumerate(("first_dq_sums", "second_dq_sums")):
