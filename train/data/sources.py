@@ -50,7 +50,8 @@ HELD_OUT_ROWS = 10_000
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
-PIECE_BYTES = 2**25  # of a file: a process reads them in seconds, and a large file has pieces for many processes
+# The sizes of the pieces of a corpus, which several processes read.
+PIECE_BYTES, MIN_PIECE_BYTES = 2**25, 2**20
 COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed file, to estimate the remaining time
 
 
@@ -104,7 +105,12 @@ def _lines_before(file: str, begin: int) -> int:
 
 
 class Corpus:
-    """Divides the documents of a source into pieces of about `piece_bytes` bytes.
+    """Divides the documents of a source into pieces.
+
+    Args:
+        config: the settings of the source.
+        num_pieces: the number of pieces, if they would otherwise have between `min_bytes` and PIECE_BYTES bytes.
+        min_bytes: the size of the smallest pieces.
 
     Attributes:
         pieces: the pieces, in the order of the documents.
@@ -116,8 +122,7 @@ class Corpus:
         Exception: a hub dataset or a split cannot be read. The type depends on the reader.
     """
 
-    def __init__(self, config: DataConfig, piece_bytes: int | None = None):
-        piece_bytes = piece_bytes or PIECE_BYTES
+    def __init__(self, config: DataConfig, num_pieces: int = 1, min_bytes: int = MIN_PIECE_BYTES):
         self._config, self._rows = config, load_hub(config) if config.source == "hub" else None
         self.identity, self.known_sizes = "", None
         if self._rows is not None:
@@ -127,11 +132,11 @@ class Corpus:
                 name: split.num_examples for name, split in (self._rows.info.splits or dict[str, Any]()).items()
             }
             count, size = self._rows.num_rows, int(self._rows.data.nbytes)
-            step = max(count * piece_bytes // max(size, 1), 1)
+            step = max(count * _piece_bytes(size, num_pieces, min_bytes) // max(size, 1), 1)
             ranges = [(start, min(start + step, count)) for start in range(0, count, step)]
             self.pieces = [Piece((), size * (end - start) // count, start, end) for start, end in ranges]
         else:
-            self.pieces = list(_pieces_of_files(config, piece_bytes))
+            self.pieces = list(_pieces_of_files(config, num_pieces, min_bytes))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"pieces": []}  # Every task contains its piece.
@@ -252,9 +257,14 @@ def _attempt(read: Callable[..., Content], *arguments: Any) -> Content:
         return error
 
 
-def _pieces_of_files(config: DataConfig, piece_bytes: int) -> Iterator[Piece]:
+def _piece_bytes(size: int, num_pieces: int, min_bytes: int) -> int:
+    return min(max(size // num_pieces, min_bytes), PIECE_BYTES)
+
+
+def _pieces_of_files(config: DataConfig, num_pieces: int, min_bytes: int) -> Iterator[Piece]:
     """Divide large files, and join small ones."""
     states = list(map(State.of, library_files() if config.source in ("stdlib", "packages") else files(config)))
+    piece_bytes = _piece_bytes(sum(state.size for state in states), num_pieces, min_bytes)
     limit = 2**62 if config.source == "packages" else piece_bytes
     group, size = list[State](), 0
     for parts in _parts(states, config, piece_bytes):

@@ -295,8 +295,7 @@ class FileCorpus:
             with open(name, "rb") as file:
                 known = [name.name, name.stat().st_size, file.read(SAMPLED_BYTES)]
             self.identity = zlib.crc32(repr(known).encode(), self.identity)
-        share = sum(name.stat().st_size for name in names) // MAX_READERS
-        self._corpus = sources.Corpus(config, min(max(share, MIN_PIECE_BYTES), sources.PIECE_BYTES))
+        self._corpus = sources.Corpus(config, MAX_READERS, MIN_PIECE_BYTES)
         # Leave out pieces in which no line begins, because a reader needs text.
         self.pieces = [each for each in self._corpus.pieces if config.source != "jsonl" or sources.begins_line(each)]
 

@@ -32,6 +32,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 
 SHARD_TOKENS = 2**26  # a killed process loses at most this many tokens
 SHARD_DOCUMENTS = 2**20  # limits the memory for the lengths of short documents
+NUM_PIECES = 128  # A small text must have pieces for many processes. Bytes are fast, so they do not need small pieces.
 NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum
@@ -84,7 +85,7 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
 
 
 def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: Path | None) -> Path:
-    corpus = sources.Corpus(config)
+    corpus = sources.Corpus(config, num_pieces=1 if isinstance(tokenizer, BytesTokenizer) else NUM_PIECES)
     encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
     settings = [config.source, config.split, config.columns, config.max_document_mb, config.on_error, config.join]
     content = corpus.identity or _content(corpus, config, num_proc)

@@ -249,6 +249,13 @@ def test_text_keeps_its_line_ends(text, tmp_path):
     assert [found for _, found in documents] == [text]
 
 
+@pytest.mark.parametrize(("num_pieces", "min_bytes", "expected"), [(1, 1, 1), (10, 1, 10), (10, 5000, 2)])
+def test_a_small_text_is_divided_into_pieces(num_pieces, min_bytes, expected, tmp_path):
+    (tmp_path / "a.jsonl").write_text("x" * 10_000)
+    path = str(tmp_path / "a.jsonl")
+    assert len(sources.Corpus(config("jsonl", path=path), num_pieces, min_bytes).pieces) == expected
+
+
 def test_parquet_files_without_rows_are_faulty(tmp_path):
     for name, table in (("a", pa.table({})), ("b", TEXTS), ("c", TEXTS[:0]), ("d", pa.table({"text": [None]})), ("e", TEXTS)):
         (tmp_path / f"{name}.parquet").write_bytes(parquet(table))
