@@ -33,6 +33,13 @@ SEQ_LEN = 65_536
 MEAN_BYTES = 8.0, 1.2  # mean and standard deviation of the logarithm of the length of a document
 SAMPLE_BYTES = 60 * 10**6  # of source code, from which the documents are cut
 
+# By default, a small text uses fewer processes.
+PREPARE = """
+from ringattn.train.commands import prepare
+from ringattn.train.data import workers
+workers.MIN_BYTES = 1
+prepare.main()
+"""
 MAP = """
 import sys
 import datasets, numpy as np
@@ -152,9 +159,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             shards, opened = folder / "shards", None
             shutil.rmtree(shards, ignore_errors=True)
             if program == "ours":
-                script = str(command.ROOT / "train" / "prepare.py")
                 settings = f"data.path={lines}", f"data.tokenizer={name}", f"data.num_proc={processes}"
-                seconds, peak = run([script, f"output={shards}", "data=jsonl", *settings], cache)
+                seconds, peak = run(["-c", PREPARE, f"output={shards}", "data=jsonl", *settings], cache)
                 printed = subprocess.run(
                     [sys.executable, "-c", OPEN, str(shards), name],
                     env=command.child_environment(),
