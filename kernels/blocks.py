@@ -49,8 +49,8 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. The lists of the
-        # query blocks have the key "queries", and the lists of the key blocks have the key `group`.
+        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. The dictionary key
+        # is "queries" for the lists of the query blocks, and `group` for the lists of the key blocks.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -75,7 +75,7 @@ class BlockMask:
     def key_lists(self, group: int) -> Tensor:
         """Return, for each key block, the list of its kept columns. The list of a key block contains pairs of a query block and
         a head, which are called columns. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2).
-        Columns are numbered query block * group + head.
+        The pair of a query block and a head has the column number query block * group + head.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 
@@ -99,7 +99,7 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """Convert each row of a mask (..., C) to a list of its kept columns, int32 (..., C + 1, 2).
 
-    Entry c holds two numbers: how many of the first c columns are kept, and the index of the c-th kept column.
+    Entry c of a list contains two numbers: how many of the first c columns are kept, and the index of the c-th kept column.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

@@ -96,10 +96,10 @@ def keep_for_graph(thing: object, device: torch.device) -> None:
 
 
 class SharedTensors(dict[Any, Any]):
-    """A dictionary of tensors on one device, which may be read on several CUDA streams.
+    """A `SharedTensors` dictionary holds tensors of one device, which several CUDA streams may read.
 
-    A value must be stored on the stream that wrote it. Any other stream waits for this write before it first reads the value.
-    The memory of a value is reused only after all streams that read the value have finished their work.
+    A value must be stored on the stream that wrote it. Another CUDA stream waits for the write of a value before it first reads
+    the value. The memory of a value is reused only after all streams that read the value have finished their work.
     """
 
     def __init__(self) -> None:
@@ -119,16 +119,14 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # The code of `use` is repeated here, because the function call would be slow. Check the stream after reading the value,
+        # The body of `use` is repeated here, because calling `use` would be slow. Check the stream after reading the value,
         # because another thread may have just stored the value.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Let other streams wait for tensors that the current stream has written, without storing these tensors in the
-        dictionary.
-        """
+        """Let other streams wait until the current stream has written these tensors. The dictionary does not store them."""
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
             return

@@ -199,7 +199,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """Round q, k and v to FP8, as the forward with precision="fp8" does, and convert them back to bf16, fp32 or fp64.
 
-    The returned queries and keys are rotated. Pass gradients with respect to them to `fp8.rotate_back`.
+    The returned queries and keys are rotated. Pass gradients with respect to the rotated queries and keys to `fp8.rotate_back`.
     """
     dtype = _exact_dtype(q.dtype)
     return tuple(fp8.dequantize(x, dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
@@ -329,7 +329,7 @@ def prepare_decode(
     contiguous.
 
     Return a function of (q, lo, hi, sinks). The prepared function requires tensors with the shapes, dtypes and devices of the
-    arguments given here. The prepared function saves several microseconds per token, because it does not check its arguments.
+    arguments given here. The prepared function does not check its arguments, which saves several microseconds per token.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":

@@ -1,10 +1,10 @@
-"""Dropout of attention probabilities. No kernel stores the dropout mask. Each kernel recomputes the entries that the kernel
-needs.
+"""Dropout of attention probabilities. No kernel stores the dropout mask. Each kernel recomputes the needed entries of the
+dropout mask with a random number generator.
 
 Dropout keeps an attention probability if a random unsigned 32-bit word is at least p * 2**32. The random word is the second
 output of the generator Philox-4x32-7 (Salmon et al. 2011). The key of the generator is the seed, and its counter is (query
-position, key position, query head, batch entry). This counter layout is the cheapest, because few multiplications of Philox
-depend on both positions. The dropout mask is the same for all tile sizes, layouts and numbers of ranks.
+position, key position, query head, batch entry). Placing the two positions first in the counter is cheapest, because few
+multiplications of Philox then depend on both. The dropout mask is the same for all tile sizes, layouts and numbers of ranks.
 
 Kept probabilities are multiplied by 1 / (1 - p).
 """
@@ -47,8 +47,8 @@ class Dropout:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    # The 64-bit product may set the sign bit of int64. In this case `>>` fills the upper bits with ones, so the code masks
-    # them.
+    # The 64-bit product may set the sign bit of int64. For a negative int64, `>>` fills the upper bits with ones, so the code
+    # masks them.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
 

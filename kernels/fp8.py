@@ -1,4 +1,4 @@
-"""The FP8 format of attention inputs, and the PyTorch code that converts q, k and v to it.
+"""This module defines the FP8 format of attention inputs, and converts q, k and v to FP8 in PyTorch.
 
 FP8 attention rounds q, k and v to e4m3, a format with 4 exponent bits, 3 mantissa bits and the largest number 448. A *block* is
 128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its block:
@@ -70,8 +70,8 @@ def num_blocks(num_tokens: int) -> int:
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix.
 
-    The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, H has
-    a diagonal block for each power of two in the sum D, the largest first.
+    The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, D is
+    written as a sum of powers of two. The matrix H then has one diagonal block per power of two, the largest first.
     """
     # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
     with torch.inference_mode(False), torch.no_grad():
@@ -122,8 +122,8 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_tokens: int | None = None) -> Tensor:
     """Convert e4m3 tensors to a contiguous tensor (B, N, H, D), without an error for bf16, fp32 and fp64.
 
-    Queries and keys stay rotated, because attention needs only their products. The tiles of values are padded, so `num_tokens`
-    must be N for values.
+    Queries and keys stay rotated, because attention needs only their products. For values, `num_tokens` must be the number of
+    tokens N, because tiles of values are padded.
     """
     if isinstance(x, QuantizedRows):
         num_tokens = x.data.shape[1]

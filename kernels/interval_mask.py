@@ -19,14 +19,14 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A jump of the bound by at least this many times the rows of a tile starts a new tile. There, a long document ends.
+# A new tile starts where the bound jumps by at least DOCUMENT_JUMP times the rows of a tile. There, a long document ends.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """One interval mask, together with the tables of tiles that kernels need for it.
+    """An `Intervals` object contains one interval mask and the tables of tiles that kernels need for the mask.
 
     The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
     intervals once per mask, with `Intervals.of`, and pass the same object to every call.
@@ -123,8 +123,8 @@ class Intervals:
 
         For each tile of rows, a program loops over tiles of columns. Step i of the loop starts at column begin + i * step. In
         the first num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all
-        columns, so no masking is needed. In the remaining steps, the scores must be masked. Tiles end at the ends of long
-        documents, because a tile of two documents would loop over the columns of both documents.
+        columns, so no masking is needed. After the unmasked steps, the scores of all remaining steps must be masked. Tiles end
+        at the ends of long documents, because a tile of two documents would loop over the columns of both documents.
 
         Args:
             rows, step: the maximal number of rows per tile, and the number of columns per step.
@@ -133,8 +133,7 @@ class Intervals:
 
         Returns:
             int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, the number of
-                all masked steps. Tiles with longer loops come first. Batch entries with fewer than T tiles are padded with
-                zeros.
+                all masked steps. Tiles with longer loops come first. Batch entries with fewer tiles are padded with zeros.
         """
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
@@ -144,8 +143,8 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
-        # At the start of a document, the bound lo of the queries jumps to a larger value. In a transposed mask, the bound hi of
-        # the keys jumps instead.
+        # At the start of a document, the bound lo of the queries jumps to a larger value. In a transposed mask, whose rows are
+        # keys, the bound hi jumps instead of lo.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -241,15 +240,15 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return the largest shape of the table `key` among all masks of the same shape."""
+        """Return the largest shape that the table `key` can have for any mask of this shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
-        # The first arguments of `work_tiles` and `ordered_work_tiles` are the same.
+        # Both `work_tiles` and `ordered_work_tiles` have these first parameters.
         batch, heads, _, programs, *_ = arguments
-        # A program may receive more work tiles than the average, because work tiles differ in length. Work tiles of the last
-        # wave may be split, and the last row of a table is empty.
+        # A program may receive more work tiles than the average, because work tiles differ in length. The table also needs
+        # space for work tiles that are split in the last wave, and for an empty last row.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -302,7 +301,7 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Copy the masks, and replace their bounds and tables by the given tensors, in the order of `sides`."""
+    """Return copies of the masks whose bounds and tables are the given tensors, in the order of `sides`."""
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:
@@ -341,8 +340,8 @@ def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
 
 
 def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
-    """Copy a CPU tensor to `device`. Raise RuntimeError during the capture of a CUDA graph, whose replays would copy from freed
-    memory.
+    """Copy a CPU tensor to `device`. Raise RuntimeError if a CUDA graph is being captured, because its replays would copy from
+    freed memory.
     """
     device = torch.device(device)
     check_not_capturing(device)

@@ -13,10 +13,10 @@ from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack
 
 
 class MaskSlots:
-    """Memory for several masks that were created with `is_replaced`. Run the kernels of the graph once beforehand, so that the
-    masks contain all tables that the kernels need.
+    """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Run the kernels of the graph
+    once beforehand, so that the masks contain all tables that the kernels need.
 
-    Capture the graph with the masks in the attribute `masks`. The memory of `masks` contains zeros until the first `write`.
+    Capture the graph with the masks in the attribute `masks`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:

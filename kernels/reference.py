@@ -10,7 +10,8 @@ head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that 
 
 The scores of a query are s = scale * q k^T. For the keys that a query has attended to so far, m is the maximum of s, l is sum
 exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and
-the lse -inf. The Hopper kernels may return another m than the maximum. Their l and o are then relative to the returned m.
+the lse -inf. The Hopper kernels may return another m than the maximum. The l and o of a Hopper kernel are relative to the m
+that the kernel returns.
 
 With `dropout`, o is the sum over the kept probabilities only, which are scaled. Dropout does not change m, l and lse. The
 argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton kernels

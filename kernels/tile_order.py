@@ -1,10 +1,10 @@
 """The order of work tiles in the deterministic Hopper backward makes every sum of dq reproducible.
 
 A work tile is a tile of keys of one head. The program of a work tile loops over the query tiles that attend to these keys, and
-adds to dq of each query tile. The order matters only between work tiles that share a query. The bounds of an interval mask
-never decrease, so it suffices to order neighbouring work tiles. Of two neighbouring work tiles, the *predecessor* adds first to
-every query tile that both use. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a
-query. Each chain has one of two directions:
+adds to dq of each query tile. Two work tiles must be ordered only if a query attends to keys of both. The bounds of an interval
+mask never decrease, so it suffices to order neighbouring work tiles. Of two neighbouring work tiles, the *predecessor* adds
+first to every query tile that both use. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours
+share a query. Each chain has one of two directions:
 
 - **Forwards:** the work tiles start from the last keys to the first. Each work tile loops over its query tiles from the first
 to the last. Under a causal mask, the predecessor starts at a later query tile and is therefore ahead of its successor.
@@ -62,8 +62,8 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all work tiles start at the same time. In this case, all chains are forwards,
-    # so that each predecessor is ahead from the start.
+    # If every program has at most one work tile, all work tiles start at the same time. All chains then run forwards, so that
+    # each predecessor is ahead from the start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]

@@ -1,8 +1,8 @@
 """Compute, once per mask, the tables that tell the programs of a kernel which tiles to compute.
 
-This module numbers the rows of all batch entries consecutively: row i of batch entry b has the number b * N + i. Six numbers
-describe a tile, as in `Intervals.tiles`. A *work tile* is a tile of one head, which is described by the same numbers, the head
-and the batch entry.
+This module numbers the rows of all batch entries consecutively: row i of batch entry b has the number b * N + i. A tile is
+described by six numbers, which `Intervals.tiles` explains. A *work tile* is a tile of one head, which is described by the same
+numbers, the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -10,7 +10,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# A work tile takes this much time in addition to its steps, in units of a step.
+# The fixed overhead of a work tile, measured in steps, is added to the number of its steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
@@ -20,8 +20,8 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
-# The scheduler assigns blocks of work tiles at a time. After a block of fewer work tiles than MIN_BLOCK, it assigns HEAP_TILES
-# work tiles one by one.
+# The scheduler assigns blocks of work tiles at a time. If a block has fewer than MIN_BLOCK work tiles, the scheduler assigns
+# the next HEAP_TILES work tiles one by one.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
@@ -38,7 +38,8 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    The last tile of a range may have fewer than `rows` rows. With `from_end`, the first tile may be smaller instead.
+    The last tile of a range may have fewer than `rows` rows. With `from_end`, the first tile of a range may have fewer rows,
+    instead of the last tile.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -51,8 +52,8 @@ def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -
 
 
 def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int, alignment: int) -> tuple[ndarray, ...]:
-    """Return begin, num_masked_prefix, num_unmasked and num_masked of the tiles with rows [first, end). begin is a multiple of
-    `alignment`.
+    """For the tiles with rows [first, end), return begin, num_masked_prefix, num_unmasked and num_masked. Every begin is a
+    multiple of `alignment`.
     """
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
@@ -96,7 +97,7 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
-    """Split the work tiles of the last wave in two if at least half of the programs would be idle in the last wave."""
+    """Split the work tiles of the last wave in two if the last wave would leave at least half of the programs idle."""
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
@@ -166,7 +167,8 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
     loads, least = np.arange(programs), np.empty_like(steps)
     done = 0
     while done < len(steps):
-        # Work tile i goes to the i-th least load, until an earlier work tile of this block results in a smaller load.
+        # Work tile i of the block goes to the program with the i-th smallest load. The block ends where a program that has just
+        # received a work tile would have a smaller load.
         block = steps[done : done + programs]
         results = loads[: len(block)] + block
         is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
@@ -176,7 +178,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
         loads.sort()
         done += count
         if count < MIN_BLOCK and done < len(steps):
-            # A heap is faster for short blocks. A sorted list is a heap.
+            # For short blocks, a heap is faster than a sort. A sorted list is a heap.
             heap, block = loads.tolist(), steps[done : done + HEAP_TILES].tolist()
             least[done : done + len(block)] = [heapreplace(heap, heap[0] + time) for time in block]
             loads = np.sort(heap)
@@ -201,15 +203,15 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     """Order work tiles by their start times, but move a work tile forward if it would end later than (1 - MARGIN) times the
     mean time of all programs.
 
-    A predecessor starts no later than the work tiles that follow it.
+    A work tile never starts before its predecessor.
     """
     times = times.astype(np.int64)
     in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor has a smaller index than its work tile. The loop runs from the last work tile to the first, so it reads
-        # only final start times.
+        # The index of a predecessor is smaller than the index of its work tile. The loop runs from the last work tile to the
+        # first, so that it reads only final start times.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
@@ -219,7 +221,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Return, for each element of all lists, the number of its list and its index. List i has counts[i] elements."""
+    """For each element of all lists, return the number of the list and the index in the list. List i has counts[i] elements."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

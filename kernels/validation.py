@@ -58,7 +58,7 @@ def as_integer(name: str, value: Any, low: int = 0, high: int | None = 2**63 - 1
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return `value` as a float, or raise ValueError. Numbers of numpy and tensors with one element are converted."""
+    """Return `value` as a float, or raise ValueError. NumPy numbers and tensors with one element are converted to float."""
     if type(value) is float:
         return value
     try:
@@ -131,7 +131,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_scale(scale: float) -> None:
-    # The comparison is also false for NaN.
+    # A scale of NaN also fails this comparison.
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: must be positive and finite; for a negative scale, negate q")
 

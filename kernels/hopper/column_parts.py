@@ -2,7 +2,7 @@
 
 The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 therefore has 128 columns, and the last 32 columns
 are zeros. To multiply only the first 96 columns, the functions issue a product with 64 columns and a product with 32 columns.
-The result then consists of two parts. For 64 or 128 columns, a single product suffices, and the result has one part.
+The result for 96 columns consists of two parts. For 64 or 128 columns, a single product suffices, and the result has one part.
 
 The argument COLUMNS is the number of columns that a product multiplies. Every function returns a tuple of parts.
 """
@@ -34,7 +34,7 @@ def split_tile(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load the parts of a tile (64, columns) into registers as left operands of a product (64, N)."""
+    """Load the parts of a tile (64, columns) into registers, as left operands of a matrix product (64, N)."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(N), k_width=2)
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(tile, COLUMNS)

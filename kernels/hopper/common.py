@@ -58,7 +58,7 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The class holds constants that forward and backward kernels have in common.
+    """A `KernelConfig` holds the constants that the forward and backward kernels share.
 
     Args:
         dim: the padded head dim.
@@ -142,9 +142,7 @@ def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """Return a copy of `descriptor` for the memory of `x`. The copy is faster than a new descriptor, whose constructor checks
-    all arguments.
-    """
+    """Return a copy of `descriptor` for the memory of `x`. The constructor would check all arguments."""
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
@@ -185,7 +183,7 @@ tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 @_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    # In Triton 3.9 and later, the name of this method has no underscore.
+    # Triton 3.9 renamed the method `_reinterpret` to `reinterpret`.
     change = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
 

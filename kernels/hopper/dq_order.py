@@ -16,7 +16,7 @@ sending one dQ takes about as long as a step.
                                       publish the progress of the work tile
 
 For each work tile, two integers in global memory count its finished even steps and its finished odd steps. A writer increases
-one of these integers after every step, and the writers of the next work tile wait for this increase.
+one of the two integers after every step. The writers of the next work tile wait until the integer has increased.
 
 There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
 This order of starts is guaranteed by a cooperative launch, or by `take_number`.
@@ -29,12 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# In memory, two integers precede the progress of all work tiles. The first counts the programs that have started, and the
-# second is unused.
+# In memory, two integers precede the progress of all work tiles. The first integer counts the programs that have started, and
+# the second integer is unused.
 HEADER = gl.constexpr(2)
 
-# The progress of a work tile counts finished steps, plus PER_HEAD for each finished query head. No query head has as many as
-# PER_HEAD steps.
+# The progress of a work tile counts finished steps, plus PER_HEAD for each finished query head. PER_HEAD is larger than the
+# number of steps of any query head.
 PER_HEAD = gl.constexpr(2**20)
 
 WRITER_REGISTERS = gl.constexpr(24)
@@ -42,11 +42,12 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one. The kernel uses this start number in place of the program's index
-    in the grid."""
+    """Return how many programs have started before this one. The kernel uses the number of earlier programs in place of the
+    program's index in the grid.
+    """
     number = gl.atomic_add(progress, 1, sem="relaxed")
     # Triton broadcasts the program's number to all threads through shared memory. Without the barrier, a fast thread would
-    # overwrite the number before other threads have read it.
+    # overwrite the program's number before other threads have read it.
     hopper_common.thread_barrier()
     return number
 
@@ -64,10 +65,10 @@ def _publish(pointer, progress):
     """Store the progress of a work tile after everything that this warp has sent is added to dq.
 
     The release is required, because the instruction `wait_group` alone does not order the store after the additions. Without
-    the release, the last bits of dq changed in almost every test.
+    the release semantics of the store, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # All threads store the progress, but only one thread has sent the additions and waited for them.
+    # Only one thread has sent the additions to dq and has waited for them, but all threads store the progress of the work tile.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -77,7 +78,7 @@ def _publish(pointer, progress):
 
 @gluon.jit
 def _load_order(work_tiles, index, CONFIG: gl.constexpr):
-    """Load (end of the keys, first query head, first query tile, steps per query head, order) of a work tile.
+    """Load the description of a work tile: (end of the keys, first query head, first query tile, steps per query head, order).
 
     `order` is (direction, number of the work tile, number of the predecessor, number of steps without a predecessor).
     """
@@ -93,8 +94,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # The first dQ of a program is computed from uninitialised memory, and writer 0 discards it. A writer starts each query head
-    # with step `skip` (0 or 1), because the writers alternate.
+    # The first dQ of a program is computed from uninitialised memory, and writer 0 discards it. The two writers alternate, so a
+    # writer starts each query head with step `skip`, which is 0 or 1.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):

@@ -7,8 +7,8 @@
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
 State stages are the pipeline stages of K and V after the last keys of a work tile. In two cases, the threads load and store o
-without TMA: if a work tile has fewer rows than TMA would write, or if an update in place must rescale a row or skip a row that
-has overflowed.
+without TMA. In the first case, a work tile has fewer rows than TMA would write. In the second case, an update in place must
+rescale rows, or skip rows that have overflowed.
 """
 
 from triton.experimental import gluon
@@ -35,8 +35,8 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
     """Transfer a K or V buffer of a state stage to the consumer whose o the buffer holds. The barrier `full` signals the
     transfer.
 
-    The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER belongs to consumer NUMBER // o_parts, and holds
-    part NUMBER % o_parts of the consumer's o. If the call returns an output, TMA loads this part of the incoming o.
+    The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER holds part NUMBER % o_parts of the o of consumer
+    NUMBER // o_parts. If the call returns an output, TMA loads one part of the incoming o into the buffer.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -100,8 +100,8 @@ def split_columns(tile):
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the left part and the right part of a consumer's o in shared memory.
 
-    If one buffer can hold a whole o, the left view is the whole o. If one buffer suffices, consumers with even numbers use the
-    K buffer of a stage, and the others use the V buffer.
+    If one buffer can hold all columns of a consumer's o, the left view contains all columns. If one buffer suffices, consumers
+    with even numbers use the K buffer of a stage, and the others use the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -180,7 +180,9 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse, or a new state. TMA stores the output from `query`, the shared memory of Q."""
+    """Write the output o / l and lse, or write a new state (m, l, o). TMA stores the output from `query`, the shared memory of
+    Q.
+    """
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
@@ -208,11 +210,11 @@ def update_scalars(
 ):  # fmt: skip
     """Merge m and l of the result into the incoming state, in place.
 
-    The retry pass recomputes all rows, but must update only the rows that have overflowed. Therefore the first pass sets the
-    sign bit of l in these rows and changes nothing else. The retry pass updates only rows whose l has the sign bit.
+    The retry pass recomputes all rows, but must update only the rows that have overflowed. Therefore the first pass only sets
+    the sign bit of l in rows that have overflowed. The retry pass updates only rows whose l has the sign bit.
 
     Return (written, alpha, beta, stays). Set o to o * alpha + state_o * beta in the rows of the mask `written`. The mask
-    `stays` selects rows whose factors have no effect.
+    `stays` selects rows in which alpha and beta have no effect.
     """
     incoming_m, incoming_l = incoming
     written = inside

@@ -1,5 +1,5 @@
-"""At the end of a work tile, the Hopper kernels for head dims above 128 and for FP8 write the results. The threads load and
-store o without TMA.
+"""The Hopper kernels for FP8 and for head dims above 128 use this module to write the results of a work tile. The threads load
+and store o without TMA.
 
 incoming state   result   what happens to o
 no               output   the threads store o / l
@@ -25,8 +25,8 @@ def _by_row(numbers, tile):
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     """Store part * alpha + source * beta. If there is no incoming state, store part * alpha.
 
-    The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) are per row, `index` (64,) is
-    the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask.
+    The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) contain one number per row.
+    The tensor `index` (64,) contains the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask of the rows to store.
     """
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns
@@ -42,7 +42,7 @@ def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, tar
 @gluon.jit
 def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     if CONFIG.has_state and CONFIG.dim > 64:
-        # Merge 64 columns at a time. Load the incoming o in parts, because the whole tensor would need as many registers as o.
+        # Merge 64 columns at a time. The whole incoming o would need as many registers as o itself.
         left, right = split_columns(o)
         if CONFIG.dim == 128:
             _merge_part(left, 0, alpha, beta, index, rows, source, target, CONFIG)
@@ -75,7 +75,7 @@ def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
 def finish_work_tile(
     ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Do the same as `epilogue.finish_work_tile`, but without shared memory and TMA."""
+    """Write the results of a work tile like `epilogue.finish_work_tile`, but without shared memory and TMA."""
     _state_m, _state_l, state_o, _state_tiles, _lse, out, _out_tiles, _num_queries = results
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

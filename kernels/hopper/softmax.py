@@ -1,7 +1,8 @@
 """The softmax of the Hopper forward converts a tile of scores to probabilities in the registers of a consumer.
 
-FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. Subtracting any other number gives the
-same softmax. This kernel computes p = exp2(score - ref_max) with a reference max, in log2 units, that rarely changes:
+FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. Subtracting any other number from all
+scores of a row gives the same softmax. This kernel computes p = exp2(score - ref_max) with a reference max, in log2 units, that
+rarely changes:
 
 - The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. Later
 steps neither compute maxima nor rescale l and o. Large probabilities are harmless, because fp32 and bf16 have the same relative
@@ -9,7 +10,7 @@ precision for 2**40 as for 1.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
 pass.
 - In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
-RESCALE_THRESHOLD. For fp16 inputs, the first pass also updates the reference max.
+RESCALE_THRESHOLD. For fp16 inputs, the first pass also raises the reference max to the running maximum.
 
 In a wgmma accumulator, each row is distributed over four threads. Sums and maxima are stored per thread, as tensors (64, 4), so
 that no step exchanges numbers between threads.
@@ -58,7 +59,6 @@ def _bits_below(bound, tile):
 
 @gluon.jit
 def _index_in_thread(tile):
-    """Return, for each column of a row, its index among the columns that the same thread holds."""
     LAYOUT: gl.constexpr = tile.type.layout
     pair = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
@@ -122,8 +122,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # Each operand is a pair, with one number per row of the thread. The operands are the new reference max, the maximum of the
-    # thread's scores, the old reference max, and the threshold.
+    # Each operand is a pair of numbers, one for each of the thread's two rows. The operands are the new reference max, the
+    # maximum of the thread's scores, the old reference max, and the threshold.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -177,7 +177,7 @@ def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_M
     """Compute the first step of a consumer. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
-    If no row attends to a key, all scores are masked, so it is harmless that the step may read beyond the last key.
+    If no row attends to a key, all scores are masked, so reading beyond the last key is harmless.
     """
     lo, hi, _, ref_max = row_bounds
     if is_masked(loop, step):
@@ -223,9 +223,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
 
-    The instruction that waits for a wgmma has no operands. Therefore the assembler ptxas would move the wait for P V in front
-    of the softmax, and the two would not overlap. But ptxas never moves a wait across a possible exit of the thread. The exit
-    here is never taken, because it requires one particular NaN.
+    The instruction that waits for a matrix product (wgmma) has no register operands. Therefore the assembler ptxas would move
+    the wait for P V in front of the softmax, and the two would not overlap. The assembler ptxas never moves a wait across an
+    instruction that may end the thread. The thread never ends here, because the condition is true only for one particular NaN.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """For FP8 inputs, the softmax of the Hopper forward rounds probabilities to e4m3.
 
-The format e4m3 represents numbers from 2^-9 to 448. With a constant reference max, as in `softmax`, probabilities would soon
-overflow. Therefore this softmax raises the reference max in every step in which a probability would exceed 448. Most
+The format e4m3 represents numbers from 2^-9 to 448. If the reference max stayed constant, as in `softmax`, probabilities would
+soon overflow. Therefore this softmax raises the reference max in every step in which a probability would exceed 448. Most
 probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four significant bits. The constant TOP leaves
 room for larger probabilities in later steps. Scores are in log2 units and include the exponent of the scale of V.
 
@@ -13,15 +13,15 @@ The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the 
 The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
 most 8%, with the mean 0 and the root mean square 3.0%. Rounding each probability to the nearest e4m3 number would cause
 relative errors of at most 6.25%, with the root mean square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p
-times 2^9. For subnormal numbers, a second line falls from 8 at x = -6 to 0 at x = -9. Without the second line, the small
-probabilities of a row with one large score would become 0:
+times 2^9. For subnormal numbers, the byte is approximated by a second line, which falls from 8 at x = -6 to 0 at x = -9.
+If the second line were left out, the small probabilities of a row with one large score would become 0:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
 Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
-and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion therefore rounds to 16-bit integers, exactly up
-to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
+and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion to fp16 therefore rounds to integers, which are
+exact up to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
 
 The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent a change from
 UNSET_REF_MAX, so `raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row
@@ -47,8 +47,8 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# When `limit_levels` lowers the levels of a row, the row's largest level becomes this one. The largest probability matters
-# most, and at this level, 1.75 * 2^6, the rounding errors average to 0.
+# TOP_LEVEL is the row's largest level after `limit_levels` has lowered the levels of the row. The largest probability has the
+# most weight. At TOP_LEVEL, which represents 1.75 * 2^6, the rounding errors average to 0.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -69,8 +69,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return instructions that compute four levels, two each in $0 and $1. The scores are in $2 to $5, the factor is in $6, and
-    the offset in $7.
+    """Return assembly instructions that compute four levels. The registers $0 and $1 receive two levels each. The scores are in
+    $2 to $5, the factor is in $6, and the offset in $7.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -89,8 +89,8 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
     KEYS: gl.constexpr = CONFIG.keys
-    # The scores of 32 keys have the dimensions (h, b // 2, t, b % 2). Permute them to (h, t, b // 2, b % 2), the order of a
-    # tile of values.
+    # The scores of 32 keys have the dimensions (h, b // 2, t, b % 2). Permute the scores to the order (h, t, b // 2, b % 2) of
+    # a tile of values.
     tile = scores.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([ROWS, KEYS])
     tile = gl.convert_layout(tile, LEFT).reshape([ROWS, KEYS // 16, 4, 2, 2])
     even, odd = gl.split(tile)
@@ -98,7 +98,7 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     second, fourth = gl.split(odd)
     NUMBERS: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     slope = factors * (BYTES * UNIT)
-    # Multiply BYTES by UNIT first, because UNSET_REF_MAX times BYTES would be infinite.
+    # Compute BYTES * UNIT first, because the product of UNSET_REF_MAX and BYTES would be infinite.
     offset = (TOP + v_exponent - ref_max) * (BYTES * UNIT) + (ONE_LEVEL + BIAS) * UNIT
     zeros = gl.zeros_like(first)
     slope = gl.convert_layout(slope, NUMBERS).expand_dims(1) + zeros
@@ -119,9 +119,9 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return instructions that raise the reference max of the two rows of a thread.
 
-    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The caller adds the two fp16 numbers
-    in $4 and the two in $5 to the levels. The thread's largest levels are in $6 and $7, and the old reference max is in $8 and
-    $9.
+    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The registers $4 and $5 contain two
+    fp16 numbers each, which the caller adds to the levels. The thread's largest levels are in $6 and $7, and the old reference
+    max is in $8 and $9.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
@@ -144,7 +144,6 @@ def _limit_assembly():
 @gluon.constexpr_function
 def _shift_assembly(count):
     code = "{ .reg .pred changed; .reg .b32 any, one; mov.b32 any, 0; mov.b32 one, 0x3C003C00;"
-    # The assembler removes most of these instructions, because a thread has only two rows and thus two addends.
     code += "".join(f"or.b32 any, any, ${2 * count + i};" for i in range(count))
     code += "setp.ne.b32 changed, any, 0; vote.sync.any.pred changed, changed, -1; @!changed bra DONE;"
     code += "".join(f"fma.rn.relu.f16x2 ${i}, ${i}, one, ${2 * count + i};" for i in range(count))
@@ -180,7 +179,7 @@ def _byte_assembly():
 
 @gluon.jit
 def to_bytes(levels):
-    """Convert levels to the bytes of probabilities. Each half of a word contains one byte."""
+    """Convert levels to the bytes of probabilities. Each 16-bit half of a result word contains one byte."""
     ASSEMBLY: gl.constexpr = _byte_assembly()
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [levels], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -189,7 +188,7 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    Call this function only after the previous P V is complete, because P V reads the previous words from registers. Otherwise,
+    Call `pack` only after the previous product P V is complete, because P V reads the previous words from registers. Otherwise,
     the assembler would serialise all products.
     """
     left, right = gl.split(rounded)
@@ -199,8 +198,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View the words of `pack` as the left operand (64, keys) of P V. Loops should carry the packed words, because every number
-    of the tensor would need a register of its own.
+    """View the words of `pack` as the left operand (64, keys) of P V. Carry the packed words through loops, because the
+    unpacked tensor would need one register per number.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

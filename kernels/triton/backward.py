@@ -18,8 +18,9 @@ from ringattn.kernels.triton.launcher import OPTIONS, launch
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from the result of `_interleave`."""
-    # Load every number twice. A smaller tile would have fewer numbers than the program has threads, and each thread would load
-    # all 32 numbers that it needs. So many loads would take too many instructions, and at head dim 128 too many registers.
+    # Load every number twice. A tile without the copies would have fewer numbers than the program has threads, so each thread
+    # would load all 32 numbers that it needs. Loading 32 numbers per thread would take many instructions and, at head dim 128,
+    # too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -72,7 +73,8 @@ def _key_gradient_kernel(
     Args:
         stats: see `_interleave`.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        dk, dv: contiguous. The kernel adds to them with ADD_DK and ADD_DV, and overwrites them otherwise.
+        dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Otherwise, the kernel
+            overwrites dk and dv.
 
     The other arguments are those of `forward._forward_kernel`.
     """
@@ -200,7 +202,6 @@ def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Compute `_interleave` for ROWS queries of all heads of one batch entry."""
     num_tiles = tl.cdiv(num_rows, ROWS)
     before = (tl.program_id(0) // num_tiles).to(tl.int64) * num_rows * NUM_HEADS  # numbers in earlier batch entries
     rows, heads = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)

@@ -9,8 +9,8 @@ forward and for dQ, rows are queries and columns are keys. For dK and dV, rows a
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-The unmasked tiles are processed in one loop, and the masked tiles in another one. The argument MASKED selects the loop, in
-which i counts the tiles.
+The unmasked tiles are processed in one loop, and the masked tiles in another one. The argument MASKED selects one of the two
+loops, and i counts the tiles of this loop.
 """
 
 import math
@@ -31,7 +31,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
-# In `program_tile`, the tiles of the last 8 heads of the grid are interleaved.
+# The function `program_tile` interleaves the tiles of the last INTERLEAVED_HEADS heads of the grid.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
 # The stride of a token must be below 2**22 elements, because offsets inside a tile of up to 256 rows are int32.
@@ -46,8 +46,8 @@ class Tile(NamedTuple):
 
 
 # For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90. Up to head dim 128, the
-# kernels spill no registers, except for loop constants of the key gradient. With 4 warps and head dims below 64, accesses out
-# of bounds have been reported.
+# kernels spill no registers, except for loop constants of the key gradient. Kernels with 4 warps and head dims below 64 have
+# been reported to access memory out of bounds.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
@@ -77,9 +77,7 @@ def pad_dim(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """The constants of the kernels. The fields `queries` and `keys` are the sides of a tile. Without a block mask, `block` is
-    0.
-    """
+    """The constants of kernels. A tile consists of `queries` queries and `keys` keys. Without a block mask, `block` is 0."""
 
     num_heads: int
     group: int
@@ -103,7 +101,6 @@ def configure(
 
 def as_addressable(x: Tensor) -> Tensor:
     """Return x (B, N, H, D) if the kernels can use its strides. Otherwise, return a copy that stores heads before tokens."""
-    # In a contiguous copy with very many heads, the stride of a token could be too large.
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -121,7 +118,7 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the given accumulators, and a new tensor for each None. New tensors are zero if no kernel will run."""
+    """Return the given accumulators, and a new tensor for each None. If no kernel will run, the new tensors are zeros."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -168,9 +165,9 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    The heads are processed one after another, so that concurrent programs find the operands in the L2 cache. The tiles of the
-    last heads are interleaved. Among the interleaved tiles, the longest start first, and the short tiles occupy the SMs at the
-    end.
+    The heads are processed one after another, so that concurrent programs find the operands in the L2 cache. Only the tiles of
+    the last INTERLEAVED_HEADS heads are interleaved. Among the interleaved tiles, the longest start first, and the short tiles
+    occupy the SMs at the end.
     """
     # The tiles of `width` heads alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
@@ -205,8 +202,8 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of one block of rows. Each element of the list is a pair (block, head),
-    where the head is one of GROUP heads.
+    """Return the pointer to the list of kept blocks of one block of rows. Each element of the list is a pair (block, head), in
+    which the head is one of GROUP heads.
     """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
@@ -215,7 +212,7 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 @triton.jit
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tuple `loop` of the rows [first, end) for a list of kept blocks. Each block has BLOCK // STEP tiles."""
+    """Return the tuple `loop` for the rows [first, end) under a list of kept blocks. Each block has BLOCK // STEP tiles."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
     # No row attends to a column outside the blocks [start, stop). Every row attends to all columns of the blocks [full, tail).
@@ -223,7 +220,7 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
-    # The first number of each list entry counts the kept columns before the entry.
+    # The first number of a list entry is the number of kept columns before the entry.
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
@@ -239,17 +236,17 @@ def loop_length(loop, MASKED: tl.constexpr):
 
 @triton.jit
 def loop_tile(loop, i, MASKED: tl.constexpr):
-    """Return the index of the i-th masked or unmasked tile among all tiles."""
+    """Return the number, among all tiles, of the i-th masked tile or of the i-th unmasked tile."""
     _, num_masked_prefix, num_unmasked, _ = loop
     return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
 
 @triton.jit
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Load the column of the i-th tile from the list of kept blocks. Return 0 if there is no block mask.
+    """Load the column of the i-th tile from the list of kept blocks. Without a block mask, return 0.
 
-    Loops load the column one step ahead. If the column were loaded in the same step, Triton's software pipeline would spend one
-    of its stages on the load.
+    A loop loads each column one step before the step that uses it. If a column were loaded in the step that uses it, Triton's
+    software pipeline would spend one of its stages on the load.
     """
     if blocks is None:
         return 0
@@ -261,12 +258,12 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
     """Return the first column of step i, and the index of its head within a group of GROUP heads.
 
-    Without a block mask, all tiles of one head come before the next head. With a block mask, `column` from `load_block_column`
-    is a pair of a block and a head.
+    Without a block mask, all tiles of one head come before the next head. With a block mask, the argument `column` is the
+    result of `load_block_column`, a pair of a block and a head.
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # Even for an empty loop, the pipeline computes the first address. Therefore the divisor must not be 0.
+        # The pipeline computes the first address even if the loop is empty, so the divisor must not be 0.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:
@@ -285,7 +282,8 @@ def run_loop(
         add_tile: add_tile(operands, dropout, sums, start, head, MASKED, CONFIG) adds the tile at column `start` of a head of
             the group.
         dropout: None, or the tuple that `draw_keep_mask` takes.
-        loop, blocks: the loop from `load_tile`, and None. With a block mask, the results of `block_loop` and `kept_blocks`.
+        loop, blocks: the loop from `load_tile`, and None. With a block mask, pass the results of `block_loop` and `kept_blocks`
+            instead.
     """
     BLOCK: tl.constexpr = CONFIG.block
     # One loop covers all heads, because nested loops would drain the pipeline of loads after every head and spill registers.
@@ -341,7 +339,7 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # The arguments are not broadcast, so that each multiplication of the first round depends only on the row or only on the
-    # column. The compiler removes the computation of the three unused words.
+    # Do not broadcast the arguments, so that each multiplication of Philox's first round depends only on the row or only on the
+    # column.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

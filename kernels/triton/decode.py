@@ -13,8 +13,8 @@ For each batch entry whose keys are in a run, the run's program stores one parti
 stores the last part of a batch entry and key head merges all of these parts. If one program would take too long, a second
 launch merges the parts. The rows of a tile are the queries of all query heads that share a key head.
 
-While a program waits for queries, it prefetches its first key tile into the L2 cache. With two launches, the programs may start
-this prefetch before earlier kernels on the stream have ended, if these kernels allow an early start.
+While a program waits for queries, it prefetches its first key tile into the L2 cache. With two launches, the prefetch may start
+before earlier kernels on the stream have ended, if these kernels allow an early start.
 
 The kernels read the intervals on the GPU, and the launches depend only on shapes. Therefore a call can be captured in a CUDA
 graph.
@@ -40,15 +40,15 @@ from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
 # A program of the second launch loads 4,096 elements of o at once: some columns of all partial states of one row.
 MERGE_ELEMENTS = 4096
-# The next kernel starts early only if the second launch has at most four programs per SM. With more programs, the second launch
-# ends later on some SMs, and the next kernel would be distributed unevenly.
+# The kernel after the second launch can start early only if the second launch has at most four programs per SM. With more
+# programs, the second launch ends later on some SMs, and the next kernel would be distributed unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
 # The program that merges all partial states of a tile loads at most 8,192 elements of o at once.
 MAX_MERGED_ELEMENTS = 8192
 # For caches up to 48 MiB, the host may take longer than the GPU, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. The SM then
-# needs two programs, or one more tile in flight.
+# With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. On such a GPU,
+# each SM needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
 # A program processes at least 128 keys. With fewer keys, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
@@ -112,8 +112,8 @@ class Config:
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Return which key tiles the queries of a batch entry, or of a tensor of batch entries, attend to.
 
-    The first range is the keys [0, num_sinks) in the tiles [0, sink_tiles). The second range starts at the tile `first_tile`
-    and ends before the key `end`. A tile of keys may be in both ranges.
+    The first range contains the keys [0, num_sinks), which lie in the tiles [0, sink_tiles). The second range of keys starts at
+    the tile `first_tile` and ends before the key `end`. A tile of keys may belong to both ranges.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
@@ -180,16 +180,14 @@ def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Move the address x of a head from page 0 to `page`. Adding the offset of a row in the whole sequence to the result gives
-    the address of the row in `page`.
-    """
+    """Return the address `x` of a head for `page` instead of page 0."""
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
 
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements from row `first` on, except for rows from `end` on. If no row remains,
+    """Prefetch ROWS rows of DIM elements from row `first` on, except for rows from `end` on. If there are no such rows,
     prefetch row 0.
     """
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
@@ -198,7 +196,6 @@ def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.conste
     row = tl.maximum(tl.minimum(first + i // SEGMENTS, end - 1), 0)
     column = tl.minimum(i % SEGMENTS * (PREFETCH_BYTES // ELEMENT_BYTES), DIM - 1)
     pointers = x + row.to(tl.int64) * row_stride + column
-    # An inline assembly call must have a result, so the second instruction writes a 0.
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -252,8 +249,8 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the number of the page one tile ahead. If the page number were loaded in the same iteration, Triton would
-            # wait for all earlier loads before it loads the tile.
+            # Load the page number of the next tile in advance. If the page number were loaded in the same iteration, Triton
+            # would wait for all earlier loads before it loads the tile.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
         # Masking every tile costs no time, because memory bandwidth limits the kernel. Rows from `end_key` on may contain NaN
         # and are not read.
@@ -269,8 +266,8 @@ def _attend_to_tiles(
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
     """Prefetch the first tile of a run while earlier kernels may still write the bounds and the cache.
 
-    If the bounds change after this load, a wrong tile is prefetched, which costs little time. The loads must bypass the L1
-    cache.
+    If the bounds change after this load, the kernel prefetches a wrong tile, which costs little time. The loads must bypass the
+    L1 cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -293,7 +290,7 @@ def _find_parts(tiles_before, num_tiles, length):
 
 @triton.jit
 def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
-    """Load and merge the parts of some rows of a key head. Return m (in log2 units) and l, both (rows,), and o
+    """Load the partial states of some rows of a key head, and merge them. Return m (in log2 units) and l, both (rows,), and o
     (rows, columns).
     """
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
@@ -347,8 +344,8 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 def _is_last_part(counter, num_parts):
     """Count a stored part, and return whether all parts of the batch entry are stored now.
 
-    The atomic addition has release and acquire semantics, so the program of the last part can read all parts. The program of
-    the last part sets the counter to 0 again.
+    The atomic addition has release and acquire semantics, so the program of the last part can read all parts. The program that
+    stores the last part resets the counter to 0.
     """
     # After this barrier, the release by one thread covers the stores of all threads.
     tl.debug_barrier()
@@ -362,7 +359,7 @@ def _is_last_part(counter, num_parts):
 def _finish_entry(
     parts, num_part_rows, counter, results, state, run, first_run, num_parts, entry, head, row, CONFIG: tl.constexpr
 ):
-    """Store the part of a run. If this was the last part of the batch entry, store the merged results."""
+    """Store the part of a run. After the last part of a batch entry, also store the merged results."""
     if num_parts == 1:
         _store_results(results, state, entry, head, row, tl.arange(0, pad_dim(CONFIG.value_dim)), CONFIG)
     elif num_parts > 1:
@@ -397,7 +394,8 @@ def _attend_kernel(
     batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, table_stride,
     k_batch, k_row, k_head, v_batch, v_row, v_head, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute the parts of one run, for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
+    """Compute the partial states of one run, for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of
+    rows).
 
     Args:
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are
@@ -462,8 +460,8 @@ def _merge_kernel(
     num_tiles = tl.sum(tl.where(entries == entry, tiles, 0), 0)
     first_run, num_parts = _find_parts(tiles_before, num_tiles, length)
     if CONFIG.pdl:
-        # The intervals are complete before `_attend_kernel` starts, but the parts of `_attend_kernel` are complete only after
-        # this wait.
+        # The parts of `_attend_kernel` are complete only after `gdc_wait`. The intervals were complete before `_attend_kernel`
+        # started.
         gdc_wait()
         if CONFIG.prefetch_early:
             gdc_launch_dependents()  # the next kernel may start now and prefetch its first tiles
@@ -488,8 +486,8 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 def choose_num_runs(num_sms: int, programs: int) -> int:
     """Return the number of ranges (runs) into which the key tiles are divided. Each run has `programs` programs.
 
-    Memory is read fastest with one program per SM. If more than a quarter of the SMs would then be idle, the function plans for
-    two programs per SM.
+    Memory is read fastest with one program per SM. If one program per SM would leave more than a quarter of the SMs idle, plan
+    for two programs per SM.
     """
     num_runs = max(num_sms // programs, 1)
     return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)
@@ -510,7 +508,7 @@ def _plan(
     device: torch.device,
 ) -> _Plan:
     """Plan a call. The argument `pages` is the number of pages per batch entry, or 0. The arguments `bounds` and `sinks` are
-    the numbers of rows of `lo` and of `sinks`.
+    the numbers of rows of the tensors `lo` and `sinks`.
     """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
@@ -523,7 +521,7 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # The tiles of a batch entry fill at most `runs_per_entry` runs of the minimum length. With sinks, one tile may occur twice.
+    # The tiles of one batch entry are divided into at most `runs_per_entry` runs, because a run has a minimum length.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
     num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
@@ -531,11 +529,12 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # The keys of a batch entry may start and end inside a run, which adds one part.
+    # A batch entry may start and end in the middle of a run, and then has one more part.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # With at least as many batch entries as runs, most batch entries have one part, which a second launch would only copy.
+    # If there are at least as many batch entries as runs, most batch entries have one part, which a second launch would only
+    # copy.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -589,10 +588,10 @@ def _num_sms(device: torch.device) -> int:
 
 
 class Decoder:
-    """The object computes repeated decoding calls with the same cache, the same shape of queries and the same scale.
+    """A `Decoder` computes repeated decoding calls with the same cache, query shape and scale.
 
-    For a short cache, a call takes longer on the host than on the GPU. Therefore the constructor computes everything that is
-    the same for all calls. The last dimension of k and v must be contiguous.
+    For a short cache, a call takes longer on the host than on the GPU. Therefore the constructor of `Decoder` computes
+    everything that all calls share. The last dimension of k and v must be contiguous.
     """
 
     def __init__(
@@ -668,9 +667,9 @@ def decode(
     After one call, calls with the same shapes can be captured in a CUDA graph. Replays of the graph read the current `lo`, `hi`
     and `sinks`. Head dims are at most 256. The kernel reads the keys of a key head once for every 64 queries of the heads that
     share it (32 queries if a head dim is above 128). If the last dimension of k or v is not contiguous, the tensor is copied.
-    The kernel does not read rows of the cache at or after the largest `hi` of a batch entry. The page size must be a multiple
-    of 16. The fastest page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the
-    result is (out, lse).
+    Rows of the cache at or beyond the largest `hi` of a batch entry are not read. The page size must be a multiple of 16. The
+    fastest page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is
+    (out, lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

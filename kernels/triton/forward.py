@@ -18,12 +18,12 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # Scale the scores below, where the scaling is fused with the subtraction of the maximum.
+    # Scaling the scores later is free, because the scaling is fused with the subtraction of the maximum.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
-    # Subtract 0 if m is -inf, because exp2(-inf + inf) is NaN. In this case, all scores are -inf and p is 0.
+    # Subtract 0 if m is -inf, because exp2(-inf + inf) is NaN.
     reference_max = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
     p = tl.exp2(scores * log2_scale - reference_max[:, None])
     alpha = tl.exp2(m - reference_max)

@@ -24,7 +24,7 @@ def launch(
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
     Triton inspects all arguments of a launch, which takes as long as a short kernel. This function looks up the compiled kernel
-    with a short key instead. The function calls no launch hooks and does not detect tensors on another device.
+    with a short key instead. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on another device.
 
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor; the constants must determine the block shapes of
@@ -37,7 +37,7 @@ def launch(
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
-            # For addresses that are multiples of 16, Triton compiles a special kernel.
+            # Triton compiles a special kernel for addresses that are multiples of 16.
             key += x.dtype, address % 16
             arguments.append(address)
         else:
@@ -59,7 +59,8 @@ def launch(
 
 
 class PreparedLaunch:
-    """Repeated launches of one kernel on one device with the same grid, numbers, constants, options and dtypes.
+    """A `PreparedLaunch` repeats launches of one kernel on one device with the same grid, numbers, constants, options and
+    dtypes.
 
     A prepared launch takes even less time than `launch`, whose docstring explains the arguments. The argument `options`
     contains launch options of Triton.
@@ -86,7 +87,7 @@ class PreparedLaunch:
         compiled = self._compiled
         if compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
-            # For addresses that are multiples of 16, Triton compiles a special kernel. Only this kernel is kept.
+            # Triton compiles a special kernel for addresses that are multiples of 16. Only this kernel is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled.run(

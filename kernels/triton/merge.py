@@ -37,9 +37,7 @@ def _sum_kernel(
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """Compute `reference.sum_partials` for fp32 tensors of one batch entry."""
-    # An fp32 sum may overwrite `base`, because each element is read and written by the same thread.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
-    # Only the last launch rounds the sum.
     while len(parts) > MAX_PARTS:
         base, parts = sum_partials(base, parts[:MAX_PARTS], base.dtype), parts[MAX_PARTS:]
     if base.numel() > 0 and (parts or out is not base):

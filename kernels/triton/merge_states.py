@@ -43,7 +43,8 @@ def _merge_kernel(
 ):  # fmt: skip
     """Merge up to three parts into the tokens [start, end) of the base (m, l, o). A row is a token and a head.
 
-    If `out` is None, the merged state overwrites the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to `lse`.
+    If `out` is None, the merged state is written to the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to
+    `lse`.
     """
     blocks = tl.cdiv((end - start) * HEADS, ROWS)
     batch = tl.program_id(0) // blocks
@@ -53,8 +54,8 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # The parts are still in the L2 cache, because the attention kernel has just written them. The policy "evict_first" prevents
-    # the base from replacing the parts there.
+    # The attention kernel has just written the parts, so they are still in the L2 cache. The policy "evict_first" prevents the
+    # base from evicting the parts from the L2 cache.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
@@ -65,8 +66,7 @@ def _merge_kernel(
     state = _merge_part(state, (c_m, c_l, c_o), (c_first, c_end), batch, row, columns, inside, HEADS, DIM)
     new_m, new_l, new_o = state
     if out is None:
-        # Several warps load the same elements of m and l. No warp may store its result before all warps have loaded these
-        # elements.
+        # All warps must have loaded m and l before any warp overwrites them.
         tl.debug_barrier()
         tl.store(m + index, new_m, mask=inside)
         tl.store(l + index, new_l, mask=inside)
@@ -86,7 +86,7 @@ def merge_states(
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # If `dtype` is None, the function changes only tokens that are covered by a part.
+    # If `dtype` is None, only tokens that a part covers are changed.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:

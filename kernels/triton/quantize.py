@@ -24,7 +24,7 @@ NUM_WARPS = {64: 4, 128: 4, 256: 8}
 # With 16-bit inputs and 168 registers per thread, an SM runs three programs instead of two.
 MAX_REGISTERS = {128: 168}
 
-# Each Hadamard matrix has PART rows. Larger matrices would need more shared memory and L2 bandwidth.
+# Each Hadamard matrix has PART rows. Matrices with more than PART rows would need more shared memory and L2 bandwidth.
 PART = 64
 
 # For exponents up to 126, the scale and its inverse are normal fp32 numbers.
@@ -118,7 +118,7 @@ def _quantize_rows(
     row = (batch.to(tl.int64) * num_tokens + tokens) * heads + head
     target = out + row[:, None] * DIM + tl.arange(0, PART)[None, :]
     for i in tl.static_range(DIM // PART):
-        # The inverse is a power of two, so the product is exact.
+        # Multiplying by the inverse scale is exact, because the inverse is a power of two.
         tl.store(target + i * PART, _round(parts[i] * (FACTOR * inverse)), mask=mask)
 
 
@@ -129,7 +129,7 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
     The other arguments are as for `_quantize_rows`.
     """
     batch, block, head = position
-    # Load the keys in the order that `ringattn.kernels.fp8` defines for a tile of values.
+    # Load the keys in the order of a tile of values, which `ringattn.kernels.fp8` explains.
     position_in_tile = tl.arange(0, BLOCK)
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2
@@ -149,7 +149,7 @@ def _split_index(index, heads, num_tokens):
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# The strides stay specialized, because Triton generates 16-byte loads only for strides that are known to be multiples of 16.
+# Let Triton specialise on the strides, because it generates 16-byte loads only for known multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
@@ -175,8 +175,8 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one matrix for each part of a row. Each matrix is a Hadamard matrix of 1 and -1 times the signs of the
-    rotation.
+    """Return the rotation matrix of each part of a row. Each rotation matrix is a Hadamard matrix of 1 and -1 times the random
+    signs of the rotation.
     """
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()

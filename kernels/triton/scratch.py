@@ -23,11 +23,12 @@ class Scratch(NamedTuple):
 
 
 class ScratchPool:
-    """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
+    """A `ScratchPool` provides scratch memory for kernels that write and read the memory on one stream. The pool keeps at most
+    one `Scratch` object per stream.
 
-    A call takes the memory of its stream, or new memory if another thread is using it. After its launches, the call gives the
-    memory back. During the capture of a CUDA graph, a call always receives new memory, because the graph may be replayed on any
-    stream.
+    A call takes the memory of its stream, or new memory if another thread is using it. A call returns its scratch memory to the
+    pool after it has launched its kernels. During the capture of a CUDA graph, a call always receives new memory, because the
+    graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -35,8 +36,8 @@ class ScratchPool:
         self._chunks = CounterChunks()
 
     def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
-        """Return the key for `give_back`, and memory for `size` numbers and `num_counters` counters. The argument `stream` is
-        the address of the current stream, or None on a CPU.
+        """Return the key to pass to `give_back`, and scratch memory with `size` numbers and `num_counters` counters. The
+        argument `stream` is the address of the current stream, or None on a CPU.
         """
         if stream is None:
             counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
@@ -62,10 +63,11 @@ class ScratchPool:
 
 
 class CounterChunks:
-    """Counters for calls that are captured in a CUDA graph. The counters are zeros before and after every replay.
+    """A `CounterChunks` object provides counters to calls that are captured in a CUDA graph. All counters are zeros before and
+    after every replay of the graph.
 
-    If a graph set its own counters to zero, this would take as long as a short kernel in every replay. Therefore each captured
-    call receives its own part of a chunk of zeros. Chunks are never freed, because it is unknown when a graph is deleted.
+    Setting the counters to zero in every replay would take as long as a short kernel. Therefore each captured call receives its
+    own counters from a chunk of zeros. Chunks are never freed, because it is unknown when a graph is deleted.
     """
 
     def __init__(self) -> None:
