@@ -76,8 +76,8 @@ def ring_attention(
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
-        RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU waits for another
-            rank, the process prints the reason and exits instead.
+        RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU is waiting for
+            the other rank, the process prints the reason and exits instead of raising.
     """
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)

@@ -25,7 +25,7 @@ OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
 class SavedAttention:
-    """The results of all calls of attention in a checkpointed function.
+    """A `SavedAttention` object holds the results of all attention calls in a checkpointed function.
 
     After the forward pass, `take` removes the tensors, so that they can be stored elsewhere, such as on the host. `put` must
     return them before the recomputation. If `keeps` is False, nothing is saved, and the recomputation runs attention again.
@@ -44,7 +44,7 @@ class SavedAttention:
         return tensors
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Return the tensors of `take` in the same order."""
+        """Put back the tensors that `take` has removed, in the same order."""
         self.calls = [(results, _versions(results)) for results in tree_unflatten(tensors, self._structure)]
 
 
@@ -76,7 +76,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
     Args:
         attend: computes attention and returns a tuple of tensors and lists of tensors.
-        like: any tensor of the call. If `like` is a fake tensor, a compiler is tracing, and nothing is saved.
+        like: any tensor of the call. If `like` is a fake tensor, which means that a compiler is tracing, nothing is saved.
     """
     context = _innermost.get()
     if context is None or isinstance(like, FakeTensor | FunctionalTensor):
@@ -85,7 +85,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
 
 class _Context:
-    """A context for the calls of attention in a checkpointed function.
+    """This base class is a context manager for the attention calls of a checkpointed function.
 
     Every backward pass over the same graph enters the context of the recomputation once.
     """
@@ -113,14 +113,14 @@ class _Save(_Context):
         results = self.run_outside(attend)
         if not self.saved.keeps:
             return results
-        # The autograd graph refers to this context. Saved tensors that refer to the graph would therefore form a cycle.
+        # The autograd graph refers to this context object. Saved tensors that refer to the graph would therefore form a cycle.
         detached = _detached(results)
         self.saved.calls.append((detached, _versions(detached)))
         return results
 
 
 class _Reuse(_Context):
-    """The context of the recomputation, which returns the saved results in the order of the calls."""
+    """During the recomputation, this context returns the saved results in the order of the calls."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -142,7 +142,7 @@ class _Reuse(_Context):
 
 
 def _check_unchanged(results: tuple[Any, ...], versions: list[int]) -> None:
-    # The forward pass may have modified its results in place. The results share memory with the saved tensors.
+    # Raise an error if the forward pass has modified its results in place, because they share memory with the saved tensors.
     if _versions(results) != versions:
         raise RuntimeError(
             "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
@@ -151,7 +151,7 @@ def _check_unchanged(results: tuple[Any, ...], versions: list[int]) -> None:
 
 
 def _versions(results: tuple[Any, ...]) -> list[int]:
-    """Return the version counter of each tensor. The counter includes in-place modifications of detached tensors."""
+    """Return the version counter of each tensor. A version counter also counts in-place changes of detached tensors."""
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 

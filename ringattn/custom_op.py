@@ -218,9 +218,10 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd must record a call. Recording takes as long on the host as a kernel for few queries.
+    """Return whether autograd must record a call. Recording a call in the autograd graph takes as long as a kernel for few
+    queries.
 
-    Calls under forward-mode differentiation or a transform of `torch.func` are recorded, so that they raise an error.
+    Calls under forward-mode differentiation or `torch.func` are recorded too, because only a recorded call raises an error.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True

@@ -81,12 +81,15 @@ class KVCache:
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # The latest call's arguments and prepared function. Equal arguments skip the checks.
+        # The attribute `_checked` holds the arguments of the latest call, and `_decode` its prepared function. Equal arguments
+        # skip the checks.
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy. The prepared function is left out, because it refers to the original memory."""
+        """Return the attributes for a copy. Leave out the prepared decoding function, because it refers to the memory of the
+        original cache.
+        """
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -163,8 +166,8 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Each block goes to the rank with the fewest tokens, and among several such ranks to the lowest. Rank r holds
-        # rows[r] + j * block tokens before its j-th block arrives.
+        # Each block goes to the rank with the fewest tokens, and among several such ranks to the lowest. Before rank r receives
+        # its j-th block, it holds rows[r] + j * block tokens.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -204,7 +207,8 @@ class KVCache:
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's keys, values and positions (int64, CPU). The first `rows[rank]` rows are in use, sorted by position.
+        """This rank's keys, values and positions (int64, CPU). The first `rows[rank]` rows of the shard are in use, sorted by
+        position.
 
         Raises:
             ValueError: the cache has never held a token.
@@ -215,7 +219,7 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each batch entry, or one number for all."""
+        """Return the number of tokens of each batch entry, or one number for all batch entries."""
         return [self.length]
 
     @property
@@ -255,7 +259,8 @@ def decode_attention(
     backend: str = "auto",
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of the newest tokens, without gradients. The cache must already contain their keys and values.
+    """Compute causal attention of the newest tokens, without gradients. The cache must already contain the keys and values of
+    these tokens.
 
     Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks compare their settings in
     the first call for a group, but never the queries, so all ranks must sample tokens with the same seed.
@@ -268,9 +273,9 @@ def decode_attention(
         window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`. None for all
             keys. Decoding is causal, so windows have no keys after the query.
         bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
-            rank's cache. Both are int32 (1 or B, N), contiguous, on the device of the queries, and never decrease from
-            one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of lo and hi are
-            not checked. Rows outside the cache are ignored.
+            rank's cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither bound
+            decreases from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of
+            lo and hi are not checked. Rows outside the cache are ignored.
         sinks: the number of first tokens (attention sinks) to which all later tokens attend even outside the window (Xiao et
             al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
             the first `sinks` rows before row hi[i].
@@ -403,7 +408,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `_rows_of_window` for a cache on one rank, in which rows are positions."""
+    """Return the result of `_rows_of_window` for a cache on one rank, where row i has position i."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]

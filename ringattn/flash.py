@@ -93,7 +93,7 @@ def flash_attention(
     if seed is None:
         seed = _draw_seed(q.device) if dropout_p else 0
     seed = validation.as_integer("seed", seed)
-    # If k has a wrong number of dimensions, check_attention raises an error below.
+    # If k has a wrong number of dimensions, `check_attention` raises an error later.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
@@ -144,8 +144,8 @@ def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The most recent block masks, by the id and the version of `keep`. A cached block mask keeps `keep` alive, so no other tensor
-# can have the same id.
+# The dictionary `_block_masks` caches recent block masks by the id and the version of `keep`. A cached block mask keeps `keep`
+# alive, so no other tensor can have the same id.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 
@@ -171,7 +171,7 @@ def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, query_positions, key_positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
-    # Otherwise, the caches could release these tensors before a replay reads them.
+    # Keep these tensors alive, because the caches could release them before a replay of a CUDA graph reads them.
     keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options

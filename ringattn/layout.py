@@ -28,7 +28,7 @@ KINDS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
+    """A layout divides a sequence of `seq_len` positions into one shard for each of `ranks` ranks.
 
     `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,...", which lists the rank of each chunk of <rows> positions. If
     `split` has divided the shards among U ranks, `kind` ends with "/<U>". Operators receive a layout as this string and two
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """The number of ranks among which `split` has divided each shard, or 1."""
+        """Return the number of ranks over which `split` has divided each shard, or 1."""
         return int(self.kind.partition("/")[2] or 1)
 
     @property
@@ -102,11 +102,11 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """A short name for logs, without the list of the ranks of the chunks."""
+        """Return a short name for logs. The name of an assigned layout omits the list of ranks."""
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # The decorators make the result an ordinary tensor with values, even in inference mode or under a compiler.
+    # The decorators ensure an ordinary tensor with values, even in inference mode or under a compiler.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
@@ -125,7 +125,7 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """The distance between consecutive positions in a piece of `pieces`, which is 1 unless the layout is striped."""
+        """Return the distance between consecutive positions of a piece, which is 1 unless the layout is striped."""
         return self.ranks // self.parts if self.kind.startswith("striped") else 1
 
     @cached(maxsize=256)
@@ -262,7 +262,7 @@ def _chunk_starts(kind: str, ranks: int) -> list[np.ndarray]:
     return np.split(rows * order, np.bincount(owners, minlength=ranks).cumsum()[:-1])
 
 
-# A global function, because a compiler can trace its calls.
+# The function `_rows` is global, because torch.compile can trace calls of global functions.
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
     if layout.parts > 1:

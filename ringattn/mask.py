@@ -50,7 +50,8 @@ def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
 
 
 class Pieces(NamedTuple):
-    """The intervals [lo, hi) of S queries, divided into pieces in which lo and hi are constant or grow by 1 per position.
+    """A `Pieces` tuple describes the intervals [lo, hi) of S queries. In each piece of positions, lo and hi are constant or
+    grow by 1 per position.
 
     Piece i has the positions start[i] to start[i + 1] - 1. Its first interval is [lo[i], hi[i]). The slopes are 0 or 1.
     """
@@ -80,7 +81,7 @@ class Pieces(NamedTuple):
             yield cls(*(tuple(islice(remaining, count + extra)) for extra in (1, 0, 0, 0, 0)))
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return lo and hi at some positions, int64."""
+        """Return the bounds lo and hi of the queries at these positions, as int64."""
         start, lo, lo_slope, hi, hi_slope = (np.array(x, dtype=np.int64) for x in self)
         i = start[1:-1].searchsorted(positions, side="right")
         offset = positions - start[i]
@@ -94,8 +95,9 @@ class Mask:
     With `Mask(window=(left, right))`, a query attends to the key at its own position, to the `left` keys before it and to the
     `right` keys after it. None means all keys on that side.
 
-    Three attributes follow from the fields. `reach` is (left, right), with 2**62 for None. `totals` contains the number of
-    tokens of each batch entry. `numbers` is an int64 tensor with all document lengths or all pieces.
+    Three attributes are computed from the fields. The attribute `reach` is (left, right), with 2**62 for None. The attribute
+    `totals` contains the number of tokens of each batch entry. The int64 tensor `numbers` contains all document lengths or all
+    pieces.
     """
 
     is_causal: bool = False
@@ -152,7 +154,7 @@ class Mask:
     def full(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
         """Return a mask in which a query attends to all keys that are less than `window` positions away, on both sides.
 
-        Arguments as for `causal`. `window` may also be a pair (left, right), as in `Mask`.
+        The arguments are the same as for `causal`, but `window` may also be a pair (left, right), as in `Mask`.
         """
         return cls(False, window, _per_entry(documents))
 
@@ -222,7 +224,7 @@ class Mask:
 
     @classmethod
     def from_numbers(cls, reach: tuple[int, int], numbers: Sequence[int], seq_len: int) -> "Mask":
-        """Return the mask with these attributes, where `numbers` is a list."""
+        """Create a mask from the attributes `reach` and `numbers` of another mask, where `numbers` is a list."""
         if OF_PIECES in reach:
             return cls(pieces=tuple(Pieces.unpack(numbers)))
         ends = [i + 1 for i, total in enumerate(accumulate(numbers)) if total % seq_len == 0]
@@ -232,7 +234,9 @@ class Mask:
 
 
 def as_window(window: object) -> int | None:
-    """Return `window` as an int of at most 2**62, or None. Raise ValueError unless it is an integer of at least 1."""
+    """Return `window` as an int of at most 2**62, or None. Raise ValueError unless `window` is None or an integer of at least
+    1.
+    """
     if window is None:
         return None
     return min(as_integer("window", window, 1, None, "; window=None means no window"), UNLIMITED)
@@ -245,7 +249,7 @@ def causal_window(window: Window) -> int | None:
 
 
 def _resolve_window(is_causal: bool, window: Window) -> tuple[bool, Window, tuple[int, int]]:
-    """Return `is_causal`, `window` and `Mask.reach`. Equal masks have the same `is_causal` and `window`."""
+    """Return `is_causal`, `window` and `Mask.reach`. Two masks with the same pairs get the same `is_causal` and `window`."""
     if not isinstance(window, (tuple, list)):
         size = as_window(window)
         left = UNLIMITED if size is None else size - 1
@@ -334,8 +338,8 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
 def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
     """Return the positions at which the slope of lo or hi may change: one int64 array per batch entry.
 
-    Between these positions, lo and hi are constant or grow by 1 per position. The positions are unsorted, and may be outside
-    the sequence. Arguments as for `intervals_at`.
+    Between two consecutive returned positions, lo and hi are constant or grow by 1 per position. The returned positions are
+    unsorted, and may lie outside the sequence. Arguments as for `intervals_at`.
     """
     if mask.pieces is not None:
         return [np.array((_transpose(x) if transposed else x).start) for x in mask.pieces]
@@ -350,7 +354,9 @@ def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _transpose(pieces: Pieces) -> Pieces:
-    """Return, for each key, the interval of queries that attend to the key. The ends of these intervals never decrease."""
+    """Return, for each key, the interval of queries that attend to the key. Neither end of the interval decreases from one key
+    to the next.
+    """
     positions = np.arange(pieces.start[-1])
     lo, hi = pieces.at(positions)
     return Pieces.of(hi.searchsorted(positions, side="right"), lo.searchsorted(positions, side="right"))

@@ -7,9 +7,9 @@ and circulate as uint8 tensors with rows in dimension 1:
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
-M is N, rounded up to a multiple of 128. Every 128 rows of v contain one transposed tile (Dv, 128) of every head. These rows
-share a scale, and each row stores the biased exponent (e8m0) of the scale. All ranges of rows in a schedule start at multiples
-of 128.
+The number of rows M is the number of tokens N, rounded up to a multiple of 128. Every 128 rows of v contain one transposed tile
+(Dv, 128) of every head. These rows share a scale, and each row stores the biased exponent (e8m0) of the scale. All ranges of
+rows in a schedule start at multiples of 128.
 """
 
 from functools import cached_property
@@ -96,7 +96,7 @@ def _queries(data: Tensor, exponents: Tensor) -> QuantizedRows:
 
 def _keys(k: Tensor, v: Tensor, exponents: Tensor) -> tuple[QuantizedRows, QuantizedValues]:
     batch, rows, heads, value_dim = v.shape
-    # The rows of one batch entry are contiguous.
+    # The rows of one batch entry of v are contiguous in memory.
     tiles = v.flatten(1).view(batch, rows // BLOCK, heads, value_dim, BLOCK).transpose(1, 2)
     k_scales, v_scales = _scales(exponents.movedim(2, 0))
     return QuantizedRows(k.view(fp8.DTYPE), k_scales), QuantizedValues(tiles.view(fp8.DTYPE), v_scales)

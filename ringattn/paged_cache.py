@@ -1,7 +1,7 @@
 """A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
 
-To find row i of a sequence, read the number of its page in column i // page_size of the page table. The row has the index
-i % page_size in this page:
+Row i of a sequence is in the page whose number is in column i // page_size of the page table. Within this page, the row has the
+index i % page_size:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
@@ -21,7 +21,7 @@ PAGE_UNIT = 64  # page sizes are multiples of this, so that each tile of keys in
 
 
 class PagedKVCache:
-    """The keys and values of several growing sequences, one per batch entry, for `decode_attention`.
+    """A `PagedKVCache` holds the keys and values of several growing sequences, one per batch entry, for `decode_attention`.
 
     Sequences take pages when they grow, and `truncate` returns pages. In a CUDA graph, pass `rows` to `append`. Before each
     replay, `reserve` takes pages for these rows, and changes the page table in place:
@@ -68,7 +68,8 @@ class PagedKVCache:
         self._num_pages = [0] * batch  # the number of pages of each sequence
         with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
-            # One extra page receives the tokens of rows without a page. Unused cells of the table contain this page's number.
+            # One extra page receives the tokens of rows without a page. Unused cells of the page table contain the number of
+            # the extra page.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._table
@@ -107,7 +108,7 @@ class PagedKVCache:
             self.lengths[i] += num_tokens
 
     def reserve(self, lengths: list[int]) -> None:
-        """Take the pages for these numbers of tokens, so that replays of a graph can append tokens.
+        """Reserve pages for the given numbers of tokens, so that replays of a CUDA graph can append tokens.
 
         Raises:
             ValueError: too few pages are free, or a length exceeds the capacity. After an error, no sequence has taken a page.

@@ -89,7 +89,8 @@ def run_schedule(
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
-                # A partial result for another rank is sent in a later step, so compute must return new tensors.
+                # The function `compute` must return new tensors, because a result for another rank is still being sent in a
+                # later step.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
@@ -111,7 +112,7 @@ def run_schedule(
             elif owner == rank:
                 merge(take_rows(own_result, message.rows), block)
             else:
-                # This rank may have computed its own partial result for the same owner.
+                # This rank may already hold its own partial result for the same owner.
                 results[owner] = merge(block, results[owner]) if owner in results else block
     if merge_arrivals is not None:
         merge_arrivals(arrivals)
@@ -200,13 +201,13 @@ class Ring:
 
     @property
     def kernel_options(self) -> dict[str, Any]:
-        """The options of `dispatch.forward` that are the same for all kernels of this ring."""
+        """Return the options of `dispatch.forward` that all kernels of this ring share."""
         shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether a CUDA graph may replay a pass. The shard must be short, and all calls must run the same pass."""
-        # The seed of the dropout and the tables of a fixed plan change between calls.
+        # A captured pass cannot use the dropout seed or the tables of a fixed plan, because both change between calls.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
         flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks
@@ -263,7 +264,8 @@ class Ring:
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            # The epilogue of the kernel can merge only a contiguous state. A slice of rows is contiguous for one batch entry.
+            # The epilogue of the kernel can merge only a contiguous state. A slice of rows is contiguous only if there is one
+            # batch entry.
             incoming = into if q.shape[0] == 1 else None
             state = operands.attend(block, None, intervals, self.spec.scale, incoming, **options)
             if into is None:

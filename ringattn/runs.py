@@ -1,8 +1,8 @@
 """Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard. Within a run, each bound of the rows' intervals is constant, or grows with the position.
-Therefore, sums over a run follow from its first and its last row. The number of runs depends on the documents and the pieces of
-the shards.
+A run is a range of rows of one shard. Within a run, the bounds lo and hi of the rows are constant, or grow with the position.
+Therefore the first row and the last row of a run determine all sums over the run. The number of runs grows with the numbers of
+documents and of pieces of the shards.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,9 @@ from ringattn.mask import Mask, intervals_at, kinks
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The R runs of all ranks, sorted by rank and row. The masks of all B batch entries have the same runs."""
+    """A `Runs` object contains the R runs of all ranks, sorted by rank and row. All B batch entries are divided into the same
+    runs, although their masks may differ.
+    """
 
     layout: Layout
     rank: np.ndarray  # (R,), the rank that holds the rows
@@ -44,7 +46,9 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """For each run, count the unmasked pairs of a row and a column of `rank`, summed over the batch: int64 (R,)."""
+        """For each run, count the pairs of a row of the run and a column of `rank` that the mask allows, summed over the batch:
+        int64 (R,).
+        """
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -53,7 +57,7 @@ class Runs:
 
     @cached_property
     def num_runs(self) -> np.ndarray:
-        """The number of runs of each rank: int64 (ranks,)."""
+        """Return the number of runs of each rank, int64 (ranks,)."""
         return np.bincount(self.rank, minlength=self.layout.ranks)
 
     def select(self, index: np.ndarray | slice) -> "Runs":
@@ -76,7 +80,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # In a slice of a stripe, the number of rows before a position does not grow evenly. Each row is therefore a run.
+        # In a slice of a striped shard, the number of rows before a position grows unevenly. Each row is therefore a run.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))
@@ -89,7 +93,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
 
 
 class RowsBefore:
-    """Count the rows of any rank before given positions."""
+    """A `RowsBefore` object counts the rows of any rank before given positions."""
 
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
         """`positions` are from 0 to `layout.seq_len`, int32 or int64 of any shape. The results of `rows` have this dtype."""
@@ -121,7 +125,8 @@ class RowsBefore:
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
         """For each run, return the sum of `rows` over the bounds of all rows of the run: int64 (B, R).
 
-        The positions of this object must be lo or hi of runs, (2, B, R). `count` contains the number of rows of each run.
+        The positions of this object must be the bounds lo or hi of the runs, (2, B, R). The argument `count` contains the
+        number of rows of each run.
         """
         rows = self.rows(rank)
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
@@ -140,7 +145,7 @@ class RowsBefore:
         return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
     def _add_own(self, values: np.ndarray, rank: int | np.ndarray, extra: np.ndarray) -> np.ndarray:
-        """Add `extra` to the values of the positions in pieces of `rank`, in place. Few positions are in pieces of one rank."""
+        """Add `extra` in place to the values of positions that `rank` holds. A single rank holds only few of the positions."""
         if isinstance(rank, int):
             order, first = self._by_owner
             own = order[first[rank] : first[rank + 1]]
@@ -152,12 +157,13 @@ class RowsBefore:
 
 @lru_cache(maxsize=16)
 def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Return tables of the pieces of all ranks. The pieces are sorted by position. An empty piece at `seq_len` comes last.
+    """Return tables that describe the pieces (ranges of positions) of all ranks. The pieces are sorted by position. The last
+    piece in the tables is empty and starts at `seq_len`.
 
     Returns:
         The first position and the rank of each piece, (pieces,), then two tables (2, ranks, pieces), and the length of the
-        pieces, or 0 if their lengths differ. The first table contains the number of rows of each rank before each piece. The
-        second table contains the sum of these numbers over all positions before the piece, and may overflow in int32.
+        pieces, or 0 if their lengths differ. The first of the two tables contains the number of rows of each rank before each
+        piece. The second table sums these numbers over all positions before each piece. The sums may overflow in int32.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))
@@ -181,7 +187,7 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
 
 @lru_cache(maxsize=8)
 def _strided_pieces(layout: Layout) -> np.ndarray:
-    """Return (begin, count) of the only piece of every rank of a striped layout: int64 (2, ranks)."""
+    """Return the begin and the count of the only piece of every rank of a striped layout: int64 (2, ranks)."""
     table = np.zeros((2, layout.ranks), dtype=np.int64)
     for rank in range(layout.ranks):
         table[:, rank] = [x.sum() for x in layout.pieces(rank)]
@@ -189,7 +195,7 @@ def _strided_pieces(layout: Layout) -> np.ndarray:
 
 
 def positions_of_rows(layout: Layout, rank: int, rows: np.ndarray) -> np.ndarray:
-    """Return the positions of some rows of a rank: int64, of the shape of `rows`."""
+    """Return the positions in the sequence of the rows `rows` of `rank`, as int64 of the same shape."""
     begin, count = layout.pieces(rank)
     first = count.cumsum() - count
     piece = first.searchsorted(rows, side="right") - 1

@@ -41,7 +41,7 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
     if sink_logits is None:
         return out, lse
     sinks = sink_logits.to(lse.dtype)
-    # A compiler fuses the operations of the reference.
+    # A compiler fuses the operations of the PyTorch version, so use the kernel only in eager mode.
     is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
     if is_eager and out.is_cuda:
         return _AddSinks.apply(out, lse, sinks)
@@ -49,7 +49,7 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
 
 
 class _AddSinks(torch.autograd.Function):
-    """Adds sinks with one kernel in the forward pass, and one kernel in the backward pass."""
+    """This function adds sinks with one kernel in the forward pass and one kernel in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # torch declares none

@@ -82,7 +82,7 @@ class AttentionSpec(NamedTuple):
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
-        """Return all settings that must be the same on all ranks, together with `others`, by their names in error messages."""
+        """Return all settings that must be equal on all ranks, and the `others`, under the names that error messages use."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -93,7 +93,7 @@ class AttentionSpec(NamedTuple):
         shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.numbers.tolist())}
         settings = {name: getattr(self, name) for name in ("layout", "seq_len", "schedule", "route", "scale", "dropout_p")}
         settings |= {"is_causal": self.after == 0, "window": None if self.mask.pieces else self.mask.window}
-        # Without dropout, the seed and the first head may differ.
+        # If there is no dropout, ranks may pass different seeds and first heads.
         settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
         return shapes | settings | {"FP8 forward": self.precision == "fp8"} | others

@@ -32,7 +32,8 @@ def sdpa(
         dropout_p: probability of dropping an entry of the softmax. The random numbers are not those of torch.
         is_causal: aligns the first query with the first key, as torch does. `flash_attention` aligns the last query and key.
         scale: positive factor on the scores; None for D ** -0.5.
-        enable_gqa: whether k and v may have fewer heads (dim -3) than q. Their number must divide the number of q's heads.
+        enable_gqa: whether k and v may have fewer heads (dim -3) than q. The number of heads of k and v must divide the number
+            of heads of q.
 
     Returns:
         out (..., Nq, Dv) in q's dtype. A query that may attend to no key has the output 0.

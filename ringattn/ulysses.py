@@ -56,8 +56,8 @@ def ulysses_attention(
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
     Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`. If query heads of several
-    ranks use the same key head, each of these ranks receives a copy of the key head. The gradients of the copies are added in
-    the dtype of the inputs.
+    ranks use the same key head, each of these ranks receives a copy of the key head. The gradients of the copied key heads are
+    summed in the dtype of the inputs.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
@@ -68,7 +68,7 @@ def ulysses_attention(
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`. The all-to-all sends the unrounded inputs, which the backward pass needs.
         recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in the
-            backward pass. The repetition takes time, but saves memory if q, k and v are saved or recomputed anyway.
+            backward pass. Repeating the all-to-all takes time, but saves memory if q, k and v are saved or recomputed anyway.
 
     Returns:
         As `ring_attention`.
@@ -111,7 +111,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # The mean number of tokens per rank, because all ranks of the ring must use the same number of chunks.
+        # Use the mean number of tokens per rank, so that all ranks of the ring use the same number of chunks.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -122,7 +122,7 @@ def ulysses_attention(
 
 
 class UlyssesSpec(NamedTuple):
-    """The settings of the all-to-all and of attention on the ring."""
+    """A `UlyssesSpec` contains the settings of the all-to-all and of attention on the ring."""
 
     tokens: list[int]  # number of tokens of each rank of the Ulysses group
     ulysses_group: str
@@ -134,7 +134,7 @@ class UlyssesSpec(NamedTuple):
 
     @property
     def settings(self) -> Call:
-        """The settings, by name, that the ranks of a Ulysses group compare in addition to the settings of attention."""
+        """Return the settings that the ranks of a Ulysses group compare in addition to the settings of attention."""
         settings: Call = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
         return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
@@ -155,7 +155,7 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
 
 
 class _HeadChunks:
-    """Runs the all-to-alls of one call in chunks of heads."""
+    """A `_HeadChunks` object runs the all-to-alls of one call in chunks of heads."""
 
     def __init__(self, tokens: Sequence[int], transport: Transport, chunks: int) -> None:
         self.tokens, self.ranks, self.rank, self.chunks = TokenSlice(tuple(tokens)), transport.size, transport.rank, chunks
@@ -190,7 +190,9 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse, and the tensors to save: per chunk q, k and v (unless the all-to-all is recomputed), out and lse."""
+    """Return out, lse and the tensors to save. For each chunk, the latter are q, k and v (unless the all-to-all is recomputed),
+    out and lse.
+    """
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
     call = partial(spec.attention.as_call, *arguments, **spec.settings)
@@ -208,7 +210,8 @@ def _forward_in_chunks(
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # If the transport uses SMs, it shares them with the kernels, because other chunks are sent at the same time.
+        # While attention runs, other chunks are sent. A transport that uses SMs therefore shares them with the attention
+        # kernels.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)

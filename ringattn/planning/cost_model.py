@@ -11,16 +11,18 @@ import torch
 
 from ringattn.planning.schedule import LocalSteps, Schedule
 
-# FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100
+# At this number of FLOPs per byte of HBM traffic, compute time and memory time are equal on an H100.
 FLOPS_PER_HBM_BYTE = 150
 
-# Fixed time to start and drain one step on a GPU, in seconds, fitted to rings of two and four H200s.
+# Each step on a GPU has a fixed overhead, in seconds. The values are fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# Merging one byte of partial results takes as long as this many FLOPs. The value for the backward is fitted to measurements.
+# Merging one byte of partial results takes as long as this many FLOPs. The value for the backward pass is fitted to
+# measurements.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# An all-to-all inside a host takes this many times as long as its bytes / the link's bandwidth. Fitted to four H200s.
+# An all-to-all inside a host takes ALL_TO_ALL_FACTOR times as long as its bytes divided by the link's bandwidth. Fitted to four
+# H200s.
 ALL_TO_ALL_FACTOR = 2.5
 
 
@@ -30,7 +32,9 @@ ROUTES = ("auto", "relay", "direct")
 
 
 class Interconnect(NamedTuple):
-    """The connection between the ranks of a ring, and the speed of the ranks. Every rank has the same values."""
+    """An `Interconnect` describes the connection between the ranks of a ring, and the speed of the ranks. Every rank has the
+    same values.
+    """
 
     name: str
     all_pairs: bool  # whether messages go directly to any rank, so that no rank relays blocks
@@ -63,13 +67,13 @@ def attention_flops(device: torch.device) -> float:
 
 
 def attention_flops_of(capability: int) -> float:
-    """Return `attention_flops` of the GPUs with this major compute capability."""
+    """Return the speed of attention, in FLOP/s, on GPUs with this major compute capability."""
     # 8 is Ampere and Ada, 9 is Hopper, 10 is Blackwell.
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(capability, 6e13)
 
 
 class HopCost(NamedTuple):
-    """The cost of one step of a pass on its busiest rank."""
+    """A `HopCost` is the predicted cost of one step of a pass on its busiest rank."""
 
     compute: float  # seconds
     communication: float  # seconds
@@ -77,7 +81,7 @@ class HopCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time of the step, in which computation and communication overlap."""
+        """Return the time of the step. Computation and communication overlap."""
         return max(self.compute, self.communication)
 
 

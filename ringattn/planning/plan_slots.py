@@ -9,7 +9,7 @@ from ringattn.planning.rank_plan import Plan
 
 
 class PlanSlots:
-    """The memory from which a CUDA graph reads its plan.
+    """A `PlanSlots` object holds the memory from which a CUDA graph reads its plan.
 
     Args:
         plan: a plan with `is_fixed=True`, with which the passes of the graph have run once. The layouts of all later plans must

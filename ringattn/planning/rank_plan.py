@@ -23,7 +23,8 @@ from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
-# A rank does this share of the work on its own block in the first step, which hides the first hop. The rest hides the last hop.
+# A rank computes FIRST_SHARE of the work on its own block in the first step, while the first messages are in flight. The rest
+# hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
 # The state ring is chosen only if it is predicted to be this much faster, because the KV ring launches fewer kernels.
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """Describes the inputs of one kernel call: some query rows of one rank, and some key rows of one rank."""
+    """A `BlockPair` describes the inputs of one kernel call: query rows of one rank, and key rows of one rank."""
 
     intervals: Intervals  # one interval per query row; the bounds are indices of key rows
     layout: Layout
@@ -48,7 +49,7 @@ class BlockPair:
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
-        """The positions of the query rows and of the key rows in the whole sequence, as two int32 tensors."""
+        """Return the positions of the query rows and of the key rows in the whole sequence, as two int32 tensors."""
         return self._cached["positions"]
 
     @cached_property
@@ -60,7 +61,7 @@ class BlockPair:
 
 
 class Plan:
-    """The plan of one rank for all ring passes with one mask and one layout.
+    """A `Plan` is one rank's plan of all ring passes with one mask and one layout.
 
     Args:
         device: the device of the intervals.
@@ -112,17 +113,18 @@ class Plan:
         return Requests(tuple(self._choices), tuple(tables))
 
     def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
-        """For each schedule whose block pairs have been requested, return the arguments of `schedule` and the block pairs."""
+        """For each schedule that calls have used, return the arguments of `schedule` and the block pairs."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
 
     def prepare(self, requests: "Requests") -> None:
-        """Compute everything that calls have requested from another plan."""
+        """Compute the schedules and tables that calls have requested from another plan."""
         for key in requests.choices:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # This plan may have more local steps than the other plan. Additional steps prepare their tables at their first use.
+            # The other plan may have fewer local steps than this plan. The tables of additional local steps are computed when
+            # they are first used.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -232,7 +234,9 @@ class Plan:
 
 
 class Requests(NamedTuple):
-    """The choices and tables that calls have requested from a plan. Requests depend only on shapes and options."""
+    """A `Requests` tuple lists the choices and tables that calls have requested from a plan. The requests of a call depend only
+    on its shapes and options.
+    """
 
     choices: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.choose_schedule`
     schedules: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
@@ -262,7 +266,8 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlaps(NamedTuple):
-    """The rows and the work of all pairs of ranks under a mask. The last two indices of an array are (query rank, key rank).
+    """An `Overlaps` tuple contains the rows and the work of every pair of ranks under a mask. The last two dimensions of every
+    array are (query rank, key rank).
 
     `queries` and `keys` contain a range of rows per pair of ranks, as (first row, end): (2, ranks, ranks).
     """
@@ -278,12 +283,14 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
-    # The rows of the transposed mask are keys, so the axes of `queries` are exchanged.
+    # In the transposed mask, rows are keys, so exchange the two rank axes of `queries`.
     return Overlaps(queries.transpose(0, 2, 1) * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """Return the columns of each rank to which each rank's rows attend, as ranges: int64 (2, ranks, column ranks)."""
+    """For each pair of ranks, return the range of the second rank's columns to which rows of the first rank attend: int64 (2,
+    ranks, column ranks).
+    """
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):
@@ -328,7 +335,7 @@ def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...
     wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
     last = (done + pairs).searchsorted(wanted)
     runs, wanted = runs.select(last), wanted - done[last]
-    # Find by binary search how many rows of these runs belong to the first parts.
+    # Find by binary search how many rows of the run lie before the split point of each rank.
     low, high = np.zeros_like(ranks), runs.count
     while (high - low > 1).any():
         middle = ((low + high) // 2).clip(min=1)

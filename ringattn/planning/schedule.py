@@ -1,6 +1,7 @@
 """Build the schedules of ring passes: plain data that lists the messages and the computations of each step.
 
-Every rank owns one block, which circulates. The other ranks compute a *result* from the block. The result returns to the owner:
+Every rank owns one block, which circulates. Every other rank computes a *result* from a circulating block. The result returns
+to the owner:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -12,9 +13,9 @@ In a *relay* schedule, which suits several hosts, ranks pass each block on to th
 one hop behind. In a *direct* schedule, each rank receives a block from its owner and sends the result straight back. Direct
 schedules consist of rounds in which no link carries two blocks at a time.
 
-While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block:
-work on the first part hides the first hop, and work on the rest hides the return of the last results. Without results, the
-block is not split. Schedules leave out blocks, rows and computations that the mask does not need.
+While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank computes with its own
+block in two parts. The first part hides the first hop, and the rest hides the return of the last results. If no results are
+sent, a rank's own block is not split. Schedules leave out blocks, rows and computations that the mask does not need.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows o
 
 
 class Message(NamedTuple):
-    """One message of one hop, with rows of a block or of a result."""
+    """A `Message` contains the rows of a block or of a result that one rank sends to another in one hop."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
@@ -38,7 +39,7 @@ class Message(NamedTuple):
 
 
 class LocalStep(NamedTuple):
-    """One computation of a rank with some rows of the block of `owner`."""
+    """In a `LocalStep`, a rank computes with some rows of the block of `owner`."""
 
     rank: int
     owner: int
@@ -53,7 +54,7 @@ class Step(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """The local steps and the messages of one rank in one step."""
+    """A `RankStep` lists the local steps and the messages of one rank in one step of a schedule."""
 
     local_steps: tuple[LocalStep, ...]
     outgoing: tuple[Message, ...]
@@ -61,7 +62,7 @@ class RankStep(NamedTuple):
 
 
 class LocalSteps(NamedTuple):
-    """All local steps of a schedule, as arrays of integers with one element per local step."""
+    """A `LocalSteps` tuple holds all local steps of a schedule as integer arrays with one element per local step."""
 
     step: np.ndarray  # the step of the schedule
     rank: np.ndarray
@@ -71,7 +72,7 @@ class LocalSteps(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """All messages of a schedule, as arrays of integers with one element per message."""
+    """A `Messages` tuple holds all messages of a schedule as integer arrays with one element per message."""
 
     step: np.ndarray  # the step of the schedule
     is_result: np.ndarray  # 1 for a result, and 0 for a block
@@ -131,7 +132,7 @@ class Schedule:
 
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
-    """Computes the steps of a rank at the first access."""
+    """This dictionary computes the steps of a rank when they are first read."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
@@ -154,7 +155,8 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: the row at which each rank's own block is split. If None, ranks compute with their own blocks last.
+        split_points: the row at which each rank's own block is split. If `split_points` is None, ranks compute with their own
+            blocks last.
     """
     start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
     number, rank, owner = _rounds(stop > start)
@@ -162,7 +164,7 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     num_rounds = int(number.max(initial=-1)) + 1
     first, rest = _own_rows(need, split_points, returns)
     rows, is_result = (start[owner, rank], stop[owner, rank]), np.zeros_like(number)
-    # A block is sent in step t and used in step t + 1. The result returns in step t + 2.
+    # A block is sent in step t and used in step t + 1. The result of the block returns in step t + 2.
     own = _table(5, [(0, *x) for x in first]), _table(5, [(num_rounds + 1, *x) for x in rest])
     local_steps = np.concatenate((own[0], np.stack((number + 1, rank, owner, *rows), 1), own[1]))
     messages = np.stack((number, is_result, owner, owner, rank, *rows), 1)
@@ -179,8 +181,8 @@ def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
 def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    In round s, rank r computes either with the block of rank r XOR s, or with the block of rank (r - s) modulo P. The function
-    chooses the variant with fewer rounds under this mask.
+    In round s, rank r computes either with the block of rank r XOR s, or with the block of rank (r - s) modulo P. For each
+    mask, the function uses the variant that needs fewer rounds.
 
     Args:
         needed: needed[owner][rank] says whether the rank needs rows of the owner's block.
@@ -191,7 +193,8 @@ def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     ranks = np.arange(len(needed))
     owners = [(ranks - ranks[1:, None]) % len(needed)]
     if len(needed) & (len(needed) - 1) == 0:
-        # XOR comes first, so that min() prefers it. With XOR, two ranks exchange their blocks in the same round.
+        # The XOR variant is listed first, so that min() prefers it in a tie. In the XOR variant, two ranks exchange their
+        # blocks in the same round.
         owners.insert(0, ranks ^ ranks[1:, None])
     with_work = min((each[needed[each, ranks].any(1)] for each in owners), key=len)
     number, rank = needed[with_work, ranks].nonzero()
@@ -201,7 +204,9 @@ def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
 def _own_rows(
     need: Need, split_points: tuple[int, ...] | None, returns: bool
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the computations of ranks with their own blocks in the first and in the last step: (rank, rank, start, stop)."""
+    """Return what ranks compute with their own blocks in the first step and in the last step, as tuples (rank, rank, start,
+    stop).
+    """
     first, rest = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for rank in range(len(need)):
         rows = need[rank][rank]

@@ -1,6 +1,7 @@
 """Choose the Ulysses degree U with the least predicted time of attention on U x R ranks.
 
-All-to-alls have U ranks, and rings have R ranks. As in `ringattn.planning.cost_model`, all ranks and runs make the same choice.
+All-to-alls have U ranks, and rings have R ranks. The prediction uses no measurements, so all ranks and all runs choose the same
+degree.
 """
 
 import math
@@ -16,7 +17,7 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
 
-# The minimum of tokens x heads per chunk. A smaller chunk would leave SMs idle.
+# A chunk of heads must have at least MIN_CHUNK_ROWS rows (tokens x heads). A smaller chunk would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
 MAX_HEAD_CHUNKS = 32  # per call
 EQUAL_TIMES = 1.01
@@ -125,7 +126,7 @@ def attention_seconds(
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the seconds of both all-to-alls of a chunk of heads. A rank sends `bytes_to_each` to each other rank."""
+    """Return the seconds of both all-to-alls of a chunk of heads. Each rank sends `bytes_to_each` bytes to every other rank."""
     inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
     return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)
@@ -146,8 +147,8 @@ def _ring_seconds(
     joined: Interconnect,
     schedule: str,
 ) -> tuple[float, ...]:
-    """Return the seconds of both passes of a chunk (q, k, v). `ring` is (kind of layout, number of positions, number of ranks).
-    Other arguments as for `attention_seconds`.
+    """Return the seconds of the forward pass and of the backward pass for a chunk (q, k, v). The argument `ring` is (kind of
+    layout, number of positions, number of ranks). Other arguments as for `attention_seconds`.
 
     A long sequence without documents is planned as a shorter one.
     """
@@ -170,7 +171,7 @@ def _ring_seconds(
 
 
 def _scale(mask: Mask, scale: float) -> Mask:
-    """Return the mask of a sequence that is shorter by `scale`, in which the share of pairs within the window is the same."""
+    """Return a similar mask for a sequence that is shorter by `scale`. The window covers the same share of the pairs."""
     if scale == 1:
         return mask
     left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)

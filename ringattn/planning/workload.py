@@ -12,14 +12,14 @@ HEAD_CHUNK_FLOPS = 5e13
 
 
 class RowBytes(NamedTuple):
-    """For each schedule, the bytes per row of a circulating block and of its result."""
+    """A `RowBytes` tuple contains, for each schedule, the bytes per row of a circulating block and of its result."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
 
 
 class Work(NamedTuple):
-    """The work of the forward pass or of the backward pass of one call."""
+    """A `Work` object describes the work of one forward pass or of one backward pass."""
 
     direction: str  # "forward" or "backward"
     batch: int
@@ -30,9 +30,9 @@ class Work(NamedTuple):
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
 
-        The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. Results for other ranks
-        need a separate kernel. With direct messages, this kernel reads each result once. With relays, each merge reads two
-        states and writes one. The backward kernels clear and read the sums of dq, and then read and write dq.
+        The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. A separate kernel merges
+        the results for other ranks. With direct messages, this kernel reads each result once. With relays, each merge reads two
+        states and writes one. The backward kernels clear and read the sums of dq. Afterwards, they read and write dq.
         """
         if self.direction == "backward":
             tensors = 4
@@ -41,7 +41,7 @@ class Work(NamedTuple):
         return tensors * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
-        """Return the work of a sequence in which each row represents `scale` rows."""
+        """Return the work of a sequence that is longer by the factor `scale`."""
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
         return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 

@@ -10,25 +10,29 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.attention import ring_attention
 from ringattn.transformers.batch import RingBatch
 
-# Keywords that transformers passes to every attention function and that do not change the result of attention.
+# The keywords in NEUTRAL are passed to every attention function by transformers, and do not change the result.
 NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict"}
 
 
 class RingMask:
-    """The mask of a layer without documents and padding, which a `RingBatch` contains. FSDP would copy a dataclass."""
+    """A `RingMask` describes the mask of a layer without documents and padding, and is part of a `RingBatch`. FSDP would copy a
+    dataclass.
+    """
 
     def __init__(self, window: int | None) -> None:
         self.window = window
 
     def __getitem__(self, _: object) -> "RingMask":
-        return self  # Gemma 4 selects the rows of its queries, whose number `attend` checks
+        return self  # Gemma 4 selects rows of the mask here, and `attend` checks the number of queries
 
     def __getattr__(self, name: str) -> object:
         raise UnsupportedMaskError(f"the model reads {name} of its attention mask, which attention on a ring does not support")
 
 
 class UnsupportedMaskError(AttributeError, ValueError):
-    """The model uses the mask of a layer as a tensor. It is an AttributeError, because `hasattr` expects one."""
+    """The model uses the mask of a layer as a tensor. The class derives from AttributeError, because `hasattr` expects this
+    exception.
+    """
 
 
 def attend(
@@ -88,7 +92,7 @@ def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None 
 
 
 def _captured(function: Callable[..., Any]) -> Iterator[object]:
-    """Yield all values that a function has captured, and those that the functions it calls have captured."""
+    """Yield all values that a function, or a function that it calls, has captured."""
     for cell in function.__closure__ or ():
         values = cell.cell_contents if isinstance(cell.cell_contents, (tuple, list)) else [cell.cell_contents]
         for value in values:
@@ -98,7 +102,7 @@ def _captured(function: Callable[..., Any]) -> Iterator[object]:
 
 
 def _is_causal(mask_function: Callable[..., Tensor], window: int | None) -> bool:
-    """Compare a mask with a causal mask, for queries near multiples of the window and keys near the ends of the intervals."""
+    """Compare a mask function with a causal mask at a few queries, and at keys near the ends of their intervals."""
     size = window or 64
     q = torch.tensor([0, 1, size - 1, size, size + 1, 3 * size + size // 2, 2**20], device="cpu")[:, None]
     offsets = torch.tensor([-(2**20), -size - 1, -size, 1 - size, -1, 0, 1, size], device="cpu")

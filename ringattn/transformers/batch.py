@@ -19,15 +19,16 @@ IGNORE = -100  # the label of tokens that do not contribute to the loss
 # Entries that describe packed documents for FlashAttention. Only the first one is needed.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-# Entries that do not depend on the tokens.
+# The entries in FLAGS do not depend on the tokens.
 FLAGS = ("return_dict", "use_cache", "fused_lm_head")
 KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *PACKING, *LABELS, *FLAGS}
 
 
 class RingBatch:
-    """The properties of a batch that attention needs. The model passes them to every layer as the keyword `ring_batch`.
+    """A `RingBatch` contains the properties of a batch that attention needs. The model passes the `RingBatch` to every layer as
+    the keyword `ring_batch`.
 
-    It is not a dataclass, because FSDP would copy it.
+    FSDP copies dataclasses, so `RingBatch` is not a dataclass.
     """
 
     def __init__(self, layout: Layout, documents: list[list[int]] | None, group: Group | None) -> None:
@@ -130,7 +131,7 @@ def _check(batch: Mapping[str, Any]) -> None:
 
 
 def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the label of every token, int64 (B, S): the next token, or IGNORE. None if the batch has no labels."""
+    """Return the label of every token, int64 (B, S): the next token, or IGNORE. Return None if the batch has no labels."""
     labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
     if labels is None and shifted is None:
         return None

@@ -13,7 +13,8 @@ from ringattn.transformers.batch import ring_of, shard_batch
 
 
 class RingLoader:
-    """Iterates over the arguments of `model(...)` for this rank's tokens of each batch of a data loader, see `shard_batch`.
+    """A `RingLoader` yields the arguments of `model(...)` for this rank's tokens of each batch of a data loader, as
+    `shard_batch` returns them.
 
     Args:
         loader: yields whole batches. Do not pass it to `accelerator.prepare`.

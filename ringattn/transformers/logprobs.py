@@ -17,8 +17,8 @@ CHUNK_LOGITS = 2**26  # logits of a chunk
 def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None = None) -> Tensor:
     """Return the log-probability of the token after each token, on every rank and with gradients.
 
-    Compute the same loss from the result on all ranks. The gradients of the parameters, averaged over the ranks as DDP and
-    FSDP do, are then the gradients of this loss.
+    All ranks must compute the same loss from the returned log-probabilities. DDP and FSDP average the gradients of the
+    parameters over the ranks. The averages are then the gradients of this loss.
 
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.

@@ -11,14 +11,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ringattn.transformers.attention import attend  # noqa: F401  # registers attn_implementation="ring"
 from ringattn.transformers.batch import ring_of
 
-# Types of layers that attend to all earlier tokens, or to the tokens of a window.
+# The supported layers attend to all earlier tokens, or to the tokens of a window.
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Let a model attend to the tokens of all ranks. Afterwards, call it as `model(**shard_batch(batch, mesh))`.
 
-    The parameters stay as they are. DDP, FSDP2 or accelerate replicates or shards them, over all ranks of the ring.
+    The parameters stay as they are. DDP, FSDP2 or accelerate can replicate or shard the parameters over all ranks of the ring.
 
     Args:
         model: a causal language model of transformers, or a PEFT model of one.
@@ -58,7 +58,7 @@ def check_layers(model: PreTrainedModel) -> None:
     unsupported = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYERS
     for module in model.modules():
         # Layers with a recurrent state, such as Mamba and gated delta nets, begin with a convolution over the tokens. Models
-        # like RoBERTa compute the positions from all tokens before.
+        # like RoBERTa compute the position of a token from all earlier tokens.
         if isinstance(module, nn.Conv1d) or hasattr(module, "create_position_ids_from_input_ids"):
             unsupported.add(type(module).__name__)
     if unsupported:

@@ -71,7 +71,8 @@ class RingMixin(Base):
         result: Any = super().compute_loss(model, arguments, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
         if self.ring_mesh is not None:
-            # Each rank has the loss of its own tokens. Report the mean over the ring, but keep the gradient.
+            # Each rank has the loss of its own tokens. Report the mean loss of the ring, but keep the gradient of this rank's
+            # loss.
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=self.ring_mesh.get_group())
             loss = loss + (mean / self.ring_size - loss.detach())
@@ -88,7 +89,7 @@ class RingMixin(Base):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         samples = [{**batch, "shift_labels": labels} for batch in batch_samples if (labels := next_labels(batch)) is not None]
         num_items = super()._get_num_items_in_batch(samples, device)
-        # The number is summed over all ranks, but all ranks of a ring have counted the same labels.
+        # The sum over all ranks counts every label `ring_size` times, because all ranks of a ring count the same labels.
         return None if num_items is None else num_items / self.ring_size
 
     def _prepare_loader(self, loader: DataLoader[Any], **_: object) -> DataLoader[Any]:
