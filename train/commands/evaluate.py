@@ -7,7 +7,7 @@
 
 The losses at all lengths are means over the same target tokens. The length limits only how many earlier tokens a target token
 can attend to. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains
-standard errors of the losses, and of their differences from the loss at the shortest length.
+95% intervals of the losses, and of their differences from the loss at the shortest length.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
 default, the command evaluates the held-out text of the run. These settings select another text:
