@@ -245,7 +245,7 @@ class Intervals:
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
-        # Both `work_tiles` and `ordered_work_tiles` have these first parameters.
+        # The methods `work_tiles` and `ordered_work_tiles` begin with the same parameters.
         batch, heads, _, programs, *_ = arguments
         # A program may receive more work tiles than the average, because work tiles differ in length. The table also needs
         # space for work tiles that are split in the last wave, and for an empty last row.

@@ -62,8 +62,8 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all work tiles start at the same time. All chains then run forwards, so that
-    # each predecessor is ahead from the start.
+    # If every program has at most one work tile, all work tiles start at the same time. All chains then run forwards, because
+    # each predecessor is then ahead from the start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]

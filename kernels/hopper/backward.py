@@ -83,7 +83,6 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def used_size(self) -> int:
-        """Return the number of elements of both chunks, without the zero columns of the second chunk."""
         return self.queries * self.columns
 
 
@@ -131,7 +130,7 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """The layout of P (64 keys, queries) in shared memory, which is the order of the elements in registers.
+        """Return the shared-memory layout of P (64 keys, queries), in which the elements have the same order as in registers.
 
         Within 16 columns, each thread's eight numbers are contiguous. This avoids bank conflicts.
         """
@@ -204,8 +203,8 @@ class _Backward:
 
 
 class NarrowBackward(_Backward):
-    """The class computes the backward for head dims up to 128. If PyTorch requires deterministic algorithms when the object is
-    created, dq is deterministic.
+    """A `NarrowBackward` object computes the gradients for head dims up to 128. If PyTorch requires deterministic algorithms
+    when the object is created, dq is deterministic.
     """
 
     def __init__(self, *operands) -> None:

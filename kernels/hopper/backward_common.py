@@ -18,8 +18,8 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 def opaque_zero():
     """Return a 0 whose value the compiler cannot know.
 
-    For a constant index, the compiler would keep the address in registers during the loops, and the kernel would spill
-    registers. Adding the 0 to an index lets the compiler compute the address only when it is needed.
+    For a constant index, the compiler would keep the address in registers during the loops, and registers would spill. Adding
+    the 0 to an index lets the compiler compute the address only when it is needed.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 
@@ -51,8 +51,8 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     """Return (row_bounds, first_unmasked, last_unmasked) for up to 64 keys from key `own` on. `row_bounds` is for
     `probabilities`.
 
-    A step of QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. The range
-    is empty if there are fewer than 64 keys.
+    A step of QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. For fewer
+    than 64 keys, the range is empty, and every step needs a mask.
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
@@ -67,7 +67,8 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store the rows [own, end) of a tile (64, n), whose first row is `own`. If ADD is set, add the rows to memory instead.
+    """Store the rows [own, end) of a tile (64, n), whose first row is `own`. If ADD is set, add the rows to the values in
+    memory instead.
 
     The pointer `base` is the address of row `own` of a head in a contiguous tensor (rows, NUM_HEADS, DIM). FIRST is the first
     column.

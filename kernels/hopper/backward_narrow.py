@@ -92,7 +92,7 @@ SPARE_CHUNK = gl.constexpr(0)
 
 @gluon.constexpr_function
 def dq_columns(config, consumer: int) -> int:
-    """Return how many columns of dQ a consumer computes per step. With 96 columns, 32 columns of the second chunk are zeros."""
+    """Return how many columns of dQ a consumer computes per step."""
     return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
 
 
@@ -174,16 +174,16 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot for K still holds the keys of the work tile before the previous one. The last read of these keys
-                    # was in the first step of the previous work tile. That step has finished if the previous work tile has more
-                    # than one step.
+                    # The slot for K still contains the keys of an earlier work tile, two before this work tile. These keys were
+                    # last read in the first step of the previous work tile. If the previous work tile has more than one step,
+                    # its first step has finished.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # The previous work tile reads its values from the same buffer until its last step.
+                    # The values of the previous work tile are read from the same buffer until its last step.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -198,9 +198,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return (key_bounds, first_seen, end_seen): the bounds of this consumer's keys, and the range of queries that attend to
-    any of them.
-    """
+    """Return (key_bounds, first_seen, end_seen). No query outside [first_seen, end_seen) attends to a key of this consumer."""
     batch, _, first, end, _, _, _ = work_tile
     query_lo, query_hi = bounds
     num_masks, _, num_keys = sizes
@@ -244,7 +242,7 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, a writer warp does this."""
+    """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, a writer warp adds the chunk instead."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     fence_async_shared()
@@ -293,7 +291,7 @@ def _step(
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Load delta only after the wait. The kernel for D = 64 would otherwise spill registers.
+    # Load delta only after the wait. Loading delta earlier would make the kernel for D = 64 spill registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
@@ -303,14 +301,14 @@ def _step(
     # The fence is needed because wgmma reads shared memory through another proxy than the threads.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # This wait is short. The thread barrier that the compiler adds to the wait also covers the stores of dS.
+        # This wait is short. The compiler adds a thread barrier to this wait, which also covers the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
     pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
     grad_v, grad_q = pending[:-1], pending[-1]
     if CONFIG.deterministic:
-        # The writer may still be waiting for another work tile. Therefore wait for the writer as late as possible.
+        # The writer warp may still be waiting for another work tile, so wait for the writer as late as possible.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     grad_k = wait_for_parts(grad_k, 0, num_parts(CONFIG.columns))
@@ -341,8 +339,8 @@ def _skip_step(
 
 @gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """With `keeps_operands`, load this consumer's K and the first part of its V into registers, and return (parts of K, part of
-    V).
+    """If `keeps_operands` is set, load this consumer's K and the first part of its V into registers. Return (parts of K, part
+    of V).
     """
     if CONFIG.keeps_operands:
         _queries, _douts, _row_scalars, keys, values, _ds_tiles, _staging = buffers
@@ -371,7 +369,7 @@ def _compute_work_tile(
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer computes the chunk addresses itself, because a single loop needs fewer registers.
+        # The writer computes the chunk addresses, so the consumer needs only a single loop, which saves registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
@@ -525,8 +523,8 @@ def _main_kernel(
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # The barrier `staged` (per consumer and stage) signals that the staging buffer is full, and `released` (per consumer)
-        # that it has been sent.
+        # The barrier `staged` of a consumer and stage signals that the staging buffer is full. The barrier `released` of a
+        # consumer signals that the buffer has been sent.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size

@@ -36,7 +36,6 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
     if delta is None:
         outputs = triton_common.load_outputs(out, dout, index, inside, CONFIG.value_dim, CONFIG.dim)
-    # The zeros are stored while the loads are in flight.
     element = tl.arange(0, SIZE)
     zeros = tl.zeros([SIZE], tl.float32)
     tl.store(dq_sums + CONFIG.chunk_size + offset * SIZE + element, zeros, mask=element < CONFIG.used_size)

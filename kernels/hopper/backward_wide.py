@@ -97,8 +97,9 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """Load the tile of a step into a ring buffer. The argument `scalars` is the lse for Q, or delta for dO, and arrives
-    together with the first part."""
+    """Load the tile of a step into a ring buffer. The argument `scalars` contains lse for Q, or delta for dO, and is loaded
+    with the first part.
+    """
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -115,10 +116,7 @@ def _load_into_ring(
 def _issue_scores(
     left, first_part, ring, step, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Issue the product (64, COLUMNS) of `left` and the transposed tile of a step in a ring buffer.
-
-    The parts of the left operand are in shared memory, in `left` from `first_part` on.
-    """
+    """Issue the matrix product (64, COLUMNS) of `left` and the transposed tile of one step, which is in a ring buffer."""
     tiles, full, _empty = ring
     scores = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for part in gl.static_range(PARTS):
@@ -155,7 +153,7 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store factor * sums in up to 64 rows of one head. If ADD is set, add the result to the rows instead.
+    """Store factor * sums in up to 64 rows of one head. If ADD is set, add the result to the rows in memory instead.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).
@@ -427,8 +425,8 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _own_steps(row_bounds, begin, num_steps):
-    """Return (first, end, first_unmasked, last_unmasked) of a consumer: the range of steps to whose keys its rows attend,
-    of which there is at least one, and the range of the first keys of the steps that need no mask.
+    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The consumer computes the steps from first to end, at
+    least one. A step needs no mask if its first key is in the range from first_unmasked to last_unmasked.
     """
     lo, hi, num_own = row_bounds
     last = gl.minimum(num_own, ROWS) - 1

@@ -119,7 +119,7 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def o_parts(self) -> int:
-        """A consumer's fp32 o needs this many buffers for a K tile or a V tile."""
+        """Return how many buffers of a K or V tile the fp32 o of one consumer occupies."""
         return 2 * ROWS.value // self.keys
 
     @property
@@ -128,7 +128,7 @@ class NarrowConfig(ForwardConfig):
 
 
 class ShortConfig(NarrowConfig):
-    """The constants of `forward_short`. `stages` is the maximal number of steps of a work tile."""
+    """A `ShortConfig` holds the constants of `forward_short`. The field `stages` limits the number of steps of a work tile."""
 
     programs: ClassVar[int] = 3
 
@@ -200,8 +200,8 @@ class Fp8Config(ForwardConfig):
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """Return the layout of probabilities as the left operand of P V, which does not depend on the columns of
-        the product.
+        """Return the register layout of the probabilities as the left operand of P V. The layout does not depend on the columns
+        of the product.
         """
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 

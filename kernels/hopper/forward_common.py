@@ -88,7 +88,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     row_bounds is (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the
     initial reference max. all_initialised states whether the first step of the consumer sets the reference max of every row
     that attends to any key. steps is (first, end), the steps whose keys the consumer's rows attend to. With `skips_steps`, the
-    consumer computes only these steps, of which there is at least one.
+    consumer computes only the steps from first to end, and at least one step.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -106,8 +106,8 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
         first_step = gl.minimum(gl.maximum(first_lo - begin, 0) // CONFIG.keys, end_step - 1)
         end_step = gl.maximum(gl.minimum((last_hi - begin + CONFIG.keys - 1) // CONFIG.keys, end_step), first_step + 1)
     start = step_start(loop, first_step, CONFIG.keys)
-    # Bounds never decrease from row to row. If the first tile overlaps the intervals of the first row and the last row, every
-    # non-empty interval contains a key of this tile.
+    # Bounds never decrease from row to row. If the first tile overlaps the intervals of both the first row and the last row,
+    # the tile contains a key of every non-empty interval.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + last_row, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -215,8 +215,8 @@ def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CO
 
 @gluon.jit
 def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip the next `count` steps. The consumer still releases all stages and takes all turns, because other warps wait for
-    this.
+    """Skip the next `count` steps. The consumer still releases all stages and takes all turns, because other warps wait for its
+    releases and turns.
     """
     _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step

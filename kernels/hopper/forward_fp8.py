@@ -18,10 +18,10 @@ two matrix products of a step have one of two orders, as in `forward_wide`:
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Over 65,536 keys, sums of positive values would
-lose several percent. Therefore the tensor cores add only the products of one step, and the threads add the result to O in fp32.
-At D = 256, O needs 128 registers per thread. The kernel splits P V into products of `part_columns` columns, and at most two of
-these products are in flight.
+Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. If the tensor cores summed positive values over
+65,536 keys, the sums would be wrong by several percent. Therefore the tensor cores add only the products of one step, and the
+threads add the result to O in fp32. At D = 256, O needs 128 registers per thread. The kernel splits P V into products of
+`part_columns` columns, and at most two of these products are in flight.
 
 Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
 P and a tile of ones.
@@ -134,7 +134,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
     """Issue two products for one stage: P times the tile of ones, and P V. Add P V to O, except for the last part of the
     columns.
 
-    Return (parts of O, last part of P V, row sums). The last part of P V may still be in flight.
+    Return the parts of O, the last part of P V, and the row sums. The last part of P V may still be in flight.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -190,7 +190,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # For a work tile whose rows attend to no key, the block of the only step may not exist.
+    # If no row of a work tile attends to a key, the block of its only step may not exist.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -296,7 +296,7 @@ def _sequential_steps(
     scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, in the order without overlap. Return (ref_max, l, parts of o, next position).
+    """Compute all steps of a work tile in the pipeline order without overlap. Return (ref_max, l, parts of o, next position).
 
     The arguments `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head). All four threads
     of a row have the same numbers in ref_max, factors and l (64, 4).
@@ -311,7 +311,6 @@ def _sequential_steps(
         rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
         p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
         o = softmax.rescale_parts(o, alpha, CONFIG.num_parts)
-        # Load the scales early, because the load takes hundreds of cycles.
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step + 1, CONFIG.keys), CONFIG)
         _, phase = position
@@ -381,7 +380,8 @@ def _forward_kernel(
     q, k, v, q_scales, k_scales, v_scales, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, num_query_blocks, num_key_blocks, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`, except for the following.
+    """Compute all work tiles. The arguments are the same as for `forward_narrow._forward_kernel`, with the following
+    exceptions.
 
     Args:
         q, k, v: TMA descriptors of the e4m3 tensors (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, C, D, 128).

@@ -30,9 +30,9 @@ In a consumer, the softmax of one step overlaps with the second product of the p
 A `full` barrier waits for one arrival of the producer and for the bytes that TMA copies. An `empty` barrier waits for one
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
-TMA stores an output from the shared memory of its Q. Therefore a call that returns an output has a second slot for the next Q,
-and releases a slot after the first product of the next work tile. The fp32 o of a state is larger than Q, so it passes through
-the next stages of K and V, as `epilogue` explains.
+TMA stores an output from the shared memory of its Q. Therefore a kernel that returns an output has two slots for Q. The slot of
+a work tile is released after the first product of the next work tile. The fp32 o of a state is larger than Q. Therefore o
+passes through the next stages of K and V, as `epilogue` explains.
 
 With ping-pong, a consumer waits until the previous consumer has issued its products, so that they compute the softmax at
 different times.
@@ -156,7 +156,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Release the shared memory of the previous result only now, because TMA has read it during the product.
+    # TMA has read the previous result from shared memory during the product, so release this memory now.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -198,9 +198,9 @@ def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the state stages of a work tile, and release all of them except for the one of this consumer.
+    """Wait for all state stages of a work tile, and release the stages that belong to other consumers.
 
-    If the consumer skips the work tile, CONSUMER is -1. Return (own stage, next stage, its phase).
+    CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, its phase).
     """
     _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
@@ -234,7 +234,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # The producer needs this stage for one of the steps that are skipped.
+        # The producer needs the state stage for one of the skipped steps.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)

@@ -1,4 +1,4 @@
-"""The forward kernel for short intervals, such as windows of 128 keys, and head dims up to 64, in Gluon.
+"""This module contains the forward kernel for short intervals, such as windows of 128 keys, and head dims up to 64.
 
 A work tile consists of 64 queries of all query heads of one key head. All keys to which these queries attend fit into shared
 memory, and are loaded once for all heads. For each head, the program computes all scores, then the softmax, then the output:

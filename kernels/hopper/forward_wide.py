@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper GPUs (sm_90) and head dims above 128.
+"""This module contains the forward kernel for Hopper GPUs (sm_90) and head dims above 128.
 
 Read `forward_narrow` first. This kernel has two consumers and the following pipeline:
 
@@ -11,10 +11,10 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
                <---- empty[s] ------                              <------ release the stage
 
 A stage holds one tile of K or V with 256 or 128 columns. The tiles arrive in the order in which they are used. For 192 columns
-of K and 128 columns of V, a second ring buffer holds the last 64 columns of K, called the tails. The tails share the barriers
-of the stages that hold the first columns of K.
+of K and 128 columns of V, a second ring buffer holds the last 64 columns of K, called the tails. The tails of K share the
+barriers of the stages that hold the first columns of K.
 
-The two matrix products of a step have one of two orders, depending on the available registers:
+The available registers determine the order of the two matrix products of a step:
 
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
@@ -117,8 +117,8 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue S = Q K^T as two products with K of the next stage. The argument `query` is (columns of Q in registers, Q in shared
-    memory, tail of Q).
+    """Issue S = Q K^T as two products with K of the next stage. The argument `query` contains the columns of Q in registers, Q
+    in shared memory, and the tail of Q.
 
     Return (S, next position).
     """
@@ -273,8 +273,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`.
 
-    The TMA descriptors q_tail and k_tail load the columns of q and k beyond the first stage. They are None if there are no such
-    columns.
+    The TMA descriptors q_tail and k_tail load the columns of q and k beyond the first stage.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)

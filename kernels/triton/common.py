@@ -282,8 +282,8 @@ def run_loop(
         add_tile: add_tile(operands, dropout, sums, start, head, MASKED, CONFIG) adds the tile at column `start` of a head of
             the group.
         dropout: None, or the tuple that `draw_keep_mask` takes.
-        loop, blocks: the loop from `load_tile`, and None. With a block mask, pass the results of `block_loop` and `kept_blocks`
-            instead.
+        loop, blocks: the loop from `load_tile`, and None. With a block mask, `loop` and `blocks` are the results of
+            `block_loop` and `kept_blocks`.
     """
     BLOCK: tl.constexpr = CONFIG.block
     # One loop covers all heads, because nested loops would drain the pipeline of loads after every head and spill registers.

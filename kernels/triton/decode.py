@@ -47,8 +47,8 @@ MAX_MERGE_PROGRAMS_PER_SM = 4
 MAX_MERGED_ELEMENTS = 8192
 # For caches up to 48 MiB, the host may take longer than the GPU, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. On such a GPU,
-# each SM needs two programs, or one more tile in flight.
+# With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. An SM of an
+# H200 needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
 # A program processes at least 128 keys. With fewer keys, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
@@ -187,8 +187,8 @@ def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements from row `first` on, except for rows from `end` on. If there are no such rows,
-    prefetch row 0.
+    """Prefetch ROWS rows of DIM elements from row `first` on, except for rows from `end` on. If this range is empty, prefetch
+    row 0.
     """
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
