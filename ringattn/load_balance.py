@@ -49,10 +49,10 @@ def balanced_layout(mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int) -
     If the layers of a model have several masks, `mask` is the number of layers with each. The work of every mask is balanced,
     because ranks wait for each other in every layer.
 
-    The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The first layout whose busiest rank
-    has at most 1.04 times an equal share of the work is returned. Earlier layouts need fewer messages. If no layout meets this
-    limit, the layout whose busiest rank has the least work is returned. Assigned shards differ in length by less than two
-    chunks. A chunk has S / (64 P) rows, rounded up to a multiple of 128.
+    The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The function returns the first
+    layout whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If no
+    layout is that balanced, the function returns the layout whose busiest rank has the least work. Assigned shards differ in
+    length by less than two chunks. A chunk has S / (64 P) rows, rounded up to a multiple of 128.
 
     Raises:
         ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.

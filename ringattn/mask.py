@@ -249,7 +249,7 @@ def causal_window(window: Window) -> int | None:
 
 
 def _resolve_window(is_causal: bool, window: Window) -> tuple[bool, Window, tuple[int, int]]:
-    """Return `is_causal`, `window` and `Mask.reach`. Two masks with the same pairs get the same `is_causal` and `window`."""
+    """Return `is_causal`, `window` and `Mask.reach`."""
     if not isinstance(window, (tuple, list)):
         size = as_window(window)
         left = UNLIMITED if size is None else size - 1

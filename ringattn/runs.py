@@ -145,7 +145,7 @@ class RowsBefore:
         return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
     def _add_own(self, values: np.ndarray, rank: int | np.ndarray, extra: np.ndarray) -> np.ndarray:
-        """Add `extra` in place to the values of positions that `rank` holds. A single rank holds only few of the positions."""
+        """Add `extra` in place to the values of positions that `rank` holds."""
         if isinstance(rank, int):
             order, first = self._by_owner
             own = order[first[rank] : first[rank + 1]]
@@ -163,7 +163,8 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     Returns:
         The first position and the rank of each piece, (pieces,), then two tables (2, ranks, pieces), and the length of the
         pieces, or 0 if their lengths differ. The first of the two tables contains the number of rows of each rank before each
-        piece. The second table sums these numbers over all positions before each piece. The sums may overflow in int32.
+        piece. The second table contains the sums of the first table over all positions before each piece, which may overflow in
+        int32.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))

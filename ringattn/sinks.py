@@ -49,8 +49,6 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
 
 
 class _AddSinks(torch.autograd.Function):
-    """This function adds sinks with one kernel in the forward pass and one kernel in the backward pass."""
-
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]  # torch declares none
         ctx.set_materialize_grads(False)

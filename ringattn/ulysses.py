@@ -155,8 +155,6 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
 
 
 class _HeadChunks:
-    """A `_HeadChunks` object runs the all-to-alls of one call in chunks of heads."""
-
     def __init__(self, tokens: Sequence[int], transport: Transport, chunks: int) -> None:
         self.tokens, self.ranks, self.rank, self.chunks = TokenSlice(tuple(tokens)), transport.size, transport.rank, chunks
         self.all_to_all = connect.open_all_to_all(transport)
@@ -190,7 +188,7 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save. For each chunk, the latter are q, k and v (unless the all-to-all is recomputed),
+    """Return out, lse and the tensors to save. For each chunk of heads, save q, k and v (unless the all-to-all is recomputed),
     out and lse.
     """
     arguments = "forward of ulysses_attention", q, k, v

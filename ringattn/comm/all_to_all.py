@@ -23,7 +23,9 @@ LABEL = "all-to-all"  # how the watchdog's messages name a hop of an all-to-all
 
 
 class HeadSlice(NamedTuple):
-    """Selects one chunk of one rank's heads from x (B, N, H, ...). The heads of each rank are divided into `chunks` chunks."""
+    """A `HeadSlice` selects one chunk of one rank's heads from x (B, N, H, ...). The heads of each rank are divided into
+    `chunks` chunks.
+    """
 
     ranks: int
     chunks: int
@@ -34,7 +36,9 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """Selects the tokens of one rank from x (B, sum of tokens, ...), which contains the tokens of all ranks in rank order."""
+    """A `TokenSlice` selects the tokens of one rank from x (B, sum of tokens, ...), which contains the tokens of all ranks in
+    rank order.
+    """
 
     counts: tuple[int, ...]  # number of tokens on each rank
 
@@ -46,7 +50,7 @@ Slice = HeadSlice | TokenSlice
 
 
 class Exchange(Protocol):
-    """Fills a set of tensors with slices that all ranks send."""
+    """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         """Send the slice `take(x, r)` of each tensor x in `block` to each rank r. Rank r copies the slice to `put(y, sender)`,
@@ -88,7 +92,7 @@ class PointToPointAllToAll:
         return _PointToPointExchange(self.transport, into, lengths)
 
     def finish(self) -> None:
-        """Return immediately, because `Exchange.wait` has already waited for the sends."""
+        """Do nothing, because `Exchange.wait` has already waited for the sends."""
 
 
 class _PointToPointExchange:

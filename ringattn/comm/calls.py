@@ -21,7 +21,7 @@ MAX_SETTINGS = 64  # maximum number of cached settings
 
 
 class CallLog:
-    """The log of one rank's calls. `record` takes about 2 us unless the settings are new."""
+    """A `CallLog` contains the calls of one rank. The method `record` takes about 2 us, unless the settings are new."""
 
     def __init__(self) -> None:
         self._recent: deque[Entry] = deque(maxlen=WINDOW)
@@ -55,7 +55,7 @@ class CallLog:
 
     @property
     def entries(self) -> list[Entry]:
-        """Return the milestones (every 128th older call), and then the newest calls."""
+        """Return every 128th older call (the milestones), followed by the newest calls."""
         recent = list(self._recent)
         return [entry for entry in list(self._milestones) if entry[0] < recent[0][0]] + recent
 
@@ -74,7 +74,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
-    If both logs no longer contain this call, the sentence only says that an earlier call differs.
+    If the logs no longer contain the first different call, the sentence only says that an earlier call differs.
     """
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:
@@ -87,7 +87,8 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # A fingerprint covers all earlier calls. If this call has the same settings on both ranks, an earlier call differs.
+        # A fingerprint covers all earlier calls. If the settings of this call are equal on both ranks, an earlier call must
+        # differ.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"

@@ -98,8 +98,8 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # an earlier group, which has been destroyed, had the same name
                 _connections[key][1].close()
-            # Add this call to the logs of the group's other connections. If another rank uses one of these connections for the
-            # same call, the logs differ, and the run ends.
+            # Record this call in the logs of all other connections of the group. If another rank makes the same call over one
+            # of these connections, the logs differ, and the run ends.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -130,7 +130,7 @@ def open_all_to_all(transport: Transport) -> AllToAll:
 
 
 class _Identity(NamedTuple):
-    """The information about a rank that the handshake shares with all other ranks."""
+    """An `_Identity` contains the information about a rank that the handshake shares with all other ranks."""
 
     host: str
     gpu: str  # the UUID of the rank's GPU, or "none"
@@ -196,7 +196,7 @@ def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
     """Return a name that is the same on all ranks of this handshake, and different in every other handshake.
 
     The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, reads the
-    numbers of all ranks, and publishes the list. Ranks with equal lists are in the same handshake.
+    numbers of all ranks, and publishes the list. Ranks whose lists are equal take part in the same handshake.
     """
     numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
     own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()
@@ -228,7 +228,9 @@ def _identity(device: torch.device, transport: str) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. A rank that runs `explain` has no call to compare."""
+    """Raise ValueError if the calls of the ranks differ. A rank that runs `explain` makes no call, so it has no settings to
+    compare.
+    """
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -240,7 +242,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU. If the group uses NCCL, raise ValueError instead."""
+    """Return whether two ranks use the same GPU. Raise ValueError if two ranks share a GPU and the group uses NCCL."""
     users: dict[tuple[str, str], list[int]] = {}  # the ranks that use each GPU
     for number, rank in enumerate(ranks):
         if rank.gpu != "none":

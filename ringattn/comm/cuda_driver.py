@@ -72,10 +72,10 @@ def copy(target: int, source: int, count: int, stream: int) -> None:
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
     """Copy `count` rows of `width` bytes with a copy engine. A pitch is the distance in bytes from one row to the next."""
-    # A plain copy takes less time on the host and on the GPU.
+    # For contiguous rows, a plain copy is faster than a strided copy, on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # All calls share the cached description, so only a copy of the description may be modified.
+    # The cached description is shared by all calls, so modify only a copy of the description.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
@@ -83,14 +83,14 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """Describe a copy without its addresses. The description is cached, because setting its fields takes time."""
+    """Describe a copy without its addresses. Cache the description, because setting its fields takes time."""
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
     """Write a flag after all earlier work of the stream has finished and is visible to every device."""
-    # The value may be the number of a hop, which can exceed 32 bits.
+    # The number of a hop can exceed 32 bits, so write only its lower 32 bits.
     _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 
 
@@ -104,7 +104,8 @@ def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
     _run_in_order(_waits(tuple(addresses)), stream)
 
 
-# Cached, because a ring uses the same flags in every pass, and creating operations takes as long as a driver call.
+# The result is cached, because a ring uses the same flags in every pass, and creating operations takes as long as a driver
+# call.
 @lru_cache(maxsize=4096)
 def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])

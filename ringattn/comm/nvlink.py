@@ -45,7 +45,7 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# Each kind of message has one flag per step and purpose. Ready flags are used only for blocks in step 0.
+# Each step has one flag per kind of message and purpose. Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # If the results of a pass need at most this memory, they stay in the receive buffer, and one kernel sums them at the end.
@@ -65,7 +65,7 @@ def padded_bytes(x: Tensor, rows: int) -> int:
 
 
 class ReceiveBuffer:
-    """The memory of this rank into which other ranks write.
+    """A `ReceiveBuffer` is memory of this rank into which other ranks write.
 
     `user` names the buffer's user in errors and in the log. `before_release` is called before the memory is released.
     """
@@ -93,14 +93,14 @@ class ReceiveBuffer:
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
     def keep_for_graph(self) -> None:
-        """If a CUDA graph is being captured, never release the current memory."""
+        """Never release the current memory if a CUDA graph is being captured, because replays of the graph use the memory."""
         if torch.cuda.is_current_stream_capturing():
             assert self.memory is not None
             self._kept.add(self.memory)
 
 
 class Send(NamedTuple):
-    """An outgoing message with the addresses of its targets and flags."""
+    """A `Send` is an outgoing message with the addresses of its targets and flags."""
 
     message: Message
     # A block waits for the receiver's ready flag. If the pass has used the slot before, a message waits for the credit flag.
@@ -111,9 +111,9 @@ class Send(NamedTuple):
 
 @dataclass
 class RouteStep:
-    """The messages and flags of this rank in one step of a pass."""
+    """A `RouteStep` lists the messages and flags of this rank in one step of a pass."""
 
-    # This rank sets these flags when its earlier local steps have finished: ready flags in step 0, credit flags in later steps.
+    # This rank sets these flags after its earlier local steps: ready flags in step 0, and credit flags in later steps.
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     received: list[Tensors] = field(default_factory=list)  # views of the receive buffer
@@ -128,7 +128,9 @@ Route = tuple[list[RouteStep], bool]  # the steps of one rank in a pass, and whe
 
 
 class Slots:
-    """Assigns each message of a schedule an offset in the receive buffer, in bytes. All ranks use the same offsets."""
+    """A `Slots` object assigns each message of a schedule an offset in the receive buffer, in bytes. All ranks use the same
+    offsets.
+    """
 
     def __init__(self, schedule: Schedule, templates: Templates) -> None:
         self.templates = templates
@@ -186,8 +188,8 @@ class NvlinkTransport(Transport):
         # An unfinished all-to-all may still write into these tensors after an exception, so they must not be freed.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The flags form a table with one column per writer. The first rows of the table belong to ring passes. The next rows
-        # belong to the sends of an all-to-all, and the last row contains the ready flags of all-to-alls.
+        # The flags form a table with one column per writer. The first rows of the flag table belong to ring passes. Further
+        # rows of the flag table belong to the sends of an all-to-all. The last row contains the ready flags of all-to-alls.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -199,7 +201,7 @@ class NvlinkTransport(Transport):
         self.graphs.clear()
 
     def begin_replay(self) -> None:
-        """Record the start of the call, because a replay does not call `start_event`."""
+        """Record the start of a replayed call, because a replay does not call `start_event`."""
         self._started_call = self.recovery.call
         self.started.record(torch.cuda.current_stream(self.device))
 
@@ -218,8 +220,9 @@ class NvlinkTransport(Transport):
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         # The streams of this rank may wait for flags that another rank did not set before its exception. This rank then sets
-        # the flags itself, and its streams send invalid data, which no rank uses. This data must not overwrite messages of
-        # earlier calls. All ranks therefore first wait until every rank's main stream has begun the failed call or is idle.
+        # these flags itself. Afterwards, its streams send invalid data, which no rank uses. The invalid data must not overwrite
+        # messages of earlier calls. All ranks therefore first wait until every rank's main stream has begun the failed call or
+        # is idle.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)
@@ -237,7 +240,7 @@ class NvlinkTransport(Transport):
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
         """Write all flags of this rank from the host."""
-        # The other streams may wait for these flags. A copy cannot block, but a kernel could, if its code must be loaded.
+        # Other streams may be waiting for the flags. Use a copy, because a kernel could block while its code is loaded.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()
@@ -261,12 +264,12 @@ class NvlinkTransport(Transport):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank` for the message that `writer` sends or reads in step `t`."""
+        """Return the address, in the memory of `rank`, of the flag for the message that `writer` sends or reads in step `t`."""
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address of the flag in the memory of `rank` that `writer` sets for send `number` of an all-to-all.
+        """Return the address, in the memory of `rank`, of the flag that `writer` sets for send `number` of an all-to-all.
 
         For `number` = MAX_SENDS, this is the ready flag.
         """

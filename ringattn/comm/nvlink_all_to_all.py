@@ -25,7 +25,7 @@ READY = MAX_SENDS  # the row of the table of flags that contains the ready flags
 
 
 class StridedCopy(NamedTuple):
-    """Describes a copy of `count` pieces of `width` bytes from a tensor into a region.
+    """A `StridedCopy` copies `count` rows of `width` bytes from a tensor into a region.
 
     `target` is an offset in the region and `source` an offset in the tensor, in bytes. A pitch is the distance in bytes between
     the starts of consecutive pieces.
@@ -85,7 +85,7 @@ class NvlinkAllToAll:
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
-            # All ranks use the same offsets. Each region is therefore large enough for the rank with the most tokens.
+            # All ranks use the same offsets. Every region must be large enough for the rank with the most tokens.
             self.total_bytes += padded_bytes(x, max(lengths))
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
@@ -154,7 +154,7 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Issue the copies from the region into the tensors. The copies wait until all messages have arrived."""
+        """Issue the copies from the region into the tensors. Each copy starts only after all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
         # Hops must finish in the order in which they start, and exchanges finish in the order of their last sends.

@@ -1,6 +1,7 @@
 """Send messages with torch.distributed, over NCCL between GPUs and over gloo between CPUs.
 
-With gloo, messages between GPUs pass through host memory. This is slow, and useful only for ranks that share a GPU.
+With gloo, messages between GPUs pass through host memory. Messages through host memory are slow, and useful only for ranks that
+share a GPU.
 """
 
 import atexit
@@ -37,7 +38,7 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class P2PTransport(MessageTransport):
-    """A transport that uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
+    """A `P2PTransport` uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
     After an exception, gloo cannot reuse a connection with unfinished messages. The transport therefore opens separate gloo
     connections, and `reset` replaces these connections.
@@ -120,7 +121,7 @@ class P2PTransport(MessageTransport):
 
     def interrupt(self) -> None:
         if self._uses_gloo:
-            # This message never arrives. When the wait for it exceeds its timeout, gloo ends all other waits, too.
+            # This message never arrives. When the wait for this message exceeds its timeout, gloo also ends all other waits.
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
@@ -190,8 +191,8 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent only some of the messages. No other rank has this number of exchanges, so the next call raises an
-            # error.
+            # NCCL has sent only some of the messages of this exchange. Set a number of exchanges that no other rank has, so
+            # that the next call raises an error.
             self.num_exchanges = -1 - self.rank
             raise
         finally:
@@ -199,7 +200,7 @@ class P2PTransport(MessageTransport):
         return work.wait
 
     def _wait(self, works: list[dist.Work]) -> None:
-        # The watchdog reads this time if another rank has left the call.
+        # The watchdog reads how long this rank has been waiting if another rank has left the call.
         self.waiting_since = time.monotonic()
         for work in works:
             work.wait()

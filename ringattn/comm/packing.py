@@ -17,7 +17,7 @@ Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, because it is the key of dictionaries
 class Packing:
-    """Describes where the tensors of a block or of a result lie in a message."""
+    """A `Packing` describes where the tensors of a block or of a result lie in a message."""
 
     size: int  # bytes of the message
     parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]  # dtype, shape, strides, offset in elements
@@ -46,7 +46,7 @@ class Packing:
         return message, tuple(views[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.parts)
 
     def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
-        """If the tensors of `block` already lie in a message in this way, return the message. Otherwise return None."""
+        """Return the message if the tensors of `block` already lie in a message with this packing. Otherwise return None."""
         first = block[0]
         if len(block) == 1:
             return first if first.is_contiguous() else None

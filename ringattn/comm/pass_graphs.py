@@ -1,5 +1,5 @@
-"""Replay ring passes over short shards from CUDA graphs. Without a graph, the host takes longer to launch such a pass than the
-GPU to run it.
+"""Replay ring passes over short shards from CUDA graphs. Without a graph, launching a pass over short shards takes the host
+longer than the GPU takes to run the pass.
 
 After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
 messages and flags as the pass itself, so ranks may capture a pass at different times.
@@ -18,7 +18,8 @@ from ringattn.comm.transport import Tensors, Transport
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# Passes with more FLOPs in the forward are not captured. Such passes take over 1 ms on an H100, longer than their launch.
+# Passes with more FLOPs in the forward are not captured. A pass with this many FLOPs takes over 1 ms on an H100, which is
+# longer than its launch.
 MAX_FORWARD_FLOPS = 5e11
 # Passes with more bytes of q, k and v are not captured, because a captured pass keeps copies of them.
 MAX_INPUT_BYTES = 64 << 20
@@ -31,7 +32,8 @@ class PassGraphs:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = weakref.proxy(transport)
-        # For each plan, and each combination of settings and shapes: the captured pass, or the number of passes so far.
+        # The dictionary contains, for each plan and each combination of settings and shapes, the captured pass or the number of
+        # passes so far.
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
@@ -76,13 +78,13 @@ class PassGraphs:
 
 
 class CapturedPass:
-    """A CUDA graph of function(*inputs), with its own memory for the inputs and the results."""
+    """A `CapturedPass` is a CUDA graph of function(*inputs), with its own memory for the inputs and the results."""
 
     num_exchanges = 0  # of plain messages in the pass
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # Later calls could not write into copies that are inference tensors.
+        # Later calls write their inputs into these copies, so the copies must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             copies = [x if x is None else torch.empty_like(x) for x in inputs]
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

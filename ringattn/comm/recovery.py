@@ -5,12 +5,12 @@ After the exception, messages and flags of the call are still in flight. No late
 1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
 2. Before its next call, this rank waits until all ranks of the group have published a record.
 3. If every rank has left the same call with an exception of its own, every rank resets its transport.
-4. If some rank has not left this call, the ranks would make different calls next. Every rank therefore raises a `RingFault`,
+4. If some ranks have not left this call, the next calls of the ranks would differ. Every rank therefore raises a `RingFault`,
    now and in later calls.
 
 A rank without an exception may wait for a message that is never sent. The watchdog of this rank therefore reads the records
 with every heartbeat. If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the
-process. A call that ends without an exception publishes nothing.
+process. A rank publishes nothing if its call ends without an exception.
 """
 
 import json
@@ -25,13 +25,14 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# Seconds that a rank waits for a message after another rank has left the call. The message may still arrive or fail.
+# After another rank has left the call, a rank waits PATIENCE seconds for a message. Within this time, the message may still
+# arrive or fail.
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store
 
 
 class Record(NamedTuple):
-    """The exception with which a rank has left a call."""
+    """A `Record` describes the exception with which a rank has left a call."""
 
     rank: int
     call: int
@@ -44,7 +45,9 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """Publishes the exceptions of one rank, and resets its transport. The watchdog calls `look` with every heartbeat."""
+    """A `Recovery` publishes the exceptions of one rank, and resets the transport of this rank. The watchdog calls `look` with
+    every heartbeat.
+    """
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
@@ -159,7 +162,7 @@ class Recovery:
     def _drain(self, events: tuple[Any, ...]) -> None:
         """Let this rank's streams run to their end, although messages are missing.
 
-        This method runs in a thread, because the user may wait for the GPU.
+        This method runs in its own thread, because the main thread may be waiting for the GPU.
         """
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
@@ -174,7 +177,7 @@ class Recovery:
         """Declare a fault unless every rank has left the same call with an exception of its own."""
         if self._is_same_exception(records):
             return
-        # The exception in the earliest call is the cause.
+        # The exception in the earliest call has caused the other exceptions.
         first, *rest = sorted(records, key=lambda record: (not record.is_own, record.call, record.rank))
         other = next(x for x in rest if (x.call, x.num_exchanges, x.is_own) != (first.call, first.num_exchanges, True))
         how = f"{other}" if other.is_own and other.call != first.call else f"rank {other.rank} did not"
@@ -198,7 +201,9 @@ class Recovery:
         return keys
 
     def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
-        """Wait until the condition holds. `keys` contains one key per rank. An error names the ranks without a key."""
+        """Wait until the condition holds. `keys` contains one key per rank. The error message names the ranks whose keys are
+        missing.
+        """
         end = time.monotonic() + timeout_seconds()
         while True:
             for key in ("fault", "verdict"):

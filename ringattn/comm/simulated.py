@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SimulatedRing:
-    """The state that all ranks of a simulated ring share."""
+    """A `SimulatedRing` holds the state that all ranks of a simulated ring share."""
 
     _ids = itertools.count()
 
@@ -55,7 +55,7 @@ class SimulatedRing:
 
 
 class SimulatedRank(MessageTransport):
-    """One rank of a simulated ring. It serves as the transport, and as the process group in public calls."""
+    """One rank of a simulated ring. A `SimulatedRank` serves as the transport, and as the process group in public calls."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
@@ -77,7 +77,7 @@ class SimulatedRank(MessageTransport):
         return wait
 
 
-# The ranks of all running simulated rings, by `group_name`.
+# The dictionary contains the ranks of all running simulated rings, by `group_name`.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
 
 
@@ -90,8 +90,8 @@ def simulate(
         ranks: the number of ranks.
         function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
-        in_turns: whether only one rank computes at a time. Taking turns is faster, and some kernels support only one thread.
-            Pass False only if the ranks also wait for each other by other means than messages of the ring.
+        in_turns: whether only one rank computes at a time. Computing in turns is faster, and required by kernels that support
+            only one thread. Pass False only if the ranks also wait for each other in other ways than by messages of the ring.
 
     Raises:
         ValueError: an argument is invalid.
@@ -104,7 +104,7 @@ def simulate(
         raise ValueError(f"function={shown(function)}: it must be a function of (rank, group)")
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list[Any] = [None] * ranks
-    # The first failure is the cause of the others.
+    # The first failure has caused all other failures.
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:

@@ -38,20 +38,20 @@ MAX_KEPT_RESULTS = 3
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
-    """Return views of the given rows (dimension 1) of each tensor. A tensor that has no other rows is returned unchanged."""
+    """Return views of the given rows (dimension 1) of each tensor. A tensor with exactly these rows is returned unchanged."""
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
 
 class RingPass(Protocol):
-    """One run of a schedule on one rank."""
+    """A `RingPass` executes a schedule once on one rank."""
 
     keeps_results: bool  # whether all results that return to this rank remain valid until `end`
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
-        An outgoing block is contiguous, and contains either exactly the rows of its message or all rows of its owner. Until
-        exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.
+        An outgoing block is contiguous. The block contains either exactly the rows of its message, or all rows of its owner.
+        Until exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.
         """
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class RingPass(Protocol):
 
 
 class NoRecovery:
-    """The recovery of transports that are never reset, for rings of one rank and simulated rings."""
+    """A `NoRecovery` object belongs to transports that are never reset, for rings of one rank and simulated rings."""
 
     call, left = 0, None
 
@@ -109,9 +109,10 @@ class Transport:
 
 
 class in_call:
-    """A context for one call over the given transports. After an exception, each transport is reset before its next call.
+    """This context manager surrounds one call over the given transports. After an exception, each transport is reset before its
+    next call.
 
-    A nested context is a part of the same call.
+    A nested context belongs to the same call as the outer context.
     """
 
     __slots__ = ("transports",)
@@ -197,10 +198,10 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 
 
 class MessageTransport(Transport):
-    """A transport in which every message is one contiguous tensor. Subclasses implement `exchange`."""
+    """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # Number of exchanges so far, or 0 if the host waits for messages. If ranks leave a call after different numbers of
-    # exchanges, their GPUs wait forever.
+    # The attribute counts the exchanges so far, and is 0 if the host waits for messages. If ranks leave a call after different
+    # numbers of exchanges, their GPUs wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # since when the host has waited for a message, or None
 
@@ -243,7 +244,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return the memory of earlier messages, which a pass of `plan` reuses. The pass returns the memory when it ends.
+        """Return memory of earlier messages for reuse in a pass of `plan`. At its end, the pass makes the memory available
+        again.
 
         Messages follow all earlier work of the current stream, so a pass on the same stream can reuse the memory at once.
         torch's allocator would wait for NCCL's stream.
@@ -259,8 +261,6 @@ class MessageTransport(Transport):
 
 
 class _MessagePass:
-    """A ring pass in which every step is one exchange of messages."""
-
     def __init__(
         self, transport: MessageTransport, plan: _MessagePlan, device: torch.device, spare: dict[Packing, list[Memory]]
     ) -> None:

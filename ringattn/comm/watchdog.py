@@ -53,7 +53,7 @@ def timeout_seconds() -> float:
 
 
 class RingFault(RuntimeError):
-    """Raised if a rank of the ring does not respond."""
+    """A `RingFault` is raised if a rank of the ring does not respond."""
 
 
 class Hop:
@@ -71,7 +71,7 @@ class Hop:
 
 
 class NoWatchdog:
-    """A watchdog that does nothing, for rings that cannot lose a rank."""
+    """A `NoWatchdog` does nothing, and is used for rings that cannot lose a rank."""
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None: ...
 
@@ -92,7 +92,7 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The latest heartbeat of a rank. The defaults describe a rank that has not sent a heartbeat."""
+    """The latest heartbeat of a rank. The default values describe a rank that has not yet sent a heartbeat."""
 
     clock: float = 0.0  # on the rank's clock; every heartbeat has a different value
     issued: int = 0  # number of issued hops
@@ -101,7 +101,9 @@ class _Heartbeat(NamedTuple):
 
 
 class Watchdog:
-    """Watches the hops of one rank in a thread, which ends when `stop` is called or `group_exists` returns False."""
+    """A `Watchdog` watches the hops of one rank in a thread. The thread ends when `stop` is called or `group_exists` returns
+    False.
+    """
 
     recovery: Any = None  # the `ringattn.comm.recovery.Recovery` of the transport
 
@@ -175,14 +177,14 @@ class Watchdog:
             self.in_flight.clear()
 
     def restart(self) -> None:
-        """After a collective reset, count the hops and the calls from 0 again."""
+        """Count the hops and the calls from 0 again, after all ranks have reset the ring."""
         with self._lock:
             self.issued, self._last_finished.value, self._progress = 0, 0, (0, time.monotonic())
             self._calls = CallLog()
             self._generation += 1  # last, so that the thread never publishes the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """After an error in `hop`, return an exception that names the rank that caused it, or None if `hop` is None."""
+        """Return an exception that names the rank that caused an error in `hop`. Return None if `hop` is None."""
         if hop is None:
             return None
         with suppress(Exception):  # if the store is gone, `_diagnose` reports this
@@ -253,7 +255,7 @@ class Watchdog:
         return None
 
     def _diagnose(self, hop: Hop) -> str:
-        """Return one sentence that names the rank that is behind. All ranks return the first diagnosis that is stored."""
+        """Return one sentence that names the rank that is behind. All ranks return the diagnosis that was stored first."""
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):

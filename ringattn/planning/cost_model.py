@@ -11,7 +11,7 @@ import torch
 
 from ringattn.planning.schedule import LocalSteps, Schedule
 
-# At this number of FLOPs per byte of HBM traffic, compute time and memory time are equal on an H100.
+# On an H100, compute time and memory time are equal at FLOPS_PER_HBM_BYTE FLOPs per byte of HBM traffic.
 FLOPS_PER_HBM_BYTE = 150
 
 # Each step on a GPU has a fixed overhead, in seconds. The values are fitted to rings of two and four H200s.

@@ -132,8 +132,6 @@ class Schedule:
 
 
 class _StepsByRank(dict[int, "tuple[RankStep, ...]"]):
-    """This dictionary computes the steps of a rank when they are first read."""
-
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self.schedule = schedule

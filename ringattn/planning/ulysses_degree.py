@@ -171,7 +171,9 @@ def _ring_seconds(
 
 
 def _scale(mask: Mask, scale: float) -> Mask:
-    """Return a similar mask for a sequence that is shorter by `scale`. The window covers the same share of the pairs."""
+    """Return a similar mask for a sequence that is shorter by `scale`. The windows of both masks cover the same share of the
+    pairs.
+    """
     if scale == 1:
         return mask
     left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)

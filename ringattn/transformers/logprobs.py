@@ -18,7 +18,7 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
     """Return the log-probability of the token after each token, on every rank and with gradients.
 
     All ranks must compute the same loss from the returned log-probabilities. DDP and FSDP average the gradients of the
-    parameters over the ranks. The averages are then the gradients of this loss.
+    parameters over the ranks. The averaged gradients are then the gradients of the common loss.
 
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.
