@@ -58,8 +58,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # Bounds never decrease from row to row. Therefore every row of a tile attends to [lo of the last row, hi of the first row),
-    # and to no column outside [lo of the first row, hi of the last row).
+    # Bounds never decrease from row to row. Therefore every row of a tile attends to [lo of the last row, hi of the first row).
+    # No row attends to a column outside [lo of the first row, hi of the last row).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -200,8 +200,8 @@ def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[nda
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times, but move a work tile forward if it would end later than (1 - MARGIN) times the
-    mean time of all programs.
+    """Order work tiles by their start times. Move a work tile forward if it would end later than (1 - MARGIN) times the mean
+    time of all programs.
 
     A work tile never starts before its predecessor.
     """

@@ -357,7 +357,7 @@ def _key_gradient_kernel(
     Args:
         log2_lse, row_delta: TMA descriptors of the results of `_prepare_wide_kernel`.
 
-    The other arguments are those of `backward_narrow._main_kernel`.
+    The function `backward_narrow._main_kernel` explains the other arguments.
     """
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)
@@ -567,7 +567,7 @@ def _query_gradient_kernel(
         dq: the result, overwritten or added to.
         lo, hi: (num_masks, Nq), the interval of keys to which each query attends.
 
-    The other arguments are those of `backward_narrow._main_kernel`.
+    The function `backward_narrow._main_kernel` explains the other arguments.
     """
     Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     DOUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)

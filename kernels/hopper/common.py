@@ -43,7 +43,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 # Consumer 0 uses the named barrier with this number for ping-pong. Triton itself uses the barriers with lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# Two consumers share a named barrier for ping-pong, so the barrier counts their threads.
+# Two consumers share a named barrier for ping-pong, so the barrier counts the threads of both consumers.
 PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])

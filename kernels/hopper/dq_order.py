@@ -19,7 +19,7 @@ For each work tile, two integers in global memory count its finished even steps 
 one of the two integers after every step. The writers of the next work tile wait until the integer has increased.
 
 There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
-This order of starts is guaranteed by a cooperative launch, or by `take_number`.
+A cooperative launch, or `take_number`, guarantees that earlier work tiles have started.
 """
 
 from triton.experimental import gluon

@@ -163,7 +163,7 @@ def _compute_work_tiles(
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
-    # In the previous work tile, this consumer used the state stage with this number (-1: none).
+    # The variable `state_stage` is the state stage that this consumer used in the previous work tile, or -1.
     state_stage = gl.to_tensor(-1)
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)

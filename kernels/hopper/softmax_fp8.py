@@ -188,8 +188,8 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    Call `pack` only after the previous product P V is complete, because P V reads the previous words from registers. Otherwise,
-    the assembler would serialise all products.
+    Call `pack` only after the previous product P V is complete, because P V reads the previous words from registers. If P V
+    were still running, the assembler would serialise all products.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"

@@ -76,7 +76,7 @@ def _key_gradient_kernel(
         dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Otherwise, the kernel
             overwrites dk and dv.
 
-    The other arguments are those of `forward._forward_kernel`.
+    The function `forward._forward_kernel` explains the other arguments.
     """
     NUM_KEY_HEADS: tl.constexpr = CONFIG.num_heads // CONFIG.group
     KEYS: tl.constexpr = CONFIG.keys

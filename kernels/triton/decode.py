@@ -2,8 +2,8 @@
 2023).
 
 A few queries are too little work for a GPU, so the keys are divided among the programs. The key tiles of all batch entries form
-one sequence. This sequence is divided into *runs*, which are ranges of equal length. Each program processes one run of one key
-head:
+one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. Each program processes one run
+of one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
@@ -665,11 +665,11 @@ def decode(
     """Compute `reference.decode` in one or two launches. The host does not wait for the GPU.
 
     After one call, calls with the same shapes can be captured in a CUDA graph. Replays of the graph read the current `lo`, `hi`
-    and `sinks`. Head dims are at most 256. The kernel reads the keys of a key head once for every 64 queries of the heads that
-    share it (32 queries if a head dim is above 128). If the last dimension of k or v is not contiguous, the tensor is copied.
-    Rows of the cache at or beyond the largest `hi` of a batch entry are not read. The page size must be a multiple of 16. The
-    fastest page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is
-    (out, lse).
+    and `sinks`. Head dims are at most 256. The kernel reads each key once per 64 queries of the heads that share the key head
+    (32 queries if a head dim is above 128). If the last dimension of k or v is not contiguous, the tensor is copied. Rows of
+    the cache at or beyond the largest `hi` of a batch entry are not read. The page size must be a multiple of 16. The fastest
+    page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is (out,
+    lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

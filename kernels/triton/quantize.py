@@ -1,9 +1,9 @@
 """Convert q, k and v to the FP8 format of `ringattn.kernels.fp8` in a single launch. Each program converts one block of 128
 tokens of one head.
 
-This kernel adds the terms of the rotation in another order than PyTorch. Therefore a result may be rounded to the next larger
-or smaller e4m3 number. A scale may differ from PyTorch's if the largest element of the block is close to a power of two times
-448.
+The Triton kernel adds the terms of the rotation in another order than PyTorch. Therefore a result may be rounded to the next
+larger or smaller e4m3 number. A scale may differ from PyTorch's if the largest element of the block is close to a power of two
+times 448.
 """
 
 import torch
@@ -126,7 +126,7 @@ def _quantize_rows(
 def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: tl.constexpr):
     """Round one block of values, and store it in `out` (B, C, H, DIM, 128).
 
-    The other arguments are as for `_quantize_rows`.
+    The function `_quantize_rows` explains the other arguments.
     """
     batch, block, head = position
     # Load the keys in the order of a tile of values, which `ringattn.kernels.fp8` explains.
