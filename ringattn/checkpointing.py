@@ -1,4 +1,4 @@
-"""Activation checkpointing that saves the results of attention and recomputes the results of all other operations.
+"""This module lets activation checkpointing save the results of attention and recompute all other operations.
 
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 

@@ -1,4 +1,5 @@
-"""Register attention calls as operators with autograd and a fake implementation. A compiler then sees one node per call.
+"""Register attention calls as operators with autograd and a fake implementation. A compiler therefore sees each attention call
+as one node.
 
 In a public call, each of the following functions calls the next one:
 
@@ -233,6 +234,6 @@ def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # With make_constant=True, a fake tensor keeps its values, which the FLOP formulas read.
+    # The option make_constant=True lets a fake tensor keep its values, which the FLOP formulas read.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)

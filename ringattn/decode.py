@@ -1,6 +1,6 @@
 """Let a few new queries attend to a cache that is sharded over the ranks. All ranks have the same queries.
 
-Every rank computes the partial state of the queries for its shard, receives the other states, and merges all states
+Every rank computes the partial state of the queries for its shard. Each rank then receives and merges the states of all ranks
 (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
@@ -40,7 +40,7 @@ UNUSED = torch.iinfo(torch.int64).max  # the position of an unused row
 
 
 class KVCache:
-    """A cache for one rank's shard of the keys and values of a growing sequence.
+    """A `KVCache` holds one rank's shard of the keys and values of a growing sequence.
 
     `prefill` stores a shard in any layout, and `append` adds each new block to the rank that holds the fewest tokens. Every
     rank knows which rank holds which tokens, so no messages are needed. The first tokens allocate the memory of the whole

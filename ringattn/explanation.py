@@ -38,8 +38,8 @@ def explain(
     Args:
         q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
             matter, so the tensors may be on the "meta" device. Without a group, meta tensors count as tensors on a GPU.
-        group: the process group of the ring. With None, the text describes a hypothetical ring on one host. This ring uses gloo
-            if the tensors are on CPUs, NCCL with transport="p2p" or route="relay", and otherwise NVLink.
+        group: the process group of the ring. With None, the text describes a hypothetical ring on one host, which uses gloo if
+            the tensors are on CPUs, NCCL with transport="p2p" or route="relay", and otherwise NVLink.
         rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.
 
     Raises:

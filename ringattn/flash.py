@@ -117,7 +117,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's default generator on the CPU. Activation checkpointing restores the state of this generator."""
+    """Draw a seed from torch's default generator on the CPU. Activation checkpointing restores the state of the generator."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):

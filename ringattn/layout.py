@@ -106,7 +106,7 @@ class Layout:
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # The decorators ensure an ordinary tensor with values, even in inference mode or under a compiler.
+    # The decorators ensure that the result is an ordinary tensor with values, even in inference mode or under a compiler.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:

@@ -93,7 +93,7 @@ class Mask:
     """A mask determines which keys each query may attend to. `Mask.causal`, `Mask.full` and `Mask.from_intervals` create masks.
 
     With `Mask(window=(left, right))`, a query attends to the key at its own position, to the `left` keys before it and to the
-    `right` keys after it. None means all keys on that side.
+    `right` keys after it. If `left` or `right` is None, the query attends to all keys on that side.
 
     Three attributes are computed from the fields. The attribute `reach` is (left, right), with 2**62 for None. The attribute
     `totals` contains the number of tokens of each batch entry. The int64 tensor `numbers` contains all document lengths or all
@@ -165,8 +165,8 @@ class Mask:
         For example, all queries can attend to a common prefix, and be causal after the prefix.
 
         Args:
-            lo, hi: integers (S,) for all batch entries or (B, S) on the CPU, with 0 <= lo <= hi <= S. Both must never decrease
-                from one query to the next.
+            lo, hi: integers (S,) for all batch entries or (B, S) on the CPU, with 0 <= lo <= hi <= S. Neither lo nor hi may
+                decrease from one query to the next.
 
         Raises:
             ValueError: lo or hi does not have this form.

@@ -8,7 +8,7 @@ and circulate as uint8 tensors with rows in dimension 1:
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
 The number of rows M is the number of tokens N, rounded up to a multiple of 128. Every 128 rows of v contain one transposed tile
-(Dv, 128) of every head. These rows share a scale, and each row stores the biased exponent (e8m0) of the scale. All ranges of
+(Dv, 128) of every head. The 128 rows share a scale, and each row stores the biased exponent (e8m0) of the scale. All ranges of
 rows in a schedule start at multiples of 128.
 """
 

@@ -1,4 +1,4 @@
-"""A paged cache of several sequences of different lengths on one rank (Kwon et al. 2023, PagedAttention).
+"""This module contains a paged cache of several sequences on one rank (Kwon et al. 2023, PagedAttention).
 
 Row i of a sequence is in the page whose number is in column i // page_size of the page table. Within this page, the row has the
 index i % page_size:

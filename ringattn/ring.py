@@ -71,7 +71,7 @@ def run_schedule(
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
         merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass. If
-            this is None, or the transport cannot keep the results, every result is merged when it arrives.
+            `merge_arrivals` is None, or the transport cannot keep the results, every result is merged when it arrives.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -363,7 +363,8 @@ class Ring:
         return kernel.finish(), *grads
 
 
-# At 4,096 tokens per rank, even 10 us on the host matter. A lookup with plain values builds neither a mask nor a layout.
+# At 4,096 tokens per rank, even 10 us on the host matter. Looking up a plan by plain values needs neither a mask nor a layout
+# object.
 @lru_cache(maxsize=4)
 def _cached_plan(
     reach: tuple[int, int],

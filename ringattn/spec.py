@@ -1,6 +1,6 @@
 """Define `AttentionSpec`, which contains the settings of an attention call, and validate the arguments of public calls.
 
-A public call validates its arguments once. All other functions rely on a valid spec.
+A public call validates its arguments once. All internal functions rely on a valid spec.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Ulysses attention: an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
+"""Ulysses attention uses an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
 
-The first all-to-all collects the tokens of all U ranks of a group for Hq / U heads. These tokens form one shard of the ring.
-The second all-to-all sends the outputs back:
+The first all-to-all collects the tokens of all U ranks of a group for Hq / U heads. The tokens of one group form one shard of
+the ring. The second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
@@ -160,7 +160,9 @@ class _HeadChunks:
         self.all_to_all = connect.open_all_to_all(transport)
 
     def to_heads(self, *tensors: Tensor) -> list[Exchange]:
-        """Create one exchange per chunk of heads to collect all tokens. Only the shapes and dtypes of the tensors matter."""
+        """Create one exchange per chunk of heads to collect all tokens. The method reads only the shapes and dtypes of the
+        tensors.
+        """
         total, shares = sum(self.tokens.counts), self.ranks * self.chunks
         blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]

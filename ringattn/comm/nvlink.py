@@ -162,7 +162,7 @@ class Slots:
 
 
 class NvlinkTransport(Transport):
-    """A transport between GPUs of one host, for direct schedules. The constructor waits for all ranks."""
+    """An `NvlinkTransport` connects the GPUs of one host, for direct schedules. The constructor waits for all ranks."""
 
     waits_on_gpu = True
 
@@ -220,9 +220,9 @@ class NvlinkTransport(Transport):
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
         # The streams of this rank may wait for flags that another rank did not set before its exception. This rank then sets
-        # these flags itself. Afterwards, its streams send invalid data, which no rank uses. The invalid data must not overwrite
-        # messages of earlier calls. All ranks therefore first wait until every rank's main stream has begun the failed call or
-        # is idle.
+        # the missing flags itself. The streams of this rank then send invalid data, which no rank uses. The invalid data must
+        # not overwrite messages of earlier calls. All ranks therefore first wait until every rank's main stream has begun the
+        # failed call or is idle.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)

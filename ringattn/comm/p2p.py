@@ -75,7 +75,7 @@ class P2PTransport(MessageTransport):
         self.group = dist.ProcessGroup(store, self.rank, self.size)
         self.group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self.group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._communicator)
-        # NCCL registers expandable segments while it captures. Then a replay cannot send to a rank that does not replay.
+        # With expandable segments, which NCCL registers during a capture, a replay cannot send to a rank that does not replay.
         if "expandable_segments:True" not in "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
             self.graphs = PassGraphs(self)
         atexit.register(self.close)

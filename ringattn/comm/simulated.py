@@ -21,7 +21,7 @@ class SimulatedRing:
 
     def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
         self.size, self.all_pairs = size, all_pairs
-        # A rank holds a slot while it computes, and releases the slot while it waits.
+        # A rank holds the semaphore while it computes, and releases the semaphore while it waits.
         self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
         self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)

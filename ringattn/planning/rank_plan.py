@@ -123,8 +123,8 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # The other plan may have fewer local steps than this plan. The tables of additional local steps are computed when
-            # they are first used.
+            # The plan of the requests may have fewer local steps than this plan. The tables of additional local steps are
+            # computed when they are first used.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -373,8 +373,8 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plans(plans: Sequence[Plan]) -> Generator[None]:
-    """Make each call in this context use the plan that has its `Mask.reach`, regardless of its documents and its layout, so
-    that a CUDA graph captures the plans.
+    """Let a CUDA graph capture the given plans. In this context, each call uses the plan with the same `Mask.reach`, regardless
+    of the documents and the layout of the call.
     """
     global _forced
     _forced = {plan.mask.reach: plan for plan in plans}
