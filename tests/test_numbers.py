@@ -45,10 +45,8 @@ def fp8_formulas() -> str:
     for name in ("kv", "state"):
         at_64, at_128 = (sum(getattr(row_bytes, name)) for row_bytes in (small, large))
         found[name] = f"{(at_128 - at_64) / 64:.0f} d + {2 * at_64 - at_128:.0f}"
-    bits = "the blocks of the forward pass have 8 bits per element and per scale"
-    return (
-        f"{bits}, and the bytes per hop are T Hkv ({found['kv']}) in the KV ring and T Hq ({found['state']}) in the state ring"
-    )
+    kv, state = f"T Hkv ({found['kv']}) bytes in the KV ring", f"T Hq ({found['state']}) bytes in the state ring"
+    return f"a hop of the forward pass sends {kv} and {state}"
 
 
 def worked_row() -> list[str]:
@@ -89,9 +87,9 @@ def traced() -> list[str]:
         f"the first alpha is exp(-inf - {first.m}) = {first.alpha[0]:.0f}",
         f"raises the maximum from {first.m} to {second.m:.0f}",
         f"alpha = exp({first.m} - {second.m:.0f}) = {second.alpha[0]:.4f}",
-        f"the query belongs to rank {owner}. In hop 0, rank {owner} adds its own keys. In hop 1, the query is on rank {other}",
-        f"In hop {returned.hop}, the state returns from rank {other} to rank {owner}",
-        f"the same alpha, {min(returned.alpha):.4f}",
+        f"the query belongs to rank {owner}. In hop 0, rank {owner} computes a state over its own keys. "
+        f"In hop 1, the query is on rank {other}, which computes another state over the keys of rank {other}. "
+        f"In hop {returned.hop}, this state returns to rank {owner}",
     ]
 
 
