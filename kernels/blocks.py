@@ -21,8 +21,8 @@ class BlockMask:
     """A block mask states, for each pair of a query block and a key block, whether the queries attend to the keys. A query
     attends to a key if the mask keeps the pair of their blocks and the interval mask allows the key.
 
-    The mask object caches the lists of kept blocks over which the kernels iterate. Therefore create a block mask once and pass
-    the same object to every call.
+    The mask object caches the lists of kept blocks over which the kernels iterate. Create a block mask once and pass the same
+    object to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).

@@ -28,8 +28,8 @@ ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 class Intervals:
     """An `Intervals` object contains one interval mask and the tables of tiles that kernels need for the mask.
 
-    The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
-    intervals once per mask, with `Intervals.of`, and pass the same object to every call.
+    The tables are computed on the host when a kernel first needs them, and cached in this object. Create the intervals once per
+    mask, with `Intervals.of`, and pass the same object to every call.
 
     Attributes:
         lo, hi: int32 (B or 1, rows), on the device. Kernels that use no table must read the property `bounds` instead.
@@ -346,6 +346,6 @@ def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:
-        # Without pinned memory, the copy would wait for all earlier work of the stream.
+        # If the host memory were not pinned, the copy would wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

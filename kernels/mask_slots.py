@@ -1,7 +1,7 @@
 """Hold masks in fixed GPU memory, so that a CUDA graph can read another mask in each replay.
 
-A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Every table is therefore
-padded with zeros to the largest size that a mask of the same shape can need. A program without work tiles ends immediately.
+A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Tables are padded with zeros
+to the largest size that a mask of the same shape can need. A program without work tiles ends immediately.
 """
 
 from collections.abc import Sequence

@@ -92,8 +92,8 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the states of all ranks in a fixed order, and return the output of this `shape` (B, N, H, D). Each row of `states`
-    contains o, m and l of one rank.
+    """Merge the states of all ranks in a fixed order, and return the output of this `shape` (B, N, H, D). Row r of `states`
+    contains o, m and l of rank r.
     """
     rows = shape[:3].numel()
     o, m, l = states.split([rows * shape[3], rows, rows], 1)
@@ -174,7 +174,8 @@ def decode(
 ) -> State | Tensor:  # fmt: skip
     """Compute attention of a few new queries to a cache of keys and values.
 
-    The cache may have more rows than there are keys. Cached values must be finite, even in rows to which no query attends.
+    The memory of the cache may have more rows than there are keys. Cached values must be finite, even in rows to which no query
+    attends.
 
     Args:
         q, scale: as for `forward`.

@@ -12,16 +12,16 @@ to the last. Under a causal mask, the predecessor starts at a later query tile a
 to the first. Under a causal mask, the work tiles with the longest loops start first.
 
 Under a causal mask without documents, consecutive head groups have opposite directions. In a head group with forwards chains,
-short work tiles end first, so the long work tiles of the next group start one after another. All programs then end at nearly
-the same time.
+short work tiles end first, so the long work tiles of the next group start one after another. With this order, all programs end
+at nearly the same time.
 """
 
 import torch
 from torch import Tensor
 
-# In a large head group, neighbouring work tiles of a head start further apart and wait less for each other. In a small head
-# group, the operands and dq stay in the L2 cache. With alternating directions and ALTERNATING_TILES query tiles per head group,
-# neighbours start about four steps apart.
+# In a large head group, neighbouring work tiles of a head start at more distant times, and wait less for each other. In a small
+# head group, the operands and dq stay in the L2 cache. With alternating directions and ALTERNATING_TILES query tiles per head
+# group, neighbours start about four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 

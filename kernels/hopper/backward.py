@@ -1,4 +1,4 @@
-"""The host code of the Hopper backward implements `reference.backward`. The module chooses the constants of the kernels and
+"""The host code of the Hopper backward implements `reference.backward`. This module chooses the constants of the kernels, and
 launches the kernels.
 
 The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The module `backward_rows` contains the
@@ -28,10 +28,10 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# Consumers skip steps if at most this many queries attend to any 64 keys. With more queries, skipping saves nothing.
+# Consumers skip steps if at most MOST_QUERIES_TO_SKIP queries attend to any 64 keys. With more queries, skipping saves nothing.
 MOST_QUERIES_TO_SKIP = 1536
 
-# K and V of a head group have at most this many bytes in the wide kernel for dq, so that they stay in the L2 cache.
+# In the wide kernel for dq, K and V of a head group have at most KEY_BYTES_IN_L2 bytes, and stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -242,7 +242,7 @@ class NarrowBackward(_Backward):
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
                 *map(hopper_common.with_base, scratch, (*self._packed, self._packed[1])),
             )
-            # In the deterministic backward, programs wait for each other. Therefore all programs must run at the same time.
+            # In the deterministic backward, programs wait for each other, so all programs must run at the same time.
             launch(
                 _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles, progress),
                 (by_key.batch, num_tiles, num_keys, self._scale), config.deterministic and not self._shares_sms, CONFIG=config,

@@ -33,14 +33,14 @@ One step of a consumer:
 dQ is a sum over all 128 keys, so it needs dS of both consumers. A step computes dQ of the previous step, so that the consumers
 need not wait for each other's dS. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage.
 After the barrier, both consumers have written dS of the previous step. After the barrier, no consumer reads dS of two steps
-ago, so the new dS may overwrite it.
+ago, so the new dS may overwrite the old dS.
 
 Shared memory has two slots for K, because the first step of a work tile computes the last dQ of the previous work tile. The
 first dQ of a program is computed from uninitialised memory and added to a spare chunk. The last dQ is computed after the loop.
 
-In memory, the sums of dq have the order of a consumer's registers. The register order avoids bank conflicts in shared memory,
-whose bandwidth limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler ptxas
-would then serialise all products.
+In memory, the sums of dq have the order of a consumer's registers. Storing P in register order avoids bank conflicts in shared
+memory, whose bandwidth limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler
+ptxas would then serialise all products.
 """
 
 from triton.experimental import gluon
@@ -80,7 +80,7 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# Q, dO and dS have two pipeline stages. The expression `stage ^ 1` for the other stage relies on two stages.
+# Q, dO and dS have two pipeline stages. The expression `stage ^ 1` selects the other stage, because there are two stages.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
@@ -101,8 +101,8 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
     """Return the layout of dQ (64, columns) in shared memory, which is the order of the elements in a warpgroup's registers.
 
     Within 8 columns, each thread's four numbers are contiguous. This avoids bank conflicts. Basis vector i of the layout is the
-    (row, column) of the element at offset 2**i. The swizzle in this layout cancels the 128-byte swizzle of TMA, which applies
-    an exclusive or of bits 5 to 7 to bits 2 to 4 of an offset.
+    (row, column) of the element at offset 2**i. The swizzle in this layout cancels the 128-byte swizzle of TMA. TMA combines
+    bits 5 to 7 of an offset with bits 2 to 4 by exclusive or.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -467,7 +467,7 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     # In an accumulator, four threads hold 8 neighbouring columns. Eight fp32 columns fill a 32-byte memory sector, but eight
-    # 16-bit columns fill only half of it. Therefore 16-bit tiles are rearranged, so that the threads store whole rows.
+    # 16-bit columns fill only half of it. Therefore the kernel rearranges 16-bit tiles, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:

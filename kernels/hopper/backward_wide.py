@@ -55,7 +55,7 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# In the kernel for dq, a step has this many keys.
+# In the kernel for dq, a step has STEP_KEYS keys.
 STEP_KEYS = gl.constexpr(64)
 
 # In the kernel for dq, a work tile has 128 queries, 64 per consumer.

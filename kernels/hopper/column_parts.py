@@ -83,7 +83,7 @@ def zero_parts(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def wait_for_parts(parts, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until all but the last IN_FLIGHT products are complete. Return the complete parts."""
+    """Wait until at most IN_FLIGHT matrix products are incomplete. Return the complete parts."""
     if PARTS == 1:
         return (warpgroup_mma_wait(IN_FLIGHT, deps=parts),)
     else:

@@ -40,7 +40,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# Consumer 0 uses the named barrier with this number for ping-pong. Triton itself uses the barriers with lower numbers.
+# For ping-pong, consumer 0 uses named barrier FIRST_PING_PONG_BARRIER. Triton itself uses the barriers with lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
 # Two consumers share a named barrier for ping-pong, so the barrier counts the threads of both consumers.

@@ -1,4 +1,4 @@
-"""The host code of the Hopper forward implements `reference.forward`. The module chooses the constants of the kernels and
+"""The host code of the Hopper forward implements `reference.forward`. This module chooses the constants of the kernels, and
 launches the kernels.
 
 Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
@@ -27,12 +27,12 @@ from ringattn.kernels.triton.launcher import launch
 # With Triton 3.8, the assembler would serialise all matrix products of a kernel that uses `fence_softmax`.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# K and V of a head group have at most this many bytes, so that they stay in the L2 cache next to the output. For calls with an
+# K and V of a head group have at most L2_BYTES bytes, so that K, V and the output stay in the L2 cache. For calls with an
 # incoming state or with head dims above 128, a limit of 16 MiB was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
-# Calls with at most this many non-empty rows, over all heads and batch entries, use TILES_FEW_ROWS.
+# Calls with at most FEW_ROWS non-empty rows, over all heads and batch entries, use TILES_FEW_ROWS.
 FEW_ROWS = 2**16
 
 
@@ -359,7 +359,7 @@ def _assign_work_tiles(
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
-    if isinstance(config, ShortConfig):  # A work tile has all query heads of a key head.
+    if isinstance(config, ShortConfig):  # A work tile contains all query heads of one key head.
         num_heads, heads_per_group = num_heads // config.group, heads_per_group // config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms) * config.programs

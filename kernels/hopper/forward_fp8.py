@@ -131,8 +131,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Issue two products for one stage: P times the tile of ones, and P V. Add P V to O, except for the last part of the
-    columns.
+    """Issue two matrix products with P of one stage: P times a tile of ones, and P V. Add P V to O, except for the last part of
+    the columns.
 
     Return the parts of O, the last part of P V, and the row sums. The last part of P V may still be in flight.
     """
@@ -380,8 +380,7 @@ def _forward_kernel(
     q, k, v, q_scales, k_scales, v_scales, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, num_query_blocks, num_key_blocks, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The arguments are the same as for `forward_narrow._forward_kernel`, with the following
-    exceptions.
+    """Compute all work tiles. The function `forward_narrow._forward_kernel` explains the arguments, except for the following.
 
     Args:
         q, k, v: TMA descriptors of the e4m3 tensors (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, C, D, 128).

@@ -24,8 +24,8 @@ and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion 
 exact up to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
 
 The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent a change from
-UNSET_REF_MAX, so `raise_ref_max` computes the maxima in fp32. In later steps, `limit_levels` lowers all levels of a row
-instead. Lowering levels adds errors only if the reference max changes by more than 238 in one step.
+UNSET_REF_MAX, so `raise_ref_max` computes the maxima in fp32. In later steps of a work tile, `limit_levels` lowers all levels
+of a row. Lowering levels adds errors only if the reference max changes by more than 238 in one step.
 """
 
 from triton.experimental import gluon

@@ -55,7 +55,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # The factor `scale` is applied once, after the loop.
+    # The kernel multiplies dq and dk by `scale` only once, after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
@@ -73,8 +73,8 @@ def _key_gradient_kernel(
     Args:
         stats: see `_interleave`.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Otherwise, the kernel
-            overwrites dk and dv.
+        dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Without these flags, the
+            kernel overwrites dk and dv.
 
     The function `forward._forward_kernel` explains the other arguments.
     """

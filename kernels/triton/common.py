@@ -256,7 +256,7 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first column of step i, and the index of its head within a group of GROUP heads.
+    """Return the first column of step i, and the index of the step's head within a group of GROUP heads.
 
     Without a block mask, all tiles of one head come before the next head. With a block mask, the argument `column` is the
     result of `load_block_column`, a pair of a block and a head.
@@ -320,7 +320,9 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """Compute `reference.row_delta` from the tiles of `load_outputs`. If dlse is not None, it has one number per row."""
+    """Compute delta, as in `reference.row_delta`, from the tiles that `load_outputs` returns. If dlse is not None, it has one
+    number per row.
+    """
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:

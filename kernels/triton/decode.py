@@ -50,7 +50,7 @@ SMALL_CACHE_BYTES = 48 * 2**20
 # With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. An SM of an
 # H200 needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
-# A program processes at least 128 keys. With fewer keys, merging would take longer than splitting saves.
+# A program processes at least 128 keys. With fewer keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
 # The kernels receive strides in units of 8 elements, so that Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8

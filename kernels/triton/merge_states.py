@@ -41,7 +41,8 @@ def _merge_kernel(
     num_tokens, start, end, a_first, a_end, b_first, b_end, c_first, c_end,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge up to three parts into the tokens [start, end) of the base (m, l, o). A row is a token and a head.
+    """Merge up to three parts into the tokens [start, end) of the base (m, l, o). In this kernel, a row is one head of one
+    token.
 
     If `out` is None, the merged state is written to the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to
     `lse`.
@@ -107,7 +108,7 @@ def merge_states(
 def _merge_packed_kernel(
     states, out, num_rows, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):
-    """Merge the states of all ranks for one row. A row is a token and a head. The grid is (num_rows,)."""
+    """Merge the states of all ranks for one row. In this kernel, a row is one head of one token. The grid is (num_rows,)."""
     row, rank, columns = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_RANKS), tl.arange(0, PADDED_DIM)
     used = rank < RANKS
     o = states + rank.to(tl.int64) * num_rows * (DIM + 2)

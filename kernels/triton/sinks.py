@@ -1,4 +1,6 @@
-"""Add learned attention sinks to the results of attention. The forward and the backward each take one pass over memory."""
+"""Add learned attention sinks to the results of attention. The forward kernel and the backward kernel read and write each
+element once.
+"""
 
 import torch
 import triton
@@ -21,7 +23,7 @@ def _forward_kernel(
     out, lse, sinks, new_out, new_lse, num_rows,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row is a token and a head."""
+    """In this kernel, a row is one head of one token."""
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     inside = row < num_rows
     element = row[:, None] * DIM + column[None, :]
