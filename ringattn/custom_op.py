@@ -101,7 +101,7 @@ def register(
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
             # With create_graph=True, second derivatives must raise an error instead of being zeros. If q, k and v are not
-            # saved, the gradients are connected to the graph only by `leaf`.
+            # saved, only `leaf` connects the gradients to the autograd graph.
             with torch.no_grad():
                 grads = gradients(ctx, saved, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)

@@ -267,7 +267,7 @@ def _chunk_starts(kind: str, ranks: int) -> list[np.ndarray]:
 def _rows(layout: Layout, rank: int) -> int:
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
-        # The lengths of the parts differ by at most one, and their sum is `whole`.
+        # The slices of a shard with `whole` rows differ in length by at most one row.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
         size, owners = _chunks(layout.kind)

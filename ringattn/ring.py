@@ -288,7 +288,7 @@ class Ring:
         """The kernels update the state of the resident queries in place."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
-        # The last local step also divides by l. A separate kernel would read and write the whole state once more.
+        # The last local step also divides o by l, because a separate kernel would read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
         result: Any = None  # the state (m, l, o); after the last local step, (out, lse)
 
@@ -326,7 +326,7 @@ class Ring:
             nonlocal dk, dv
             q, dout, lse, delta = block
             intervals, options = prepared[local_step]
-            # A slice of rows of one batch entry is contiguous, so the kernel can accumulate into it.
+            # A slice of rows of one batch entry is contiguous, so the kernel can accumulate into the slice.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.spec.scale, dq, dk, dv, grad_dtype=dtype, **options

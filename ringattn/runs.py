@@ -108,7 +108,9 @@ class RowsBefore:
 
     @cached_property
     def _by_owner(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the flat indices of the positions, sorted by the rank that holds them, and the first index of each rank."""
+        """Sort the flat indices of the positions by the rank that holds each position. Return the sorted indices and the first
+        index of each rank.
+        """
         _, _, owner = self._pieces
         order = owner.ravel().astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
         return order, owner.ravel()[order].searchsorted(np.arange(self.layout.ranks + 1))

@@ -171,7 +171,8 @@ def check_attention(
     """Validate the arguments that all attention calls have in common. `ring_attention` explains them. q, k and v must be dense.
 
     Raises:
-        ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.
+        ValueError: an argument is invalid or unsupported. Each error message states the given value, the requirement and a
+            remedy.
     """
     check_mask(mask)
     validation.check_fit(q, k, v)

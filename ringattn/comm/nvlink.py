@@ -48,9 +48,10 @@ KINDS = ("block", "result")
 # Each step has one flag per kind of message and purpose. Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# If the results of a pass need at most this memory, they stay in the receive buffer, and one kernel sums them at the end.
+# Results of at most MAX_KEPT_RESULT_BYTES per pass stay in the receive buffer, and one kernel sums them at the end.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Messages up to this size use three slots in turn, so that a message may arrive two steps early. Larger messages use two.
+# Messages up to MAX_TRIPLE_SLOT_BYTES use three slots in turn, so that a message may arrive two steps early. Larger messages
+# use two.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads is sent and returned
 MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
@@ -156,7 +157,7 @@ class Slots:
             self.total_bytes += self.counts[kind] * size
 
     def tensor_offsets(self, message: Message) -> list[int]:
-        """Return the offset of each tensor of a message in its slot, followed by the end of the last tensor."""
+        """Return the offsets of the tensors of a message within a slot, followed by the end of the last tensor."""
         sizes = (padded_bytes(x, len(message.rows)) for x in self.templates[message.kind])
         return list(accumulate(sizes, initial=0))
 

@@ -61,7 +61,7 @@ class P2PTransport(MessageTransport):
         self.reset(0)
 
     def open_communicator(self) -> None:
-        """Use a communicator of NCCL that only this transport uses.
+        """Create an NCCL communicator that only this transport uses.
 
         NCCL cannot close a communicator while a CUDA graph contains its messages. Destroying the user's group would therefore
         hang if the captured passes used the group's communicator.
@@ -92,7 +92,7 @@ class P2PTransport(MessageTransport):
             torch.cuda.synchronize(self.device)
             communicator.abort()
 
-        # The last messages never arrive if another rank is gone.
+        # If another rank has ended, the last messages of the communicator never arrive.
         thread = threading.Thread(target=send_and_close, daemon=True)
         thread.start()
         thread.join(CLOSE_TIMEOUT)
@@ -159,7 +159,7 @@ class P2PTransport(MessageTransport):
         sent, received = ([(_empty_on_host(x), peer) for x, peer in messages] for messages in (sends, receives))
         for (x, _), (copy, _) in zip(sends, sent, strict=True):
             copy.copy_(x, non_blocking=True)
-        # A wait takes long if several ranks share a GPU. The host therefore waits once for all copies.
+        # If several ranks share a GPU, a wait takes long, so the host waits only once for all copies.
         if any(x.is_cuda for x, _ in sends):
             torch.cuda.current_stream().synchronize()
         wait_for_messages = self._exchange(sent, received)

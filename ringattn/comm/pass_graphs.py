@@ -18,10 +18,10 @@ from ringattn.comm.transport import Tensors, Transport
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# Passes with more FLOPs in the forward are not captured. A pass with this many FLOPs takes over 1 ms on an H100, which is
-# longer than its launch.
+# Passes with more than MAX_FORWARD_FLOPS in the forward are not captured. Longer passes take over 1 ms on an H100, and their
+# launch takes less time.
 MAX_FORWARD_FLOPS = 5e11
-# Passes with more bytes of q, k and v are not captured, because a captured pass keeps copies of them.
+# Passes with more than MAX_INPUT_BYTES of q, k and v are not captured, because a captured pass keeps copies of q, k and v.
 MAX_INPUT_BYTES = 64 << 20
 _NEVER = -(1 << 62)  # marks a pass that cannot be captured
 log = logging.getLogger(__name__)

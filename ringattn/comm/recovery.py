@@ -160,7 +160,7 @@ class Recovery:
             self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """Let this rank's streams run to their end, although messages are missing.
+        """Let the streams of this rank finish, although messages from other ranks are missing.
 
         This method runs in its own thread, because the main thread may be waiting for the GPU.
         """

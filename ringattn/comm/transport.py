@@ -200,8 +200,8 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The attribute counts the exchanges so far, and is 0 if the host waits for messages. If ranks leave a call after different
-    # numbers of exchanges, their GPUs wait forever.
+    # The attribute `num_exchanges` counts the exchanges so far, and is 0 if the host waits for messages. If ranks leave a call
+    # after different numbers of exchanges, their GPUs wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # since when the host has waited for a message, or None
 
@@ -303,7 +303,7 @@ class _MessagePass:
         return packed
 
     def _allocate(self, packing: Packing, until_end: bool) -> Memory:
-        """Return memory for a message, which stays valid for two steps or until the end of the pass."""
+        """Return memory for a message. The memory stays valid for two steps, or until the end of the pass."""
         memory = self.spare[packing].pop() if self.spare.get(packing) else packing.new_message(self.device)
         (self._kept if until_end else self._in_use[-1]).append((packing, memory))
         return memory

@@ -1,4 +1,4 @@
-"""End the whole run if a rank dies or hangs. One message names the rank, the hop and the operation.
+"""End the whole run if a rank dies or hangs. The error message names the rank, the hop and the operation.
 
 The watchdog records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to
 host memory. A thread on each rank publishes heartbeats with the number of finished hops in the job's store. If a hop does not
@@ -269,7 +269,7 @@ class Watchdog:
 
     def _find_culprit(self, hop: Hop) -> str:
         """Describe all dead ranks, or the rank that has issued or finished the fewest hops."""
-        # A rank whose clock changes is alive. Clocks of different hosts are never compared.
+        # A rank is alive if the clock in its heartbeats changes. Clocks of different hosts are never compared.
         before = self._read_heartbeats()
         deadline = time.monotonic() + DEAD_AFTER
         alive: set[int] = set()

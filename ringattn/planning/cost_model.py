@@ -17,7 +17,7 @@ FLOPS_PER_HBM_BYTE = 150
 # Each step on a GPU has a fixed overhead, in seconds. The values are fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# Merging one byte of partial results takes as long as this many FLOPs. The value for the backward pass is fitted to
+# Merging one byte of partial results takes as long as MERGE_FLOPS_PER_BYTE FLOPs. The value for the backward pass is fitted to
 # measurements.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 

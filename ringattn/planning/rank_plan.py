@@ -246,7 +246,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals of the queries of `query_rank`, counted in key rows of `key_rank`.
+    """Return the intervals of the queries of `query_rank` as ranges of key rows of `key_rank`.
 
     The bounds lo and hi are integer tensors (B or 1, query rows) on the CPU.
     """
@@ -325,9 +325,9 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return, for each rank, the row at which its own block is split.
+    """Return the row at which each rank splits its own block.
 
-    The rows before the split contain FIRST_SHARE of the work of the block.
+    FIRST_SHARE of the work of a block is in the rows before the split.
     """
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)

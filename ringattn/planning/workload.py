@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ringattn.kernels import fp8
 
-# The forward pass of a chunk of heads has at least this many FLOPs, about 0.1 s on an H200. More chunks need less memory, and
-# the time to start one more ring pass is negligible.
+# The forward pass of a chunk of heads has at least HEAD_CHUNK_FLOPS FLOPs, about 0.1 s on an H200. More chunks need less
+# memory, and the time to start one more ring pass is negligible.
 HEAD_CHUNK_FLOPS = 5e13
 
 

@@ -79,7 +79,7 @@ def _is_neutral(name: str, argument: object) -> bool:
 
 
 def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> RingMask:
-    """Return the mask that transformers describes by a function of indices. The mask contains neither documents nor padding.
+    """Convert a mask function of transformers, which takes indices, to a mask. The mask contains neither documents nor padding.
 
     Raises:
         ValueError: the mask is neither causal nor a causal window, or it depends on the tokens.
