@@ -55,7 +55,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # The kernel multiplies dq and dk by `scale` only once, after the loop.
+    # The factor `scale` of dq and dk is applied only once, after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
