@@ -155,7 +155,7 @@ class Intervals:
     def num_nonempty_rows(self) -> int:
         """Return the number of rows with a non-empty interval, over all batch entries."""
         if self.is_replaced:
-            return self.lo.numel() - 1  # Kernels must support empty intervals, but they are tuned for few empty intervals.
+            return self.lo.numel() - 1  # Kernels support empty intervals, but are tuned for masks with few empty intervals.
         lo, hi = self.host
         return int((lo < hi).sum())
 

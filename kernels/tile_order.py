@@ -68,7 +68,7 @@ def order_work_tiles(
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
     rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
-    # The work tiles of the heads of a group are interleaved.
+    # The work tiles of all heads in a head group are interleaved.
     num_tiles = tiles.shape[1]
     order = (head_group[:, None] * num_tiles + rank).flatten().argsort(stable=True)
     order = order[exists[mask].flatten()[order]]

@@ -127,8 +127,8 @@ class KVCache:
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, the same on all ranks.
             rows: the rows at which the tokens are stored, int64 (N,) or (B, N), on the device of the cache and below the
-                capacity. A call with `rows` requires a cache on one rank. The call does not wait for the GPU, and does not
-                change `length`.
+                capacity. A call with `rows` requires a cache on one rank. With `rows`, the call does not wait for the GPU, and
+                does not change `length`.
 
         Raises:
             ValueError: the tokens exceed the capacity, their shape or dtype has changed, or `rows` is not supported.

@@ -191,7 +191,7 @@ class Ring:
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
-        """Return a ring for a chunk of the heads, whose first head has the index `first_head` among this ring's heads."""
+        """Return a ring for a chunk of the heads. The chunk begins at head `first_head` of this ring."""
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 

@@ -22,7 +22,7 @@ from ringattn.planning.rank_plan import SCHEDULES
 
 
 class AttentionSpec(NamedTuple):
-    """The settings of one attention call. A compiler can trace the fields, which are tensors, numbers and strings.
+    """The settings of one attention call. A compiler can trace the fields of a spec, which are tensors, numbers and strings.
 
     The order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
     """

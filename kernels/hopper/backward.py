@@ -385,7 +385,7 @@ def _work_tiles(
 def _heads_per_group(num_queries: int) -> int:
     """Return the maximal number of key heads in a head group.
 
-    For short sequences, larger head groups balance the load better, and their dq still fits into the L2 cache.
+    For short sequences, larger head groups balance the load better, and dq of a larger group still fits into the L2 cache.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 

@@ -320,7 +320,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Do a step in which no query attends to the keys of this consumer: only add dQ of the previous step to the sums of dq."""
+    """If no query of a step attends to the keys of this consumer, only add dQ of the previous step to the sums of dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)

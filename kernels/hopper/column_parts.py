@@ -4,7 +4,7 @@ The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 the
 are zeros. To multiply only the first 96 columns, the functions issue a product with 64 columns and a product with 32 columns.
 The result for 96 columns consists of two parts. For 64 or 128 columns, a single product suffices, and the result has one part.
 
-The argument COLUMNS is the number of columns that a product multiplies. Every function returns a tuple of parts.
+The argument COLUMNS is the number of columns that a product multiplies. Every function of this module returns a tuple of parts.
 """
 
 from triton.experimental import gluon

@@ -95,7 +95,7 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return contiguous (delta, out, dout, dlse) for a kernel that reads delta, or computes it from the other three."""
+    """Return contiguous (delta, out, dout, dlse) for a kernel that reads delta, or computes delta from the others."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
@@ -177,7 +177,7 @@ def _tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-# TMA's reduce-add adds a tile in shared memory to global memory. Triton exports this operation since release 3.8.
+# TMA's reduce-add adds a tile in shared memory to global memory. Triton has exported reduce-add since release 3.8.
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 

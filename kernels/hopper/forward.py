@@ -316,7 +316,7 @@ def forward_quantized(
     dtype: torch.dtype = torch.bfloat16,
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute `dispatch.forward_fp8` on one sm_90 GPU. The head dims must be equal and in FP8_TILES."""
+    """Compute `dispatch.forward_fp8` on one sm_90 GPU. The head dims of q and v must be equal and in FP8_TILES."""
     results = triton_common.allocate_results(q.data, k.data, state, final, dtype)
     if q.data.numel() > 0:
         (_, _, num_heads, dim), num_key_heads = q.data.shape, k.data.shape[2]

@@ -183,7 +183,7 @@ def _compute_work_tiles(
             tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
         slot ^= 1
     if CONFIG.stores_by_tma:
-        # TMA must have read all results from shared memory before the program ends or a retry pass overwrites this memory.
+        # TMA must have read all results from shared memory before the program ends or a retry pass overwrites the results.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
     return slot, position, overflowed

@@ -26,8 +26,8 @@ threads add the result to O in fp32. At D = 256, O needs 128 registers per threa
 Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
 P and a tile of ones.
 
-Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. The product P V then
-needs no factor, but the row sums of the block must be divided by the scale.
+Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. The product P V
+therefore needs no factor, but the row sums of the block must be divided by the scale.
 """
 
 from triton.experimental import gluon

@@ -30,9 +30,9 @@ In a consumer, the softmax of one step overlaps with the second product of the p
 A `full` barrier waits for one arrival of the producer and for the bytes that TMA copies. An `empty` barrier waits for one
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
-TMA stores an output from the shared memory of its Q. Therefore a kernel that returns an output has two slots for Q. The slot of
-a work tile is released after the first product of the next work tile. The fp32 o of a state is larger than Q. Therefore o
-passes through the next stages of K and V, as `epilogue` explains.
+TMA stores the output of a work tile from the shared memory of its Q. Therefore a kernel that returns an output has two slots
+for Q. The slot of a work tile is released after the first product of the next work tile. The fp32 o of a state is larger than
+Q. Therefore o passes through the next stages of K and V, as `epilogue` explains.
 
 With ping-pong, a consumer waits until the previous consumer has issued its products, so that they compute the softmax at
 different times.

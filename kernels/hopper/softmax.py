@@ -156,7 +156,8 @@ def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Raise the reference max of a row if a score of this tile is much larger. Return (ref_max, alpha), both (64, 4).
+    """Raise the reference max of a row if a score of this tile is much larger than the reference max. Return (ref_max, alpha),
+    both (64, 4).
 
     The caller must multiply the l and o of earlier tiles by alpha.
     """

@@ -1,8 +1,8 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one receive buffer for all-to-alls. Each exchange uses a region of this buffer. The region has the memory layout
-of the tensors to fill, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags of an
-exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
+Every rank has one receive buffer for all-to-alls. Each exchange uses a region of the receive buffer. The region has the memory
+layout of the tensors to fill, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags
+of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
 ranks wait for these flags before they write. Send i waits only for work that other ranks issue at their send i or earlier, so
@@ -90,7 +90,7 @@ class NvlinkAllToAll:
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Make the side streams wait for the main stream, and return the number of the send."""
+        """Let the side streams wait for the main stream, and return the number of the new send."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             self.receive_buffer.reserve(self.total_bytes)

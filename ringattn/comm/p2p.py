@@ -66,7 +66,7 @@ class P2PTransport(MessageTransport):
         NCCL cannot close a communicator while a CUDA graph contains its messages. Destroying the user's group would therefore
         hang if the captured passes used the group's communicator.
         """
-        # Attention fills all SMs, so NCCL's kernels would wait until it ends, or until four neighbouring SMs are free.
+        # Attention fills all SMs, so NCCL's kernels would wait until attention ends, or until four neighbouring SMs are free.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.cga_cluster_size = 1
         options._timeout = self.group._get_backend(self.device).options._timeout
@@ -177,7 +177,7 @@ class P2PTransport(MessageTransport):
             return lambda: None
         # `dist.batch_isend_irecv` is slower, because it checks and wraps every message in Python.
         group, device = self.group, (sends or receives)[0][0].device
-        # gloo ends a process that receives a message of a wrong size. A message with another tag is not delivered.
+        # gloo ends a process that receives a message of a wrong size. A receiver gets only messages with the expected tag.
         tag = self.watchdog.tag
         backend = group if self._uses_gloo else group._get_backend(device)
         if not backend.supports_coalescing:  # NCCL does

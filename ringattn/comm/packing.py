@@ -36,7 +36,7 @@ class Packing:
 
     @torch.inference_mode(False)  # a later pass outside of inference mode could not modify inference tensors
     def new_message(self, device: torch.device) -> Memory:
-        """Return new memory for a message, and the tensors of the message, which are views of it."""
+        """Return new memory for a message, and the tensors of the message, which are views of this memory."""
         if len(self.parts) == 1:
             ((dtype, shape, *_),) = self.parts
             message = torch.empty(shape, dtype=dtype, device=device)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# After another rank has left the call, a rank waits PATIENCE seconds for a message. Within this time, the message may still
-# arrive or fail.
+# After another rank has left the call, a rank waits PATIENCE seconds for a message. Within PATIENCE seconds, the message may
+# still arrive or fail.
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store
 

@@ -48,7 +48,8 @@ class RingPass(Protocol):
     keeps_results: bool  # whether all results that return to this rank remain valid until `end`
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
-        """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
+        """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns the
+        blocks.
 
         An outgoing block is contiguous. The block contains either exactly the rows of its message, or all rows of its owner.
         Until exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.

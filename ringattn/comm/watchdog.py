@@ -134,8 +134,8 @@ class Watchdog:
         atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
-        """Record that a hop is issued, and return it. While a CUDA graph is being captured, return None, because the hops of a
-        replay are not watched.
+        """Record that a hop is issued, and return the hop. While a CUDA graph is being captured, return None, because the hops
+        of a replay are not watched.
         """
         if self.is_capturing():
             return None
@@ -166,7 +166,7 @@ class Watchdog:
         return self._calls.tag
 
     def cancel(self, hop: Hop | None) -> None:
-        """Stop watching a hop for which this rank no longer waits."""
+        """Stop watching a hop that this rank no longer waits for."""
         with self._lock, suppress(ValueError):  # the hop may have finished already
             if hop is not None:
                 self.in_flight.remove(hop)
@@ -219,7 +219,7 @@ class Watchdog:
                     self.recovery.look()
                 if self.store.check(["verdict"]):
                     verdict = self.store.get("verdict").decode()
-                    # The main thread gets time to raise its own exception, unless calls differ.
+                    # Unless calls differ, the main thread gets time to raise its own exception.
                     time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
                     if self.group_exists():
                         self._exit(verdict)

@@ -136,7 +136,7 @@ class Plan:
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
-        """Return a copy of this plan with other intervals, which are on `device` and have the order of `self.masks()`."""
+        """Return a copy of this plan with other intervals, on `device` and in the order of `self.masks()`."""
         plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {

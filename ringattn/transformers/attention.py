@@ -1,4 +1,4 @@
-"""Define attention and masks for transformers. Importing this module registers both as attn_implementation="ring"."""
+"""Define attention and masks for transformers. Importing this module registers both functions as attn_implementation="ring"."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

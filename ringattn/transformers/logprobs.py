@@ -86,7 +86,9 @@ def _logprobs(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor) 
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers (B, N) into (B, S). The gradient of a rank's rows is multiplied by the ranks, because DDP and FSDP average."""
+    """Gathers (B, N) into (B, S). DDP and FSDP average gradients, so the gradient of a rank's rows is multiplied by the number
+    of ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, batch: RingBatch) -> Tensor:  # pyrefly: ignore[bad-override]
