@@ -112,7 +112,6 @@ def run_schedule(
             elif owner == rank:
                 merge(take_rows(own_result, message.rows), block)
             else:
-                # This rank may already hold its own partial result for the same owner.
                 results[owner] = merge(block, results[owner]) if owner in results else block
     if merge_arrivals is not None:
         merge_arrivals(arrivals)

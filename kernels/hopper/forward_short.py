@@ -22,7 +22,6 @@ from ringattn.kernels.hopper.epilogue import finish_work_tile
 
 @gluon.jit
 def _load(tensor, tile, head, first, buffers, full):
-    """Load tiles of 64 rows of a head, from row `first` on, into all buffers."""
     COUNT: gl.constexpr = buffers.shape[0]
     if tile[3] > 0:
         mbarrier.expect(full, COUNT * tensor.block_type.nbytes)

@@ -10,9 +10,8 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-A stage holds one tile of K or V with 256 or 128 columns. The tiles arrive in the order in which they are used. For 192 columns
-of K and 128 columns of V, a second ring buffer holds the last 64 columns of K, called the tails. The tails of K share the
-barriers of the stages that hold the first columns of K.
+A stage holds one tile of K or V with 256 or 128 columns. For 192 columns of K and 128 columns of V, a second ring buffer holds
+the last 64 columns of K, called the tails. The tails of K share the barriers of the stages that hold the first columns of K.
 
 The available registers determine the order of the two matrix products of a step:
 

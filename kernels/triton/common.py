@@ -31,7 +31,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
-# The function `program_tile` interleaves the tiles of the last INTERLEAVED_HEADS heads of the grid.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
 # The stride of a token must be below 2**22 elements, because offsets inside a tile of up to 256 rows are int32.

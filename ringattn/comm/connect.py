@@ -130,8 +130,6 @@ def open_all_to_all(transport: Transport) -> AllToAll:
 
 
 class _Identity(NamedTuple):
-    """An `_Identity` contains the information about a rank that the handshake shares with all other ranks."""
-
     host: str
     gpu: str  # the UUID of the rank's GPU, or "none"
     flops: float  # speed of attention, FLOP/s

@@ -83,7 +83,7 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """Describe a copy without its addresses. Cache the description, because setting its fields takes time."""
+    """Describe a copy without its addresses."""
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 

@@ -101,8 +101,6 @@ class ReceiveBuffer:
 
 
 class Send(NamedTuple):
-    """A `Send` is an outgoing message with the addresses of its targets and flags."""
-
     message: Message
     # A block waits for the receiver's ready flag. If the pass has used the slot before, a message waits for the credit flag.
     wait_flags: list[int]

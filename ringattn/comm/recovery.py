@@ -201,9 +201,7 @@ class Recovery:
         return keys
 
     def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
-        """Wait until the condition holds. `keys` contains one key per rank. The error message names the ranks whose keys are
-        missing.
-        """
+        """Wait until the condition holds. `keys` contains one key per rank."""
         end = time.monotonic() + timeout_seconds()
         while True:
             for key in ("fault", "verdict"):

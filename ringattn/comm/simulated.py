@@ -15,8 +15,6 @@ T = TypeVar("T")
 
 
 class SimulatedRing:
-    """A `SimulatedRing` holds the state that all ranks of a simulated ring share."""
-
     _ids = itertools.count()
 
     def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
@@ -104,7 +102,6 @@ def simulate(
         raise ValueError(f"function={shown(function)}: it must be a function of (rank, group)")
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list[Any] = [None] * ranks
-    # The first failure has caused all other failures.
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
