@@ -27,7 +27,6 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def create_state(self) -> None:
-        """Fill the state of all parameters with zeros."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = self._zero_state(parameter, group)
@@ -147,12 +146,12 @@ def import_torchao() -> tuple[Any, Any, Any]:
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor unchanged. Call this function under `torch.no_grad()`."""
+    """Return a plain tensor unchanged. Call this function under `torch.no_grad()`."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of this rank's shards of the parameters. Call this function under `torch.no_grad()`."""
+    """Call this function under `torch.no_grad()`."""
     return [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
 
 
@@ -169,7 +168,7 @@ def squared_norms(model: nn.Module, host_norms: Mapping[Tensor, Tensor] | None =
 
 
 def clip_scale(norm: Tensor, limit: float | None) -> Tensor:
-    """Return the factor, at most 1, that reduces gradients with the norm `norm` to the norm `limit`; None: no limit."""
+    """Return a factor of at most 1. If `limit` is None, there is no limit."""
     return torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1)
 
 

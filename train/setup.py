@@ -83,7 +83,7 @@ class InferenceRun(Resources):
         return _num_parameters(self.model)
 
     def plot_title(self, name: str, tokens: str) -> str:
-        """Return the title of a plot. `tokens` is a text such as "1,000 tokens"."""
+        """`tokens` is a text such as "1,000 tokens"."""
         ranks = dist.get_world_size()
         return f"{name}: {self.num_parameters:,} parameters, {tokens}, {ranks} rank{'s' if ranks > 1 else ''}"
 
@@ -105,7 +105,6 @@ class Run(InferenceRun, TrainingResources):
 
     @property
     def uncounted_bytes(self) -> int:
-        """Return how many bytes of GPU memory torch does not count as allocated."""
         return self.graphs.uncounted_bytes if self.graphs is not None else 0
 
     @property
@@ -356,7 +355,6 @@ def choose_fastest_mesh(config: Config) -> Config:
 
 
 def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool) -> Machine:
-    """Return the ranks of this job for a prediction."""
     ranks = dist.get_world_size(), ranks_per_host()
     cores = len(os.sched_getaffinity(0)) / ranks_per_host()
     compiled, capacity = uses_compile(config, device), Capacity.of(device)
@@ -384,7 +382,7 @@ def uses_compile(config: Config, device: torch.device) -> bool:
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
-    """Return the number of ranks per all-to-all for which the cost model on rank 0 predicts the shortest time.
+    """Choose the number of ranks per all-to-all with the cost model on rank 0.
 
     `sequence` is the number of ranks that share a sequence. Documents are ignored, because they differ from step to step.
     """
@@ -413,7 +411,6 @@ def _num_parameters(model: GPT) -> int:
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free memory of an earlier job of a sweep, and reset the measured peak."""
     gc.unfreeze()
     connect.free_messages()
     free_plans()

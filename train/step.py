@@ -63,7 +63,7 @@ class ExpertBalance:
         self.tokens = torch.zeros(model.layers, model.experts or 0, device=run.device)
 
     def __call__(self, routing: Tensor) -> Tensor:
-        """Return this rank's part of the loss of a micro-step. All ranks call this function. See `GPT.forward`."""
+        """Return this rank's part of the loss. All ranks call this function. See `GPT.forward`."""
         # The load-balancing loss is computed over the tokens of all ranks, so that it does not depend on the number of ranks.
         tokens = routing[:, 0].detach().clone()
         dist.all_reduce(tokens)
@@ -232,7 +232,7 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 
 
 def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
-    """Return the number of (query, key) pairs that the masks allow, summed over the layers and the sequences of the batch."""
+    """Sum the (query, key) pairs that the masks allow over the layers and the sequences."""
     pairs = {window: mask.pairs(batch.tokens.shape[1]) for window, mask in masks.items()}
     # Without documents, `mask.pairs` has one entry, which holds for every sequence.
     return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)

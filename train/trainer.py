@@ -270,7 +270,7 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
 
 
 def build_saver(run: Run, done: int) -> background.Saver:
-    """Return the object that saves checkpoints after step `done`. All ranks call this function."""
+    """All ranks call this function."""
     trainer = run.config.trainer
     states = (tensor for state in run.optimizer.state.values() for tensor in state.values())
     size = local_bytes([*run.model.parameters(), *states])
@@ -290,7 +290,6 @@ def timed_save(
 
 
 def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
-    """Plot the losses of a run after its last saved step, and raise TrainingStopped."""
     if storage.latest(directory / "checkpoints") is None:
         log.info(f"{'stopped':<12}on request, before the first step was complete: launch the same command again")
     else:
@@ -320,7 +319,6 @@ def runs_after_step(step: int, every: int, steps: int) -> bool:
 
 
 def saves_after_step(step: int, trainer: TrainerConfig) -> bool:
-    """Return whether a run that does not stop early saves a checkpoint after `step`."""
     if step == trainer.steps:
         return trainer.save_final
     return runs_after_step(step, trainer.checkpoint_every, trainer.steps)

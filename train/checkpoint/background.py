@@ -71,7 +71,6 @@ def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0
 
 
 def _available_memory() -> float:
-    """Return the bytes of host memory that are available, or infinity if unknown."""
     with suppress(OSError, StopIteration):  # The file exists only on Linux.
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
@@ -151,7 +150,6 @@ def _begin_thread(device: torch.device) -> None:
 
 
 def _nothing() -> Future[Path | None]:
-    """Return a future that is already done."""
     result = Future[Path | None]()
     result.set_result(None)
     return result
@@ -189,7 +187,6 @@ class HostCopies:
 
 
 def _with_shard(tensor: Tensor, shard: Tensor) -> Tensor:
-    """Return a DTensor like `tensor` with the local shard `shard`, or `shard` itself for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return shard
     create: Any = DTensor

@@ -24,7 +24,7 @@ SCALE_BIAS = 127
 
 
 def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
-    """Return the names of the tensors in `files` that contain a parameter with this name, for `count` experts."""
+    """Return the names of the tensors in `files` that contain a parameter, for `count` experts."""
     base, colon, _ = name.partition(":")
     if not colon:
         return [name.format(expert) for expert in range(count)] if "{}" in name else [name]

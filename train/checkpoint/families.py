@@ -69,18 +69,18 @@ def qwen_layers(config: dict[str, Any]) -> list[str]:
 
 
 def alternating_layers(config: dict[str, Any]) -> list[str]:
-    """Return the types of the layers. A layer has full attention if its number is a multiple of `sliding_window_pattern`."""
+    """A layer has full attention if its number is a multiple of `sliding_window_pattern`."""
     pattern = config["sliding_window_pattern"]
     return listed(config, lambda layer: "sliding" if layer % pattern else "full")
 
 
 def nope_in_full_layers(config: dict[str, Any]) -> list[str]:
-    """Return `alternating_layers`, whose full layers have no rotary embedding."""
+    """Full layers have no rotary embedding."""
     return ["full-nope" if kind == "full" else kind for kind in alternating_layers(config)]
 
 
 def exaone_layers(config: dict[str, Any]) -> list[str]:
-    """Return the types of the layers. A model without a window has rotary embeddings in all layers."""
+    """A model without a window has rotary embeddings in all layers."""
     return alternating_layers(config) if config["sliding_window"] is None else nope_in_full_layers(config)
 
 
@@ -359,7 +359,7 @@ IRRELEVANT = {
 
 
 def unknown_entries(config: dict[str, Any]) -> list[str]:
-    """Return the sorted names of the entries of a config.json whose meaning is unknown. Entries that are null are ignored."""
+    """Return the sorted names of entries with an unknown meaning. Entries that are null are ignored."""
     family = FAMILIES[config["model_type"]]
     known = (
         READ
@@ -376,7 +376,6 @@ def unknown_entries(config: dict[str, Any]) -> list[str]:
 
 
 def renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return a config.json whose entries have the names that we use."""
     for other, name in family.aliases.items():
         if config.get(other) is not None:
             if config.get(name, config[other]) != config[other]:
@@ -386,7 +385,7 @@ def renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def fixed_entries(family: Family) -> dict[str, Any]:
-    """Return the entries of config.json for which our model supports only one value, with the supported value."""
+    """Return the entries for which our model supports only one value, with this value."""
     return {name: value for name, value in {**FIXED, **family.fixed}.items() if name not in family.entries}
 
 

@@ -81,7 +81,6 @@ def hugging_face_name(name: str, family: Family) -> str:
 
 
 def family_of(path: Path) -> Family:
-    """Return the family of the model in a folder that `read_settings` accepts."""
     return FAMILIES[json.loads((path / "config.json").read_text())["model_type"]]
 
 
@@ -198,9 +197,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` from the first source that has one. Raise ConfigError if the entry does not have the type
-    `kind`.
-    """
+    """Return the entry `name` from the first source that has it. Raise ConfigError if its type is not `kind`."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
@@ -208,7 +205,6 @@ def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any 
 
 
 def _unused_tensors(files: Collection[str], settings: dict[str, Any], family: Family) -> list[str]:
-    """Return the sorted names of tensors that the model cannot use and that cannot be ignored."""
     model = ModelConfig(layers=1, tie_embeddings=False, **{name: settings[name] for name in ARCHITECTURE})
     with torch.device("meta"):
         named = {hugging_face_name(name, family): parameter for name, parameter in GPT(model, 1).named_parameters()}
@@ -224,7 +220,7 @@ def _unused_tensors(files: Collection[str], settings: dict[str, Any], family: Fa
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the sequence length before an extension. config.json may contain this length in one of three places."""
+    """config.json may contain this length in one of three places."""
     return _number("original_max_position_embeddings", config, rope, default=config.get("max_position_embeddings"))
 
 
@@ -281,7 +277,6 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
 
 
 def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], float | None]:
-    """Return the entries for rotary embeddings, and the separate rotary base of sliding layers, or None."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if family.local_rope_theta is None:
         return rope, None
@@ -299,7 +294,6 @@ def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any
 
 
 def _period(types: list[str]) -> list[str]:
-    """Return the shortest prefix of `types` whose repetition gives `types`."""
     return next(types[:n] for n in range(1, len(types) + 1) if all(kind == types[i % n] for i, kind in enumerate(types)))
 
 
@@ -354,7 +348,6 @@ def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
 
 
 def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
-    """List the differing settings, each with its value in the folder and its value in `model`."""
     # Users set resolved_head_dim and resolved_ffn_dim with the options head_dim and ffn_dim.
     names = {name: f"model.{name.removeprefix('resolved_')}" for name in settings}
     return ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in settings.items())
@@ -407,7 +400,6 @@ def load(path: Path, model: nn.Module) -> None:
 
 
 def _warn_of_the_head(path: Path, is_tied: bool) -> None:
-    """Warn on rank 0 if the weights contradict `tie_word_embeddings` in config.json."""
     declared = bool(json.loads((path / "config.json").read_text()).get("tie_word_embeddings"))
     if declared == is_tied or (dist.is_initialized() and dist.get_rank() != 0):
         return

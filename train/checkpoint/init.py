@@ -13,7 +13,6 @@ from ringattn.train.settings.config import Config, ConfigError, resolve_path
 
 
 def initial_weights_path(config: Config) -> Path | None:
-    """Return the checkpoint or folder that `trainer.init_from` names, or None for random weights."""
     path = config.trainer.init_from
     return None if path is None else resolve_path("trainer.init_from", path)
 

@@ -80,12 +80,11 @@ def show_allocation(size: int) -> AbstractContextManager[None]:
 
 
 def format_size(count: float) -> str:
-    """Return a number of bytes in GiB or MiB, as text."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
-    """Return the total size in bytes of the files in a folder whose names match a pattern. The folder may not exist yet."""
+    """The folder may not exist yet."""
     total = 0
     with suppress(OSError):  # A checkpoint's folder may be renamed during the loop.
         for file in folder.glob(pattern):
@@ -94,5 +93,5 @@ def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes of these tensors this rank holds. A rank holds only its shard of a DTensor."""
+    """Return the size on this rank in bytes. A rank holds only its shard of a DTensor."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

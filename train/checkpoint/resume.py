@@ -135,7 +135,6 @@ def choose_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | N
 
 
 def _check_init_from(newest: Path, init_from: str) -> None:
-    """Check that the run of the checkpoint `newest` started from the weights that `trainer.init_from` names."""
     saved = read_run_meta(newest)["config"]["trainer"].get("init_from")
     if saved is None or Path(saved).expanduser().resolve() != resolve_path("trainer.init_from", init_from):
         raise ConfigError(

@@ -147,7 +147,7 @@ def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> Abs
 
 
 def estimate_size(tensors: Iterable[Tensor]) -> int:
-    """Estimate the total size in bytes of these tensors in a checkpoint, over all ranks."""
+    """Estimate the size of a checkpoint in bytes, over all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     # `numel` of a DTensor counts the whole tensor.
     return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
@@ -223,7 +223,6 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def is_count(value: object) -> bool:
-    """Return whether `value` is an integer of at least 0."""
     return type(value) is int and value >= 0
 
 
@@ -264,7 +263,6 @@ def _log_missing_checksums(path: Path) -> None:
 
 @contextmanager
 def _convert_errors(problem: str, advice: str) -> Generator[None]:
-    """Convert every error of the body to a CheckpointError with the problem, the first error and the advice."""
     try:
         yield
     # CheckpointException derives from BaseException, so `except Exception` would miss it.
@@ -293,7 +291,6 @@ def _is_full_disk(error: BaseException | None) -> bool:
 
 
 def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullError:
-    """Return the error for a checkpoint that does not fit on the disk, after its files have been removed."""
     needed = estimate_size(tensors.values())
     free, newest = _free_space(target.parent), latest(target.parent)
     remaining = f"the latest checkpoint that remains is {newest}" if newest else "there is no earlier checkpoint"
@@ -304,7 +301,7 @@ def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullErr
 
 
 def _free_space(directory: Path) -> float:
-    """Return the free bytes of the disk of a directory, which may not exist yet, or infinity if unknown."""
+    """The directory may not exist yet."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     return usage.free if usage.total else float("inf")
@@ -312,13 +309,11 @@ def _free_space(directory: Path) -> float:
 
 @contextmanager
 def _sync_checkpoint_errors(path: Path, group: dist.ProcessGroup | None = None) -> Generator[None]:
-    """Replace every error of the body by a CheckpointError on all ranks."""
     with sync_errors(group), _convert_errors(f"{path} failed", "check the disk and the files"):
         yield
 
 
 def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
-    """Replace every error of the body by a CheckpointError about the damaged file `name` at `path`."""
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
@@ -332,7 +327,6 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
 
 
 def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
-    """Return the name of the first file that is missing or has a wrong size, or None if all files are complete."""
     for name, size in files.items():
         if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
             return name
@@ -340,7 +334,7 @@ def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
 
 
 def _wait_for_files(path: Path, files: dict[str, int]) -> None:
-    """Wait for up to VISIBLE_S seconds until rank 0 sees all files that the ranks have written, with their sizes."""
+    """Wait for up to VISIBLE_S seconds until rank 0 sees the files of all ranks."""
     deadline = time.monotonic() + VISIBLE_S
     while (name := _find_incomplete(path, files)) is not None:
         if time.monotonic() > deadline:
@@ -359,7 +353,7 @@ def _write_meta(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:
-    """Return the checksum of the entries of meta.json except `checksum`. The order of entries and white space do not matter."""
+    """The order of entries and white space do not matter."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
 
@@ -386,7 +380,6 @@ def _fsync(path: Path) -> None:
 
 
 def _list_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in ascending order of steps."""
     return sorted(path for path in directory.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
@@ -450,7 +443,6 @@ class _Writer(dcp.FileSystemWriter):
         return results
 
     def transform_save_stream(self, entry: WriteItem, stream: io.IOBase) -> tuple[io.IOBase, list[str]]:
-        """Return the stream to which DCP writes a shard."""
         transformed = _HashingStream(stream)
         self._hashes[entry.index] = transformed.hash
         return transformed, []

@@ -107,7 +107,6 @@ def nearest_setting(name: str | None) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a job failed because it needs more memory than the device or the host has."""
     if isinstance(error, InsufficientMemory | torch.OutOfMemoryError | MemoryError):
         return True
     # Triton and PyTorch's allocator for CPUs raise a RuntimeError.

@@ -214,7 +214,6 @@ def changed_files(published: Path, saved: Config, current: dict[str, Any], token
 
 
 def _with_stop_token(config: dict[str, Any], token: int) -> dict[str, Any]:
-    """Add a token to the tokens at which generation stops."""
     known = config.get("eos_token_id")
     known = known if isinstance(known, list) else [] if known is None else [known]
     return config if token in known else config | {"eos_token_id": [token, *known] if known else token}
@@ -296,7 +295,7 @@ def config_json(
 
 
 def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the entries of config.json that describe a model of a family. A family may lack entries for some settings."""
+    """A family may lack entries for some settings."""
     family = FAMILIES[model_type]
     layers = [model.layer(index) for index in range(model.layers)]
     types = [f"{'full' if layer.window is None else 'sliding'}_attention" for layer in layers]

@@ -86,7 +86,6 @@ def run_command(command: Callable[[list[str]], None], options: type, doc: str | 
 
 
 def help_text(options: type, doc: str | None) -> str:
-    """Return the text of `--help`: the docstring of the command and one paragraph per option."""
     paragraphs = [(doc or "").strip(), "Options:"]
     for each in fields(options):
         default = "required" if each.default is MISSING else f"default: {shlex.quote(str(each.default))}"
@@ -131,7 +130,6 @@ def _convert(name: str, value: str, kind: Any) -> Any:
 
 
 def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
-    """Return the settings with `overrides`."""
     settings = literal_settings(asdict(config))
     for name, value in overrides.items():
         is_list = name in ("model.layer_types", "model.rope_factors")

@@ -85,7 +85,6 @@ def run_command_line() -> int:
 
 
 def run_as_rank_zero(launch: Launch) -> int:
-    """Run every job that Hydra composes from the command line. Return the exit status."""
     jobs = Jobs()
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
@@ -99,7 +98,7 @@ def run_as_rank_zero(launch: Launch) -> int:
         return resolve_settings(to_config(settings), given, directory, jobs.lengths, dist.get_world_size())
 
     def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
-        """Check all jobs of a sweep before the first one starts. `directory` is the directory of any job."""
+        """`directory` is the directory of any job."""
         jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
         logging.disable(logging.INFO)  # Each job logs these choices again when it starts.
         try:
@@ -221,7 +220,7 @@ def check_earlier_attempt(directory: Path, attempt: int) -> None:
 
 
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
-    """Let Hydra compose the settings, and call `run_job` for every job. Return the exit status."""
+    """`run_job` runs one job. Return the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)

@@ -79,7 +79,6 @@ class BestFitDataset(TokenisedDocuments):
         return tokens, labels, (*lengths, *rest)
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the order of the sequences in an epoch."""
         if self._epoch_order[0] != epoch:
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = random_order(random, len(self._first) - 1)
@@ -87,7 +86,6 @@ class BestFitDataset(TokenisedDocuments):
         return self._epoch_order[1]
 
     def _costs(self) -> np.ndarray:
-        """Return the cost of attention of each sequence: the sum of its squared lengths, including the padding."""
         size = self._size[self._pieces]
         padding = self.seq_len - np.add.reduceat(size, self._first[:-1])
         return np.add.reduceat(size**2, self._first[:-1]) + padding**2

@@ -82,7 +82,6 @@ class TokenisedDocuments(NumberedSequences):
 
 
 def random_order(random: np.random.Philox, count: int) -> np.ndarray:
-    """Return a random permutation of the numbers below `count`."""
     # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
     return np.argsort(random.random_raw(count), kind="stable")
 

@@ -98,7 +98,6 @@ class Preparation:
 
     @property
     def sequences_per_step(self) -> int:
-        """Return how many sequences all ranks together consume in one step."""
         return self.shape.dp * self.config.trainer.accumulate * self.config.trainer.batch_size
 
     def batches(self, consumed: int) -> list[Batch]:
@@ -172,11 +171,11 @@ class Loader:
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:
-        """Return where the readers of a stream continue after the first `consumed` sequences."""
+        """Return where the readers of a stream continue after `consumed` sequences."""
         return self._positions.get(consumed) or self.preparation.data.start
 
     def learn(self, requests: Sequence[Requests]) -> None:
-        """Record the schedules and tables that a step has requested from each plan. Later steps request the same ones."""
+        """Record which schedules and tables a step has used. Later steps prepare the same ones."""
 
     def close(self) -> None:
         """End the loader process."""
@@ -280,7 +279,7 @@ def _write(file: IO[bytes], data: bytes) -> None:
 
 
 def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
-    """Read a message with a function that fills memory and returns the number of bytes. Return None at the end of the input."""
+    """Read one message, or return None at the end of the input."""
     message = bytearray(8)
     for is_header in (True, False):
         view = memoryview(message)
@@ -295,7 +294,7 @@ def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
 
 
 def _decode(data: bytearray) -> Any:
-    """Decode a message. The arrays of the message share the memory of `data`."""
+    """The arrays of the message share the memory of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("<q", view)
     start, parts = 8 * (1 + count), list[memoryview]()

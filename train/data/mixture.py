@@ -78,7 +78,6 @@ class MixtureDataset(NumberedSequences):
         return counts, source
 
     def _first_sequence(self, source: int, number: int) -> int:
-        """Return the index in the mixture of the sequence with this index in a source."""
         latest = int((number + self.group_size) / self._shares[source]) + self.group_size * (len(self._shares) + 2)
         return bisect_right(range(latest), number, key=lambda index: int(self._locate(index)[0][source])) - 1
 

@@ -120,7 +120,6 @@ class PackedDataset(TokenisedDocuments):
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def document_number(self, position: int) -> int:
-        """Return the index of the document at this position of the first epoch's stream."""
         return int(np.searchsorted(self._order_of(0)[1], position, side="right"))
 
     def beginning(self, num_tokens: int) -> list[int]:
@@ -141,7 +140,6 @@ class PackedDataset(TokenisedDocuments):
         return self._epoch_order[1:]
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
-        """Return the attention cost of each sequence of the stream, which is the sum of its squared document lengths."""
         bounds = np.arange(self._num_filled + 1) * self.seq_len
         # A stable sort merges sorted arrays in linear time. If an edge occurs twice, the empty document between both adds 0 to
         # the cost.
@@ -179,7 +177,6 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
 
 
 def _load_part(config: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """Return the tokenised documents that are not held out."""
     documents = load_documents(config, tokenizer)
     return _split(documents, config, config.seq_len)[0] if config.resolved_eval_fraction > 0 else documents
 
@@ -255,7 +252,6 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
 
 
 def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
-    """Log how many documents of a corpus were skipped, and why. `counts` is an entry of the index."""
     units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
     if config.path and (number := counts.get("without_text")):
         of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"

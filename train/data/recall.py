@@ -66,7 +66,6 @@ class RecallDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Return values that identify the sequences and their order."""
         task = {"task": "recall", "keys": NUM_KEYS, "values": NUM_VALUES, "block": BLOCK, "shortest": MIN_LENGTH}
         return task | {"seq_len": self.seq_len, "seed": self._seed, "sequences": "generated"}
 
@@ -86,7 +85,6 @@ class RecallDataset(NumberedSequences):
         return tokens, labels, (length,) * count + (rest,) * (rest > 0)
 
     def beginning(self, num_tokens: int) -> list[int]:
-        """Return the first tokens of a sequence."""
         return self.sequence(0)[0][:num_tokens].tolist()
 
 
@@ -159,7 +157,7 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
-    """Return `count` random selections of `size` different integers below `bound`, int64 (count, size)."""
+    """Return `count` selections of `size` different integers below `bound`, int64 (count, size)."""
     # Releases of numpy may differ in their permutations, so this code sorts random numbers.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]

@@ -155,7 +155,6 @@ class RecordDataset(TokenisedDocuments):
         return max(prompts, key=lambda prompt: (len(prompt) <= num_tokens, -abs(num_tokens - len(prompt))))
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Return the order of the sequences in an epoch."""
         if self._epoch_order[0] != epoch:
             random = np.random.Philox(key=[self.seed, epoch])
             order = random_order(random, len(self._sequences))
@@ -163,7 +162,6 @@ class RecordDataset(TokenisedDocuments):
         return self._epoch_order[1]
 
     def _costs(self) -> np.ndarray:
-        """Return the cost of attention of each sequence: the sum of its squared lengths, including the padding."""
         lengths = [self.lengths[members] for members in self._sequences]
         return np.array([int((each**2).sum() + (self.seq_len - each.sum()) ** 2) for each in lengths])
 

@@ -65,7 +65,6 @@ class ShardWriter:
         self.num_tokens += len(stored)
 
     def discard(self) -> None:
-        """Remove the files of a shard that was not published."""
         for suffix, file in self._files.items():
             file.close()
             self._partial(suffix).unlink(missing_ok=True)
@@ -144,7 +143,7 @@ class Shards:
         return np.memmap(self.folder / f"{name}.{suffix}", dtype, mode="r")
 
     def _check_shard(self, shard: dict[str, Any]) -> np.ndarray:
-        """Check the files of a shard without reading tokens, and return the lengths of its documents."""
+        """Check the files of a shard without reading tokens."""
         size, count = shard["tokens"], shard["documents"]
         sizes = {"tokens": size * np.dtype(self.index["dtype"]).itemsize, "offsets": (count + 1) * 8, "checksums": count * 4}
         for suffix, expected in (sizes | ({"loss": size} if self.index["has_loss"] else {})).items():
@@ -229,7 +228,6 @@ class Documents:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return the tokens of a document, as `Store.read`."""
         skipped = self.skipped if index == len(self.lengths) - 1 else 0
         return self.store.read(int(self.numbers[index]))[skipped : skipped + int(self.lengths[index])]
 

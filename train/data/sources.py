@@ -172,7 +172,7 @@ class Corpus:
 
 
 def selects_all(config: DataConfig) -> bool:
-    """Return whether all pieces are read. `datasets` has already selected the rows of a dataset of the hub."""
+    """`datasets` has already selected the rows of a dataset of the hub."""
     return config.source == "hub" or config.split in ("train", "all")
 
 
@@ -210,10 +210,7 @@ def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterat
 
 
 def _folder_of(config: DataConfig) -> Callable[[str], str]:
-    """Return a function that maps a file to its top-level folder in `data.path` or in the standard library.
-
-    A file in neither folder is its own folder.
-    """
+    """A file outside `data.path` and the standard library is its own folder."""
     library = Path(sysconfig.get_path("stdlib"))
     root = library if config.source == "stdlib" else Path(config.path or "").expanduser().resolve()
     if not root.is_dir():
@@ -262,7 +259,6 @@ def _piece_bytes(size: int, num_pieces: int, min_bytes: int) -> int:
 
 
 def _pieces_of_files(config: DataConfig, num_pieces: int, min_bytes: int) -> Iterator[Piece]:
-    """Divide large files, and join small ones."""
     states = list(map(State.of, library_files() if config.source in ("stdlib", "packages") else files(config)))
     piece_bytes = _piece_bytes(sum(state.size for state in states), num_pieces, min_bytes)
     limit = 2**62 if config.source == "packages" else piece_bytes
@@ -282,7 +278,6 @@ def _pieces_of_files(config: DataConfig, num_pieces: int, min_bytes: int) -> Ite
 
 
 def _parts(states: list[State], config: DataConfig, piece_bytes: int) -> Iterator[list[Piece]]:
-    """Return the pieces of each file, or of each folder of files."""
     if config.join == "folder":
         folder_of = _folder_of(config)
         for _, folder in itertools.groupby(states, key=lambda state: folder_of(state.path)):
@@ -316,7 +311,6 @@ def _pieces_of_file(state: State, config: DataConfig, piece_bytes: int) -> list[
 
 
 def begins_line(piece: Piece) -> bool:
-    """Return whether any line begins in this piece of a JSON lines file."""
     if not piece.begin:
         return True
     with open(piece.files[0].path, "rb") as stream:
@@ -325,7 +319,6 @@ def begins_line(piece: Piece) -> bool:
 
 
 def find_change(piece: Piece) -> ConfigError | None:
-    """If a file of the piece has changed since the corpus was divided, return an error."""
     for state in piece.files:
         try:
             found = State.of(state.path)
@@ -337,7 +330,6 @@ def find_change(piece: Piece) -> ConfigError | None:
 
 
 def _compression(file: str) -> Any:
-    """Return the function that opens a compressed file, or None if the file is not compressed."""
     if ARCHIVE.search(file):
         raise ConfigError(f"{file} is an archive: extract it, and set data.path to its files")
     with open(file, "rb") as stream:
@@ -352,7 +344,6 @@ def _open_zstandard(file: str, _: str) -> IO[bytes]:
 
 
 def _open(file: str) -> IO[bytes]:
-    """Open a file that may be compressed."""
     return cast("IO[bytes]", (_compression(file) or open)(file, "rb"))
 
 
@@ -396,7 +387,6 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
 
 
 def _skip_line(stream: IO[bytes]) -> int:
-    """Skip the rest of a line, and return the number of skipped bytes."""
     size = 0
     while part := stream.readline(2**20):
         size += len(part)
@@ -564,7 +554,7 @@ def _hub_name(config: DataConfig) -> str:
 
 
 def _json_row(where: object, line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line, or None for a blank line. Raise ConfigError for any other line."""
+    """Return None for a blank line."""
     content = _decode(where, line)
     if not (content := content.strip()):
         return None
@@ -642,12 +632,10 @@ def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
 
 
 def absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
-    """Return the parts of a split, with the attributes `splitname`, `from_` and `to`."""
     return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 
 def check_columns(where: object, found: Iterable[str], config: DataConfig) -> None:
-    """Raise ConfigError if `found` lacks one of `config.columns`."""
     for column in config.columns:
         if column not in found:
             raise no_column(where, column, found, config.format)
@@ -667,7 +655,6 @@ def no_text(where: object, column: str, found: object) -> ConfigError:
 
 
 def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
-    """Return the error for a corpus that cannot be read. The message is one line with the first cause of `error`."""
     while error.__cause__:
         error = error.__cause__
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"

@@ -157,7 +157,7 @@ class Reader:
             yield (epoch, 0, 0), None
 
     def _check(self, content: sources.Content) -> str:
-        """Return the text of an entry, or "" if it has none. For a faulty entry, raise its error, or count it and return ""."""
+        """For a faulty entry, raise its error, or count it and return ""."""
         if not isinstance(content, ConfigError):
             return str(content or "")
         if self._stream.config.on_error == "raise":
@@ -205,16 +205,13 @@ class StreamDataset(NumberedSequences):
 
     @property
     def positions(self) -> dict[int, Position]:
-        """Return the position of each reader that has been used."""
         return {number: reader.position for number, reader in self._readers.items()}
 
     @staticmethod
     def faults(positions: Mapping[int, Position]) -> tuple[int, str]:
-        """Return the number of faulty documents that were skipped, and the message about one of them."""
         return sum(each.faulty for each in positions.values()), max((each.fault for each in positions.values()), default="")
 
     def repeated(self, before: Mapping[int, Position], after: Mapping[int, Position]) -> str:
-        """Return which readers have begun a new epoch between two positions, as text, or "" if there are none."""
         begun = {number: each.epoch + 1 for number, each in after.items() if each.epoch > before.get(number, Position()).epoch}
         return ", ".join(f"reader {number} of {self.num_readers} (epoch {epoch})" for number, epoch in sorted(begun.items()))
 
@@ -230,11 +227,9 @@ class StreamDataset(NumberedSequences):
         return reader.sequence()
 
     def tokenise(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of documents, including the tokens that begin and end a document, each int32 (N,)."""
         return [add_ends(tokens, self.tokenizer) for tokens in self.tokenizer.encode_batch(texts)]
 
     def read(self, piece: Any) -> Iterator[sources.Content]:
-        """Read the contents of a piece. A faulty document has an error as its content."""
         return (content for _, content in self.corpus.read(piece))
 
     def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[Any]]:

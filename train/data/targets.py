@@ -178,7 +178,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
 
 
 def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterator[tuple[int, int, int]]:
-    """Divide a passage into windows of one length. Yield the `start`, `first` and `stop` of each window."""
+    """Divide a passage into windows. Yield the `start`, `first` and `stop` of each window."""
     edges = [0, *(np.flatnonzero(np.diff(passage.documents)) + 1).tolist(), len(passage.tokens)]
     edges = edges if mask_documents else [0, len(passage.tokens)]
     first = passage.first

@@ -109,7 +109,6 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
 
 
 def _check_key(folder: Path, key: str) -> None:
-    """Raise ConfigError if the folder was made from another corpus, or with other settings or another tokenizer."""
     path = folder / (INDEX if (folder / INDEX).exists() else PLAN)
     if path.exists():
         if json.loads(path.read_text())["key"] != key:
@@ -122,7 +121,7 @@ def _check_key(folder: Path, key: str) -> None:
 
 
 def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
-    """Return a hash of the contents of all files. The hash is cached until the time or the size of a file changes."""
+    """The hash is cached until the time or the size of a file changes."""
     states = list(dict.fromkeys(state for piece in corpus.pieces for state in piece.files))
     names = [state.path for state in states] if config.source == "packages" or config.join == "folder" else []
     # Programs can change the modification time of a file, but not the ctime.
@@ -149,7 +148,6 @@ def _hash_file(_: None, path: str, add: Add) -> str:
 
 
 def _fill(job: Job, key: str, num_proc: int) -> None:
-    """Tokenise all tasks that are not complete yet, and write the index."""
     config, corpus, folder, tokenizer = job.config, job.corpus, job.folder, job.tokenizer
     write_json(folder / PLAN, {"key": key})
     sizes, tasks = corpus.known_sizes, [Task(number, piece, 0, None) for number, piece in enumerate(corpus.pieces)]
@@ -182,7 +180,6 @@ def _fill(job: Job, key: str, num_proc: int) -> None:
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the numbers that identify a tokenizer and the tokens that begin and end a document."""
     return {name: int(getattr(tokenizer, name)) for name in ("fingerprint", "vocab_size", "bos", "eos")}
 
 
@@ -201,7 +198,6 @@ def _counted(entries: Iterator[sources.Entry], add: Add) -> Iterator[sources.Ent
 
 
 def _shards_of(folder: Path, task: Task) -> list[dict[str, Any]]:
-    """Return the descriptions of the complete shards of a task."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{task.number:06}-*.json"))]
 
 
@@ -270,6 +266,5 @@ def tokenise_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def add_ends(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Add the tokens that begin and end a document to its tokens, int32 (N,)."""
     tokens = np.insert(tokens, 0, tokenizer.bos)
     return tokens if tokenizer.bos == tokenizer.eos else np.append(tokens, np.int32(tokenizer.eos))

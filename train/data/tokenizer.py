@@ -40,7 +40,6 @@ class BytesTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Return one array per text, as `encode` does."""
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +101,6 @@ class JsonTokenizer:
         self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
 
     def _find_eos(self, path: str | Path, given: str | None, config: dict[str, Any]) -> int:
-        """Return the id of the end-of-text token. `config` is the content of `tokenizer_config.json`."""
         name, source = given, "data.eos_token"
         if name is None:
             name, source = name_of(config.get("eos_token")), "tokenizer_config.json"
@@ -143,7 +141,6 @@ class JsonTokenizer:
         return index
 
     def _find(self, name: Any) -> int | None:
-        """Return the id of the token with this name, or None if `name` is not the name of a token."""
         try:
             return self._tokenizer.token_to_id(name)
         except (TypeError, UnicodeEncodeError):  # the name is not text, or not UTF-8
@@ -208,7 +205,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 
 
 def name_of(token: Any) -> Any:
-    """Return the name of a token. The entry of a token in `tokenizer_config.json` is either its name or a dict."""
+    """In `tokenizer_config.json`, a token is either its name or a dict."""
     return token.get("content") if isinstance(token, dict) else token
 
 

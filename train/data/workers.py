@@ -97,7 +97,6 @@ def run_tasks(
 
 
 def _run_counted(function: Callable[..., Result], state: Any, task: Any, size: int, add: Add) -> Result:
-    """Run a task. Afterwards, it has counted exactly `size` bytes."""
     counted = 0
 
     def count(number: int) -> None:

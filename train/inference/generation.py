@@ -115,7 +115,6 @@ def stream(
 
 
 def _eager_step(run: InferenceRun, caches: list[KVCache], token: int, position: int) -> Tensor:
-    """Run one new token through the model on all ranks, and return its logits."""
     inputs, positions = (torch.tensor(x, device="cpu").to(run.device) for x in ([[token]], [position]))
     options = dict(group=run.mesh.sequence.get_group(), backend=run.config.parallel.kernel)
     place = places(caches, positions)
@@ -127,7 +126,7 @@ def _eager_step(run: InferenceRun, caches: list[KVCache], token: int, position: 
 
 
 def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> TokenStep | None:
-    """Return the step of tokens from `position` on as a CUDA graph, or None if a graph is impossible or too large."""
+    """Capture a CUDA graph for one token. Return None if a graph is impossible or too large."""
     if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
         return None
     if run.config.model.experts is not None:
@@ -143,18 +142,15 @@ def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> T
 def _attend_to_prompt(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, layout: Layout, group: Group, **options: Any
 ) -> Tensor:
-    """Compute the attention of one layer over the prompt, and store its keys and values in `cache`."""
     prefill(cache, k, v, layout, group)
     return cast("Tensor", ring_attention(q, k, v, layout=layout, mask=Mask.causal(window), group=group, **options))
 
 
 def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the logits of this rank's last token as (1, padded vocabulary), or (0, padded vocabulary) without tokens."""
     return hidden[0, -1:] @ head.T
 
 
 def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Sample one token from the logits, (vocabulary,)."""
     if temperature == 0:
         return logits.argmax()
     return torch.multinomial(_nucleus((logits / temperature).softmax(-1), top_p), 1, generator=generator)[0]

@@ -50,7 +50,7 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group |
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """For the token at `position`, int64 (1,), return its place in local caches of each size."""
+    """Return the place of the token at `position`, int64 (1,), in local caches of each size."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]

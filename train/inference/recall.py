@@ -47,7 +47,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
 
 
 def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
-    """Count the correct answers and all answers at each position, int64 (NUM_POSITIONS, 2)."""
+    """Count correct answers and all answers per position, int64 (NUM_POSITIONS, 2)."""
     length, dp = run.config.data.seq_len, run.mesh.dp
     sums = torch.zeros(NUM_POSITIONS, 2, dtype=torch.int64, device=run.device)
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)

@@ -52,10 +52,10 @@ def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | Non
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP/s of a device, or None if PEAK_FLOPS does not contain it."""
+    """Return the dense bf16 FLOP/s, or None if unknown."""
     return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops_of(name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of the GPU with this name, or None if PEAK_FLOPS does not contain it."""
+    """Return the dense bf16 FLOP/s, or None if unknown."""
     return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, name)), None)

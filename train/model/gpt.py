@@ -33,7 +33,6 @@ def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
 
 
 def normalise(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Apply the norm of the model over the last dimension."""
     if config.norm == "layer":
         return F.layer_norm(x, x.shape[-1:], weight, eps=config.norm_eps)
     if config.norm == "rms_plus_one":
@@ -47,7 +46,6 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def init_norm(weight: Tensor, config: ModelConfig) -> None:
-    """Set the weight of a norm such that the norm multiplies by 1."""
     nn.init.constant_(weight, 0 if config.norm == "rms_plus_one" else 1)
 
 
@@ -137,7 +135,6 @@ class Block(nn.Module):
         return self.experts(h)
 
     def add(self, x: Tensor, y: Tensor, norm: Tensor | None) -> Tensor:
-        """Normalise and scale an output, and add it to the residual stream."""
         return torch.add(x, self.norm(y, norm), alpha=self.config.residual_scale)
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -160,7 +157,6 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the parameters outside the blocks."""
         nn.init.normal_(self.embedding, std=0.02, generator=generator)
         if self.head is not None:
             nn.init.normal_(self.head, std=0.02, generator=generator)

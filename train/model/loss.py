@@ -17,7 +17,6 @@ CHUNK_LOGITS = 2**26
 
 
 def chunk_size(padded_vocab: int) -> int:
-    """Return the number of tokens per chunk for a vocabulary of `padded_vocab` rows."""
     return max(CHUNK, CHUNK_LOGITS // padded_vocab)
 
 
@@ -95,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _compute(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int, compiled: bool, with_gradients: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss of every token, fp32 (N,), and the gradients of their sum for `hidden` and `head`, or None."""
+    """Return the fp32 loss of every token (N,), and the gradients for `hidden` and `head`, or None."""
     compute = _compiled(_losses) if compiled else _losses
     losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
     dhidden = torch.empty_like(hidden) if with_gradients else None
@@ -111,7 +110,7 @@ def _compute(
 
 
 def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of every token in fp32, 0 if ignored, and the gradient of the logits in their dtype, or None."""
+    """Return the fp32 loss of every token, which is 0 for ignored tokens, and the gradient of the logits."""
     label, is_valid = labels.clamp(min=0)[:, None], (labels != IGNORE)[:, None]
     padded = _without_padding(logits, vocab_size)
     lse = padded.logsumexp(-1, keepdim=True)

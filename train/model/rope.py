@@ -79,13 +79,12 @@ def slowdown(frequency: Tensor, settings: Rope) -> Tensor:
 
 
 def _pair_of(rotations: float, settings: Rope, trained_len: int) -> float:
-    """Return the index, as a fraction, of the pair that makes `rotations` rotations within `trained_len` tokens."""
+    """Return the (fractional) index of the pair that rotates `rotations` times within `trained_len` tokens."""
     positions_per_radian = trained_len / (2 * math.pi * rotations)
     return settings.dim / 2 * math.log(positions_per_radian) / math.log(settings.theta)
 
 
 def attention_scale(settings: Rope) -> float:
-    """Return the factor by which the scaling multiplies queries and keys."""
     assert settings.factor is not None
     if settings.scaling == "longrope":
         return longrope_scale(settings.factor, settings.trained_len)
@@ -93,7 +92,6 @@ def attention_scale(settings: Rope) -> float:
 
 
 def longrope_scale(factor: float, trained_len: int | None) -> float:
-    """Return the factor by which longrope multiplies queries and keys."""
     assert trained_len is not None
     return math.sqrt(1 + math.log(factor) / math.log(trained_len)) if factor > 1 else 1.0
 

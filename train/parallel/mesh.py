@@ -36,7 +36,6 @@ class MeshShape(NamedTuple):
 
     @property
     def sequence(self) -> int:
-        """Return the number of ranks that share one sequence."""
         return self.ring * self.ulysses
 
     @property
@@ -67,12 +66,11 @@ class Mesh(NamedTuple):
 
 
 def causal_masks(model: ModelConfig, documents: Lengths | None = None) -> Masks:
-    """Return one causal mask per window of the model."""
     return {window: Mask.causal(window, documents) for window in model.windows}
 
 
 def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:
-    """Return the number of layers with each mask, divided by their greatest common divisor."""
+    """Divide the counts by their greatest common divisor."""
     counts = Counter(model.windows)
     return {masks[window]: count // gcd(*counts.values()) for window, count in counts.items()}
 

@@ -52,7 +52,7 @@ def predict(
 
 
 def attention_of_layers(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> Attention:
-    """Return the time of attention in a micro-step. Arguments as in `predict`."""
+    """Arguments as in `predict`."""
     totals = [0.0, 0.0]
     for window, count in Counter(config.model.windows).items():
         share = shares.get(window, 1.0)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
@@ -70,7 +70,7 @@ def tokens_per_second(
 
 
 def model_flops(config: Config, vocab_size: int, shares: Shares = NO_DOCUMENTS) -> float:
-    """Return the model FLOPs of a sequence in a step, see `ringattn.train.model.flops`."""
+    """Return the model FLOPs per sequence, see `ringattn.train.model.flops`."""
     model, seq_len = config.model, config.data.seq_len
     weights = model.layers * estimate.used_block_parameters(model) + padded_vocabulary(model, vocab_size) * model.dim
     pairs = sum(shares.get(window, 1.0) * Mask.causal(window).pairs(seq_len)[0] for window in model.windows)
@@ -148,7 +148,6 @@ def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sh
 
 
 def describe_shape(shape: MeshShape) -> str:
-    """Return the ranks of a mesh, and the settings that select it."""
     settings = f"parallel.ring={shape.sequence}" + (f" parallel.ulysses={shape.ulysses}" if shape.ulysses > 1 else "")
     if shape.ranks == 1:
         return "one GPU"
@@ -160,7 +159,7 @@ def describe_shape(shape: MeshShape) -> str:
 
 
 def _attention_seconds(config: Config, shape: MeshShape, machine: Machine, window: int | None) -> tuple[float, float]:
-    """Return the predicted seconds of the forward and the backward pass of one layer with this window, without documents."""
+    """Return forward and backward seconds of one layer, without documents."""
     model, masks = config.model, causal_masks(config.model)
     sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
     q = torch.empty(sizes, dtype=torch.bfloat16 if machine.bf16 else torch.float32, device="meta")

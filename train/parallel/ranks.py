@@ -67,7 +67,6 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
 
 
 def _any_gpu_is_shared(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Return whether any host has at least one GPU, but fewer GPUs than ranks."""
     keys = [f"shares_gpu/{each}" for each in range(world_size)]
     store.set(keys[rank], str(int(0 < torch.cuda.device_count() < ranks_per_host())))
     return any(store.get(key) == b"1" for key in keys)  # `get` waits until a rank has set the key
@@ -79,7 +78,6 @@ def disconnect_ranks() -> None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` on every rank."""
     objects = [value]
     dist.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
     return objects[0]

@@ -78,19 +78,18 @@ class Gpu(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The peak FLOP/s of matrix products."""
         return self.matmul / MATMUL_EFFICIENCY
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu | None":
-        """Return the speed of a GPU, or None if the tables do not contain the device."""
+        """Return None if the tables do not contain the device."""
         if device.type != "cuda":
             return None
         return cls.named(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)[0])
 
     @classmethod
     def named(cls, name: str, capability: int) -> "Gpu | None":
-        """Return the speed of the GPU with the name `name` and the major compute capability `capability`."""
+        """`capability` is the major compute capability."""
         peak = flops.peak_flops_of(name)
         if peak is None:
             return None
@@ -134,7 +133,7 @@ class StepTime(NamedTuple):
 
 
 def kernels_alone(config: Config, shape: MeshShape, gpu: Gpu) -> Attention:
-    """Return the seconds that the attention kernels of a rank take, ignoring communication and documents."""
+    """Ignore communication and documents."""
     model = config.model
     pairs = sum(count * Mask.causal(window).pairs(config.data.seq_len)[0] for window, count in Counter(model.windows).items())
     forward = 4 * config.trainer.batch_size * model.heads * model.resolved_head_dim * pairs / shape.sequence / gpu.attention
@@ -205,10 +204,10 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
 def _exposed_copies(
     config: Config, shape: MeshShape, machine: Machine, plan: MemoryPlan, seconds: tuple[float, float]
 ) -> float:
-    """Return the seconds of copies to and from the host that the computation of a micro-step does not hide.
+    """Return the seconds per micro-step in which the GPU waits for copies to and from the host.
 
-    `seconds` are those of the forward and the backward passes of all blocks. The data of a block is copied while
-    its neighbour is computed.
+    `seconds` are the times of the forward and the backward pass. While one block is computed, the data of its neighbour is
+    copied.
     """
     layers = config.model.layers
     saved = sum(estimate.offloaded_bytes(config, shape, machine.bf16, plan)) / max(plan.offloaded_blocks, 1)
@@ -241,12 +240,10 @@ def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward
 
 
 def sequences_per_step(config: Config, shape: MeshShape) -> int:
-    """Return the number of sequences of a step on this mesh."""
     return config.trainer.batch_size * shape.dp * num_micro_steps(config, shape)
 
 
 def num_micro_steps(config: Config, shape: MeshShape) -> int:
-    """Return the number of micro-steps of a step on this mesh."""
     trainer = config.trainer
     if trainer.tokens_per_step is None:
         return trainer.accumulate

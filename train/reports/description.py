@@ -92,7 +92,6 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 
 def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
-    """Log the properties of a run. `facts` is the result of `run_facts`."""
     config, mesh, per_step = run.config, facts["mesh"], facts["sequences_per_step"]
     held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
     data = f"{facts['sequences_per_epoch'] or 0:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
@@ -204,7 +203,6 @@ def communication_facts(run: Run) -> dict[str, Any]:
 
 
 def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
-    """Return the work of the forward and of the backward pass of attention, per layer and micro-step."""
     model, ulysses = run.config.model, run.mesh.ulysses.size()
     shape = run.config.trainer.batch_size, plan.layout.rows(plan.rank)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
@@ -216,7 +214,6 @@ def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code, or None outside of a clone."""
     if not (ROOT / ".git").exists():
         return None
     try:

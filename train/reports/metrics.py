@@ -110,7 +110,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def lacks_evaluation(self, step: int) -> bool:
-        """Return whether the record of `step` has no `eval_loss`. The result is valid only on rank 0."""
+        """The result is valid only on rank 0."""
         return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
 
     def amend(self, step: int, **values: float) -> None:
@@ -126,7 +126,6 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def _rewrite(self, records: list[dict[str, float]]) -> None:
-        """Write `records` to metrics.jsonl, and open the file for further records."""
         write_atomically(self._path, "".join(map(_to_json, records)))
         self._file = self._path.open("r+")
         self._file.seek(0, os.SEEK_END)
@@ -140,7 +139,6 @@ class Recorder:
         self._last_shown = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the console shows a step that is neither the last step nor evaluated."""
         if self._every is not None:
             return step % self._every == 0
         return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_shown >= CONSOLE_INTERVAL_S
@@ -245,7 +243,6 @@ def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
 
 
 def _smooth(losses: list[float]) -> list[float]:
-    """Return a moving average whose width is a fiftieth of all steps."""
     width = max(len(losses) // 50, 1)
     # Differences of cumulative sums give all means in linear time, because a run may have a million steps.
     sums = [0.0, *accumulate(losses)]
@@ -253,7 +250,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
-    """Plot held-out losses by sequence length. The error bars are errors of the differences to the shortest length."""
+    """The error bars show the errors of the differences to the shortest length."""
     losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
     draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
     axes.set_xlabel(f"sequence length in tokens (step {record['step']})")

@@ -15,7 +15,7 @@ Text = PackedDataset | BestFitDataset
 
 
 def texts_of(data: object) -> dict[str, Text]:
-    """Return the datasets of text by name, leaving out chats and generated data."""
+    """Chats and generated data are left out."""
     sources = data.sources if isinstance(data, MixtureDataset) else {"": data}
     return {name: each for name, each in sources.items() if isinstance(each, Text)}
 

@@ -26,7 +26,6 @@ def from_metrics(values: Mapping[str, Any]) -> Accuracies:
 
 
 def accuracy_table(accuracies: Accuracies) -> str:
-    """Return a Markdown table with a row per position and a column per length."""
     lengths, positions = _axes(accuracies)
     rows = [["position of the answer", *(f"{length:,} tokens" for length in lengths)], ["---"] * (len(lengths) + 1)]
     for position in positions:

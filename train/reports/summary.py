@@ -65,7 +65,7 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
 
 
 def plot_loss(run: Run, directory: Path) -> str:
-    """Write the loss plot loss.png, and return its title."""
+    """Write loss.png, and return its title."""
     records = metrics.read(directory / "metrics.jsonl")
     tokens = records[-1].get("total_tokens") if records else None
     title = run.plot_title(directory.name, f"{len(records):,} steps" if tokens is None else f"{tokens:,} tokens")
@@ -116,7 +116,6 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
 
 
 def _describe(name: str, summary: dict[str, Any]) -> str:
-    """Format one number of the summary for the console."""
     steps = f" (mean of the last {summary['final_loss_steps']} steps)" if name == "final_loss" else ""
     return f"{name} {summary[name]:.6g}{steps}"
 

@@ -45,7 +45,6 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """Return the settings that the sweep varies as text."""
         return " ".join(f"{name}={value}" for name, value in self.varied.items()) or "job"
 
 
@@ -72,7 +71,7 @@ class Jobs:
             plot_sweep(self.outcomes, self.directory / "sweep.png")
 
     def has_errors(self) -> bool:
-        """Return whether any job ended with an error. A stopped job has no error."""
+        """A stopped job has no error."""
         return any(isinstance(outcome.result, str) and outcome.result != "stopped" for outcome in self.outcomes)
 
 
@@ -86,7 +85,7 @@ def sweep_table(outcomes: list[Outcome]) -> str:
 
 
 def table_rows(outcomes: list[Outcome]) -> list[list[str]]:
-    """Return the cells of the table. The first row contains the column names."""
+    """The first row contains the column names."""
     common, lengths = _common_overrides(outcomes), _lengths(outcomes)
     rows = [["overrides", *COLUMNS, *(f"eval loss at {length:,} tokens" for length in lengths)]]
     for outcome in outcomes:
@@ -100,7 +99,6 @@ def _common_overrides(outcomes: list[Outcome]) -> set[str]:
 
 
 def _describe_targets(outcomes: list[Outcome]) -> list[str]:
-    """Describe the target tokens of the jobs in a paragraph, or return [] if no job was evaluated."""
     evaluated = [each.result for each in outcomes if isinstance(each.result, dict) and each.result.get("eval_loss") is not None]
     checksums = {result.get("eval_targets") for result in evaluated}
     if not checksums:
@@ -124,7 +122,6 @@ def _losses_by_length(outcome: Outcome) -> dict[int, float]:
 
 
 def _lengths(outcomes: list[Outcome]) -> list[int]:
-    """Return the lengths at which at least one job was evaluated, in ascending order."""
     return sorted({length for outcome in outcomes for length in _losses_by_length(outcome)})
 
 
@@ -169,7 +166,6 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
 
 
 def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:
-    """Return the name of the sweep, and the numbers that are equal in all complete jobs."""
     name = next((each.config.name for each in outcomes if each.config is not None), None) or "sweep"
     units = {"parameters": "parameters", "total_tokens": "tokens per job", "ranks": "ranks"}
     values = {entry: {each.get(entry) for each in results} - {None} for entry in units}
@@ -178,7 +174,7 @@ def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:
 
 
 def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | None]:
-    """Return each job's position and label on the x axis, and the name of the axis (None if labels are job names)."""
+    """Place the jobs on the x axis. The name of the axis is None if its labels are job names."""
     try:
         ((name, _),) = outcomes[0].varied.items()
         values = [float(outcome.varied[name]) for outcome in outcomes]
@@ -188,7 +184,6 @@ def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | N
 
 
 def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], title: str) -> None:
-    """Plot entries of the summaries. `entries` contains the label of each entry in the legend."""
     positions, labels, name = _positions(outcomes)
     heights = list[float]()
     for style, (entry, label) in zip(("o-", "s--"), entries.items(), strict=False):
@@ -217,7 +212,7 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
-    """Plot the loss by sequence length, with one line per job. Each line has an error bar at its longest length."""
+    """The error bar of a line is at its longest length."""
     for outcome in outcomes:
         if isinstance(outcome.result, dict) and (losses := _losses_by_length(outcome)):
             errors = [0.0] * (len(losses) - 1) + [outcome.result.get("eval_loss_error") or 0.0]

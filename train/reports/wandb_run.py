@@ -69,11 +69,9 @@ class WandbRun:
         self._log_media(name, step, "Table", columns=columns, data=[list(row) for row in rows])
 
     def log_picture(self, name: str, step: int, path: Path) -> None:
-        """Record the PNG file at `path`, which belongs to a step."""
         self._log_media(name, step, "Image", str(path))
 
     def update_summary(self, summary: dict[str, Any]) -> None:
-        """Add the entries to the summary of the W&B run."""
         self._call(lambda run: run.summary.update(summary))
 
     def __enter__(self) -> "WandbRun":
@@ -94,8 +92,6 @@ class WandbRun:
         self._run = None
 
     def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
-        """Record an object of the wandb class `kind`, such as an image."""
-
         def log_object(run: Any) -> None:
             import wandb  # Importing wandb is slow, so it is not imported if W&B is off.
 
@@ -131,7 +127,7 @@ def keep_tables_in(directory: Path) -> None:
 
 
 def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any, bool]:
-    """Return the W&B run, or None if W&B is off or cannot start. Also return whether the run is offline."""
+    """The run is None if W&B is off or cannot start."""
     choice = chosen_mode(config)
     if choice == "off":
         log.info(f"{'W&B':<12}off")
@@ -169,7 +165,6 @@ def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str
 
 
 def chosen_mode(config: Config) -> str:
-    """Return the mode that the user has chosen: "online", "offline", "off" or "auto"."""
     choice = config.logger.wandb
     return WANDB_MODES.get(os.environ.get("WANDB_MODE", ""), "auto") if choice == "auto" else choice
 

@@ -170,17 +170,14 @@ class ModelConfig(Frozen):
 
     @property
     def resolved_head_dim(self) -> int:
-        """`head_dim` or its default."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def resolved_ffn_dim(self) -> int:
-        """`ffn_dim` or its default."""
         return self.ffn_dim or round_up(8 * self.dim // 3, 64)
 
     @property
     def rotary_dim(self) -> int:
-        """The rotated dimensions of each head."""
         return int(self.rotary_fraction * self.resolved_head_dim)
 
     def layer(self, index: int) -> LayerAttention:
@@ -202,12 +199,10 @@ class ModelConfig(Frozen):
 
     @property
     def has_sliding_layer(self) -> bool:
-        """Whether `layer_types` contains a sliding layer."""
         return any(kind.startswith("sliding") for kind in self.layer_types or [])
 
     @property
     def windows(self) -> list[int | None]:
-        """The window of each layer."""
         return [self.layer(index).window for index in range(self.layers)]
 
 
@@ -307,7 +302,6 @@ class DataConfig(Frozen):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are read."""
         columns = {"text": [self.column], "chat": [self.messages_column], "prompt_completion": ["prompt", "completion"]}
         return columns[self.format]
 
@@ -321,7 +315,6 @@ class DataConfig(Frozen):
 
     @property
     def weights(self) -> list[float]:
-        """The weights of the sources of a mixture."""
         return [source.weight for source in self.mix]
 
     @property
@@ -333,7 +326,7 @@ class DataConfig(Frozen):
 
     @property
     def held_out(self) -> "DataConfig | None":
-        """Return the settings of held-out text with its own files or split, or None if there is no such text."""
+        """Return the settings of separate held-out text, or None."""
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
@@ -504,13 +497,11 @@ class TrainerConfig(Frozen):
     profile: str | None = None
 
     def attention_precision(self, training: bool) -> str:
-        """Return the argument `precision` for attention calls."""
         uses_fp8 = self.fp8_attention == "always" or (self.fp8_attention == "inference" and not training)
         return "fp8" if uses_fp8 else "ieee"
 
     @property
     def is_profiled(self) -> bool:
-        """Return whether a launch profiles some of its steps."""
         return self.profile is not None and self.profile.lower() != "false"
 
     @property

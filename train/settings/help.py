@@ -30,7 +30,6 @@ def explanations(group: type) -> dict[str, str]:
 
 
 def as_yaml(value: object) -> str:
-    """Return a value as it is written on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):

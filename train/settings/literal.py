@@ -21,12 +21,10 @@ def literal_settings(values: dict[str, Any]) -> DictConfig:
 
 
 def literal_config(values: dict[str, Any]) -> Config:
-    """Return the result of `literal_settings` as a Config."""
     return to_config(literal_settings(values))
 
 
 def to_config(settings: DictConfig) -> Config:
-    """Convert composed settings to a Config."""
     return cast("Config", OmegaConf.to_object(settings))
 
 

@@ -99,7 +99,6 @@ def settings_of_published_model(composed: Config, given: set[str], folder: Path,
 
 
 def sets_tokenizer(composed: Config, given: set[str]) -> bool:
-    """Return whether the command line, or a file that the command line selects, sets the tokenizer."""
     return "data.tokenizer" in given or composed.data.tokenizer != DataConfig.tokenizer
 
 

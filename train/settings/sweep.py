@@ -17,7 +17,7 @@ MAX_LENGTH = 100
 
 
 def is_job_of_sweep(directory: Path) -> bool:
-    """Return whether `directory` belongs to a job of a sweep, whose parent contains Hydra's multirun.yaml."""
+    """The parent directory of a job of a sweep contains multirun.yaml."""
     return (directory.parent / "multirun.yaml").exists()
 
 
@@ -52,13 +52,13 @@ def varied_lengths(params: Mapping[str, Any] | None = None) -> list[int]:
 
 
 def jobs_of_sweep(params: Mapping[str, Any] | None = None) -> list[list[str]]:
-    """Return the overrides of every job of the sweep, in the order in which Hydra runs the jobs."""
+    """The jobs are in the order in which Hydra runs them."""
     overrides = [each for key, each in _parse(params).items() if not key.startswith(("hydra.", "hydra/"))]
     return BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]
 
 
 def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:
-    """Return all overrides of the sweep by key. The command line has precedence over `params`."""
+    """The command line has precedence over `params`."""
     arguments = [f"{key}={value}" for key, value in (params or {}).items()]
     arguments += [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     return {override.get_key_element(): override for override in OverridesParser.create().parse_overrides(arguments)}

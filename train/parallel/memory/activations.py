@@ -156,8 +156,6 @@ def _run_after_offloaded(forward: Forward, index: int, host: HostActivations, *a
 
 
 def _prefetch_in_backward(x: Tensor, index: int, host: HostActivations) -> None:
-    """Fetch the activations of a block when the gradient of `x` is complete."""
-
     def prefetch(_: Tensor) -> None:
         host.prefetch(index)
 

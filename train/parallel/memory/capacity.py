@@ -42,7 +42,6 @@ class Needs(NamedTuple):
 
     @property
     def offloaded(self) -> float:
-        """The bytes of offloaded data."""
         return sum(count for purpose, count in self.host.items() if purpose != COPIES)
 
     @property
@@ -76,7 +75,7 @@ class Capacity(NamedTuple):
         return cls(gpu, host_memory() / ranks_per_host())
 
     def limit(self, fraction: float = USABLE_FRACTION) -> "Limit":
-        """Return the bytes that a run may need, if it may use this fraction of a GPU."""
+        """`fraction` is the usable fraction of the GPU's memory."""
         if self.gpu is None:
             return Limit(None, USABLE_FRACTION * self.host)
         return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0))
@@ -91,7 +90,6 @@ class Capacity(NamedTuple):
         return self.limit().fits(needs)
 
     def check(self, needs: Needs) -> None:
-        """Raise InsufficientMemory unless the bytes fit."""
         if self.fits(needs):
             return
         limit = self.limit()
@@ -104,7 +102,6 @@ class Capacity(NamedTuple):
 
 
 def describe_bytes(needed: Bytes) -> str:
-    """Return the GiB in total and by purpose as text, or "" if nothing is needed."""
     parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items() if count >= 0.05 * GIB)
     total = f"{sum(needed.values()) / GIB:.{1 if sum(needed.values()) > GIB else 2}f} GiB"
     return "" if not any(needed.values()) else total + f" ({parts})" * bool(parts)

@@ -62,7 +62,6 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
 
 
 def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]:
-    """Yield plans with the possible chunk sizes and numbers of `host_blocks`, simple plans first."""
     layers, rows = config.model.layers, estimate.tokens_per_rank(config, shape)
     group = estimate.blocks_per_group(config.model, bf16)
     # Only whole FSDP groups are offloaded, beginning with the last group.
@@ -80,9 +79,10 @@ def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]
 def _candidates(
     config: Config, shape: MeshShape, bf16: bool, needs: Callable[[MemoryPlan], Needs], limit: Limit
 ) -> Iterator[MemoryPlan]:
-    """Yield the plans that may be the best within this limit. Simple plans come first. Some plans may not fit.
+    """Yield plans that may be the best, simple plans first.
 
-    Recomputing or offloading one more block always saves GPU memory. Recomputing more blocks never needs more host memory.
+    Some plans may not fit. Recomputing or offloading one more block always saves GPU memory. Recomputing never needs more host
+    memory.
     """
     layers, activations = config.model.layers, config.memory.activations
     for base in _bases(config, shape, bf16):
@@ -92,7 +92,6 @@ def _candidates(
             continue
 
         def with_offload(plan: MemoryPlan) -> MemoryPlan:
-            """Return a plan that offloads as few blocks as possible."""
             most = min(plan.recomputed_blocks, layers - 1)
             plans = [replace(plan, offloaded_blocks=count) for count in range(most + 1)]
             return _first(plans, lambda plan: limit.fits_device(needs(plan)))
@@ -116,7 +115,6 @@ def _candidates(
 
 
 def _fixed_plan(plan: MemoryPlan, activations: str) -> MemoryPlan:
-    """Return the plan that recomputes all blocks in the way that `memory.activations` selects."""
     layers = plan.recomputed_blocks
     return replace(
         plan,

@@ -97,7 +97,7 @@ class _InChunks(torch.autograd.Function):
 def _gradients(
     function: Function, inputs: list[Tensor], parameters: list[nn.Parameter], douts: Outputs
 ) -> tuple[Outputs, Outputs]:
-    """Return the gradients of the inputs and of the parameters, with None for tensors that need no gradient or are not used."""
+    """The gradient is None for a tensor that needs no gradient or is not used."""
     with torch.enable_grad():
         outputs = function(*inputs)
     used = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out is not None and dout is not None]
@@ -122,7 +122,7 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def _chunks(x: Tensor, chunk: int) -> Iterator[slice]:
-    """Yield the slices of the tokens of `x` (B, N, ...) into chunks of almost equal lengths."""
+    """Divide the tokens of `x` (B, N, ...) into chunks of almost equal lengths."""
     num_tokens = x.shape[1]
     length = -(-num_tokens // -(-num_tokens // chunk))
     return (slice(start, min(start + length, num_tokens)) for start in range(0, num_tokens, length))

@@ -32,7 +32,6 @@ def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
 
 
 def has_one_group(model: ModelConfig, bf16: bool) -> bool:
-    """Return whether the parameters of all blocks need at most GROUP_BYTES, so that one FSDP group contains them."""
     return model.layers * _block_bytes(model, bf16) <= GROUP_BYTES
 
 
@@ -41,22 +40,21 @@ def _block_bytes(model: ModelConfig, bf16: bool) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters in the matrices of a block."""
     return _attention_parameters(model) + model.dim * ((model.experts or 1) * 3 * model.resolved_ffn_dim + (model.experts or 0))
 
 
 def used_block_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters in the matrices of a block that one token uses."""
+    """Count the parameters that one token uses."""
     return _attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
 
 
 def other_parameters(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters in the matrices outside the blocks."""
+    """Count the parameters outside the blocks."""
     return padded_vocabulary(model, vocab_size) * model.dim * (1 if model.tie_embeddings else 2)
 
 
 def projection_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of the matrices before attention."""
+    """Count the parameters of the matrices before attention."""
     return model.dim * sum(_attention_dims(model))
 
 
@@ -65,22 +63,20 @@ def _attention_parameters(model: ModelConfig) -> int:
 
 
 def hidden_dim(model: ModelConfig) -> int:
-    """Return the hidden width of the feed-forward network of a token, which may consist of several experts."""
+    """With experts, add the widths of the experts of one token."""
     return model.resolved_ffn_dim * (1 if model.experts is None else model.experts_per_token)
 
 
 def _routed_dim(model: ModelConfig) -> int:
-    """Return the number of elements per token of the inputs of a token's experts, or 0 in a dense model."""
+    """Return the total input width of the experts of one token, or 0 in a dense model."""
     return 0 if model.experts is None else model.experts_per_token * model.dim
 
 
 def tokens_per_rank(config: Config, shape: MeshShape) -> int:
-    """Return the approximate number of tokens of a sequence that one rank holds."""
     return -(-config.data.seq_len // shape.sequence)
 
 
 def tokens_per_micro_step(config: Config, shape: MeshShape) -> int:
-    """Return the approximate number of tokens that one rank processes in a micro-step."""
     return config.trainer.batch_size * tokens_per_rank(config, shape)
 
 
@@ -199,21 +195,18 @@ def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, p
 
 
 def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
-    """Return the number of parameters whose fp32 weights are in host memory, on all ranks together."""
     # A single FSDP group contains all parameters.
     others = other_parameters(model, vocab_size) if plan.host_blocks and has_one_group(model, bf16) else 0
     return plan.host_blocks * block_parameters(model) + others
 
 
 def offloaded_bytes(config: Config, shape: MeshShape, bf16: bool, plan: MemoryPlan) -> list[float]:
-    """Return the bytes of host memory that a rank needs for each offloaded block."""
     saved = _Saved.of(config, shape, bf16, True, plan)
     tokens = tokens_per_micro_step(config, shape)
     return [tokens * saved.checkpointed(index) for index in range(plan.offloaded_blocks)]
 
 
 def moment_bytes(config: Config) -> float:
-    """Return the bytes per parameter of the moments of AdamW."""
     return 8 if config.memory.moments == "fp32" else 2 * (1 + 4 / MOMENT_BLOCK)
 
 
@@ -238,23 +231,19 @@ class _Saved(NamedTuple):
         return self.inputs if index < self.plan.attention_blocks else self.attention
 
     def resident(self, count: int) -> float:
-        """Return how many bytes per token the first `count` blocks save on the device."""
         blocks = range(self.plan.offloaded_blocks, min(count, self.plan.recomputed_blocks))
         inputs = len(range(blocks.start, min(blocks.stop, self.plan.attention_blocks)))
         checkpointed = inputs * self.inputs + (len(blocks) - inputs) * self.attention
         return max(count - self.plan.recomputed_blocks, 0) * self.kept + checkpointed
 
     def in_flight(self, index: int) -> float:
-        """Return the offloaded bytes per token that are back on the device during the backward pass of block `index`."""
         return sum(self.checkpointed(i) for i in (index, index - 1) if 0 <= i < self.plan.offloaded_blocks)
 
     def recomputed(self, index: int) -> float:
-        """Return the bytes per token that recomputing a block adds."""
         return self.kept - self.checkpointed(index) if index < self.plan.recomputed_blocks else 0
 
 
 def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan) -> float:
-    """Return the bytes that the backward pass of a feed-forward network needs, besides the saved tensors of the block."""
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim = model.heads * model.resolved_head_dim
     if (count := plan.num_chunks(rows)) == 1:
@@ -268,7 +257,6 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
 
 
 def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan, head_chunks: int) -> float:
-    """Return the bytes that the backward pass of attention adds to the tensors that the block has saved."""
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
     # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
@@ -283,7 +271,7 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
 
 
 def _head_chunks(config: Config, shape: MeshShape) -> int:
-    """Return the number of head chunks that attention needs at least. With documents, a single chunk may suffice."""
+    """With documents, a single chunk may suffice."""
     model = config.model
     if config.data.mask_documents:
         return 1
@@ -295,7 +283,7 @@ def _head_chunks(config: Config, shape: MeshShape) -> int:
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return the number of elements per token of the queries, and of the keys and values together."""
+    """Return the width of the queries, and the width of the keys and values together."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 

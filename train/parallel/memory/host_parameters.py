@@ -36,7 +36,6 @@ class StagingBuffers:
         self._size = max(self._size, size)
 
     def begin_group(self) -> None:
-        """Switch to the other buffer."""
         if not self._buffers:
             self._stream = torch.cuda.Stream(self._device)
             self._consumer = torch.cuda.current_stream()
@@ -91,7 +90,6 @@ class HostGroup:
 
     @property
     def norms(self) -> dict[Tensor, Tensor]:
-        """Return the norm of the gradient of each local shard, by parameter."""
         return {each.sharded_param: each.norm for each in self._own}
 
     def clear_gradients(self) -> None:
@@ -137,7 +135,6 @@ class HostParameter(FSDPParam):
 
     @property
     def _is_reduced(self) -> bool:
-        """Return whether FSDP is reducing the gradients of this group."""
         return self._group.fsdp_group._training_state == TrainingState.POST_BACKWARD
 
     @property

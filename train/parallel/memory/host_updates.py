@@ -30,7 +30,6 @@ class HostUpdates:
 
     @property
     def norms(self) -> dict[Tensor, Tensor]:
-        """Return the norm of each local gradient shard in host memory, by parameter."""
         return {parameter: norm for group in self.groups for parameter, norm in group.norms.items()}
 
     def start(self, read_scale: Callable[[], list[float]]) -> None:
@@ -58,6 +57,5 @@ class HostUpdates:
         self.wait()
 
     def wait(self) -> None:
-        """Wait until all parameters are updated."""
         for group in self.groups:
             group.wait()

@@ -20,7 +20,6 @@ class MemoryPlan:
     chunk: int = 0
 
     def num_chunks(self, tokens: int) -> int:
-        """Return into how many chunks a rank divides its tokens of a sequence."""
         return -(-tokens // self.chunk) if self.chunk else 1
 
     def describe(self, layers: int) -> str:
