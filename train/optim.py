@@ -21,8 +21,7 @@ class AdamW(torch.optim.AdamW):
 
     Updating the DTensors themselves gives the same results, but takes the host several times as long.
 
-    A parameter group with an entry "host" contains parameters in host memory. The value of "host" is the index of an FSDP
-    group.
+    A parameter group with an entry "host" contains parameters in host memory. The value is the index of their FSDP group.
     """
 
     @torch.no_grad()
@@ -45,7 +44,7 @@ class AdamW(torch.optim.AdamW):
                 self._update(group, [parameter.grad for parameter in group["params"]])
 
     def update_host_group(self, index: int, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Update the parameters of the FSDP group `index` in host memory with these gradients of their local shards."""
+        """Update the parameters of FSDP group `index`, which are in host memory. `gradients` are those of the local shards."""
         for group in self.param_groups:
             if group.get("host") == index:
                 self._update(group, [gradients[parameter] for parameter in group["params"]])
@@ -157,12 +156,12 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def squared_norms(model: nn.Module, host_norms: Mapping[Tensor, Tensor] | None = None) -> Tensor:
-    """Return the squared norm of this rank's shard of each gradient, fp32 (number of parameters,).
+    """Return the squared norms of this rank's gradient shards, fp32 (number of parameters,).
 
     `host_norms` contains the norms of the parameters whose gradients are in host memory.
     """
     norms, host_norms = iter(torch._foreach_norm(gradients) if (gradients := local_gradients(model)) else ()), host_norms or {}
-    # Sum in the order of the parameters, because another order would have other rounding errors.
+    # A fixed order keeps the rounding errors of the sum the same.
     ordered = [next(norms) if p.grad is not None else host_norms[p] for p in model.parameters()]
     return torch.stack(ordered) ** 2
 
@@ -226,7 +225,7 @@ def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """Return the learning rate of a step, which is counted from 1 to `steps`.
+    """Return the learning rate of a step. Steps are counted from 1 to `steps`.
 
     The rate rises linearly to `config.lr` in the warmup. Then it follows `config.schedule`:
 

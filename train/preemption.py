@@ -41,7 +41,7 @@ def _launch_time() -> float:
     """Return the time at which torchrun, or else this process, started, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        # Field 22 of the file is the start time, in clock ticks since boot. Field 2, the name in brackets, may contain spaces.
+        # Field 22 is the start time in clock ticks since boot. The process name in field 2 may contain spaces.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:  # The file exists only on Linux.
         return time.monotonic()
@@ -109,9 +109,9 @@ def request_stop() -> None:
 
 
 def stop_requested(time_limit_s: float | None) -> bool:
-    """Return whether this rank has received a signal or `request_stop`, or `time_limit_s` seconds have passed since the launch.
+    """Return whether this rank must stop: after a signal, after `request_stop`, or `time_limit_s` seconds after the launch.
 
-    Any thread may call this function, which notices a signal even while the main thread is inside a long system call.
+    Any thread may call this function. It notices signals even during a long system call of the main thread.
     """
     if _signal_pipe is not None:
         with suppress(BlockingIOError):  # The pipe is empty.

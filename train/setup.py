@@ -147,8 +147,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         machine.capacity.check(needs)
     with sync_errors():
         data = load_training(config.data, tokenizer)
-    # While rank 0 loads, the other ranks wait in a collective. An error in the first call must therefore be raised before the
-    # second call.
+    # While rank 0 loads, the other ranks wait in a collective. Therefore, errors are raised after each load.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
@@ -337,7 +336,7 @@ def choose_fastest_mesh(config: Config) -> Config:
     set_deterministic(config.trainer.deterministic)
     shape = None
     with sync_errors():
-        # First report settings that a ring of all ranks cannot honour.
+        # First check the settings with a ring of all ranks.
         ring = with_settings(config, {"parallel.mesh": "sizes", "parallel.ring": None, "parallel.ulysses": None})
         check(resolve_token_budget(ring, dist.get_world_size()), dist.get_world_size())
         device, bf16, _ = choose_device(config, training=True)

@@ -45,7 +45,7 @@ class ReadyStep(NamedTuple):
 
 
 class ExpertBalance:
-    """Adds up the load-balancing losses of a step's micro-steps, and counts the tokens of each expert over all ranks.
+    """Sums the load-balancing losses of a step, and counts the tokens per expert over all ranks.
 
     Args:
         run: a run whose model has experts.
@@ -73,7 +73,7 @@ class ExpertBalance:
         return self._factor * loss
 
     def imbalance(self) -> Tensor:
-        """Return the largest number of tokens of an expert in any layer, relative to the mean."""
+        """Return the largest load of an expert in any layer, divided by the mean load."""
         return (self.tokens.amax(-1) / self.tokens.mean(-1)).max()
 
 
@@ -267,8 +267,8 @@ def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
     """
     read_request = None
     for batch in batches:
-        # Read the flag of a batch one batch later, so that the CPU can launch a batch while the GPU computes the previous one.
-        # Reading the flag also keeps the CPU from launching all batches at once.
+        # Read the flag of each batch one batch later, so that the CPU never waits for the current batch. Reading the flag also
+        # keeps the CPU from launching all batches at once.
         if read_request is not None and any(read_request()):
             raise preemption.StoppedEarly
         request = torch.zeros(1, device=run.device).fill_(preemption.stop_requested(run.config.trainer.time_limit_s))

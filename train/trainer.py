@@ -121,7 +121,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         wandb_run = WandbRun(run.config, directory, facts)
     with wandb_run:
         with sync_errors():
-            # Keep the records of later steps, because a run that has gone back to an earlier step keeps later checkpoints, too.
+            # A run that went back to an earlier step keeps its later checkpoints, so their records stay as well.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
@@ -205,7 +205,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder, saver)
                 saved = step
-            # If the run must stop, the next launch evaluates, because this launch may soon be killed.
+            # A launch that must stop may soon be killed, so the next launch evaluates the model.
             if evaluates and not stop:
                 try:
                     recorder.extend(step, **timed_evaluation(run))
@@ -244,7 +244,7 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
 
 
 def report_stream(data: StreamDataset, step: int, before: Positions, after: Positions) -> None:
-    """Log the readers that begin a new epoch in `step`, and the number of skipped documents at 1, 2, 4, 8 and so on."""
+    """Log which readers begin a new epoch in `step`. Log skipped documents when their number reaches a power of two."""
     if repeated := data.repeated(before, after):
         log.warning(f"{'repeats':<12}step {step} began to read parts of the text again: {repeated}")
     (earlier, _), (count, fault) = data.faults(before), data.faults(after)
@@ -257,7 +257,7 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 
 def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Recorder, wandb_run: WandbRun) -> None:
-    """Repeat the evaluation after `step`, if the launch that saved this step did not complete it.
+    """Evaluate the model after `step` if no earlier launch has completed this evaluation.
 
     Raises:
         TrainingStopped: on every rank, if any rank was asked to stop before the end of the evaluation.
@@ -283,7 +283,7 @@ def build_saver(run: Run, done: int) -> background.Saver:
 def timed_save(
     run: Run, directory: Path, step: int, consumed: int, recorder: metrics.Recorder, saver: background.Saver
 ) -> None:
-    """Call `save_checkpoint`, and add the seconds that this step waited to its record, as `checkpoint_s`."""
+    """Save a checkpoint, and record the seconds that the step waited for it as `checkpoint_s`."""
     start = time.perf_counter()
     save_checkpoint(run, directory, step, consumed, saver)
     recorder.extend(step, checkpoint_s=time.perf_counter() - start)

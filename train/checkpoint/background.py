@@ -80,8 +80,7 @@ def _available_memory() -> float:
 class Saver:
     """Saves checkpoints, at most one at a time. All ranks create the object and call its methods together.
 
-    Leaving the context waits for the last save. If the context is left because of an error, an error of the save is only
-    logged.
+    Leaving the context waits for the last save. After an error in the context, errors of the save are only logged.
 
     Args:
         device: the device of this rank.

@@ -85,7 +85,7 @@ def family_of(path: Path) -> Family:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the model in a folder, by the names of the fields of ModelConfig.
+    """Return the settings of the model in a folder, with ModelConfig's names.
 
     Without `rope_factor`, `rope_trained_len` and `rope_scaling` are left out. If the weights contradict `tie_word_embeddings`,
     the weights take precedence.
@@ -233,7 +233,7 @@ def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
 def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     """Return whether the embedding is also the output head.
 
-    `declared` is `tie_word_embeddings`. Like transformers, this function ignores it if the weights contain a different head.
+    `declared` is `tie_word_embeddings`. As in transformers, weights with a different head take precedence.
     """
     names = [f"{NAMES[name]}.weight" for name in ("embedding", "head")]
     embedding, head = map(files.get, names)
@@ -408,7 +408,7 @@ def _warn_of_the_head(path: Path, is_tied: bool) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of a parameter that this rank holds, and the index of the first of these rows.
+    """Return this rank's rows of a parameter, and the index of the first row.
 
     FSDP splits the rows like `torch.chunk`, so the last ranks may hold fewer rows, or none.
     """

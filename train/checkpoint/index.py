@@ -56,7 +56,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Replaces `getattr`, with which pickles of Python 3.11.0 to 3.11.3 look up members of enumerations."""
+    """Pickles of Python 3.11.0 to 3.11.3 call `getattr` for members of enumerations. This function replaces `getattr`."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

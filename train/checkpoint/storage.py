@@ -127,7 +127,7 @@ def save(
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError as error:
         with sync_errors(group):
-            if is_rank_0:  # If the save failed because the disk is full, the incomplete files would keep the disk full.
+            if is_rank_0:  # The incomplete files of a failed save would keep the disk full.
                 shutil.rmtree(temporary, ignore_errors=True)
                 if isinstance(error, DiskFullError):
                     raise _describe_full_disk(target, tensors) from error
@@ -280,8 +280,8 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 def _is_full_disk(error: BaseException | None) -> bool:
     """Return whether an error was raised because the disk is full.
 
-    If torch cannot write a zip archive, it raises "unexpected pos". The context of the torch error is the error of the
-    operating system. Errors from other ranks arrive without a context.
+    If torch cannot write a zip archive, it raises "unexpected pos". Its context is the error of the operating system. Errors
+    from other ranks arrive without a context.
     """
     if isinstance(error, OSError):
         return error.errno in FULL_DISK

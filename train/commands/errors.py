@@ -63,9 +63,9 @@ def report_error(error: Exception) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """Write the reason for a failure to the error file of torchrun, if torchrun has started this rank.
+    """Write the reason for a failure to the error file that torchrun reads, if there is one.
 
-    The final summary of torchrun contains this reason.
+    torchrun prints the reason in its final summary.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # TorchElastic's ErrorHandler writes the same format, but also a traceback.

@@ -138,7 +138,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 
 
 def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
-    """Return the settings of the evaluated corpus, to which `overrides` have not been applied yet.
+    """Return the settings of the evaluated corpus before `overrides` are applied.
 
     If the evaluated text is a held-out fraction of the training text, return None.
     """

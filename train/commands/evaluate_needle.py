@@ -46,7 +46,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
-    """Return the data settings of the tokenizer and the chat template, and the settings at each length, the shortest first.
+    """Return the data settings of the tokenizer and the chat template, and one set of settings per length, in ascending order.
 
     The overrides may select the text that hides the facts. The default text is Python's standard library.
     """

@@ -1,4 +1,4 @@
-"""Read the files that determine the settings of a launch: the checkpoint of the run, or the folder of a Hugging Face model."""
+"""Read the settings of a launch from a checkpoint or from the folder of a Hugging Face model."""
 
 import logging
 from collections.abc import Iterable, Sequence

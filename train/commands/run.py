@@ -193,9 +193,9 @@ def run_as_other_rank() -> int:
 
 
 def describe_failure(error: Exception, directory: Path) -> str:
-    """Return the text that a table of a sweep shows for a job that ended with an error.
+    """Return the text that the table of a sweep shows for a failed job.
 
-    A rank that runs out of memory creates a file in the directory of the job. Rank 0 reads from this file why it lost the rank.
+    A rank that runs out of memory creates the file MEMORY_MARKER, which rank 0 looks for.
     """
     marker = directory / MEMORY_MARKER
     if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
@@ -220,7 +220,7 @@ def check_earlier_attempt(directory: Path, attempt: int) -> None:
 
 
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
-    """`run_job` runs one job. Return the exit status."""
+    """Let Hydra call `run_job` for every job. Return the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
@@ -238,7 +238,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
         return 1
     except BrokenPipeError:  # The reader of the output, such as `head` after --help, has exited.
         return 1
-    except OSError as error:  # Hydra raised this error itself, because `run_job` handles the errors of jobs.
+    except OSError as error:  # The error comes from Hydra, because `run_job` handles all errors of jobs.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
         return 1
     except Exception as error:  # Hydra raises errors of various types if it cannot use the command line.

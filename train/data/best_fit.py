@@ -92,7 +92,7 @@ class BestFitDataset(TokenisedDocuments):
 
 
 def pack_best_fit(sizes: np.ndarray, seq_len: int) -> np.ndarray:
-    """Assign every piece to a sequence. Return the index of its sequence for each piece, int64 (pieces,).
+    """Assign every piece to a sequence. Return the sequence index of each piece, int64 (pieces,).
 
     Args:
         sizes: (pieces,) int64, from 1 to `seq_len`. Pieces of equal size keep their order.

@@ -37,7 +37,7 @@ class ChatTemplate:
     variables: dict[str, str]
 
     def render(self, messages: Messages, **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and with `return_assistant_tokens_mask=True` the marked spans of characters.
+        """Return a conversation as text. With `return_assistant_tokens_mask=True`, also return the marked spans.
 
         Raises:
             ConfigError: the package transformers is missing, or the template does not accept the messages.
@@ -56,7 +56,7 @@ class ChatTemplate:
         return text, list(spans[0]) if spans else []
 
     def find_turns(self, messages: Messages, special_names: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the span of characters of each turn of the assistant.
+        """Return a conversation as text, and the span of characters of each assistant turn.
 
         A turn includes its stop token. Raise ConfigError if the template rejects the messages, or if the turns cannot be found.
         """

@@ -144,7 +144,7 @@ class Loader:
         self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
-        """Set how steps are prepared. Call this method before `get`."""
+        """Call this method before `get`."""
         self._preparation = preparation
 
     @property
@@ -153,7 +153,7 @@ class Loader:
         return self._preparation
 
     def get(self, consumed: int) -> list[MicroStep]:
-        """Return the micro-steps of the step after the first `consumed` sequences.
+        """Return the micro-steps of the next step. Earlier steps have used `consumed` sequences.
 
         Raises:
             LoaderError: the loader process failed, or the stream cannot be read.

@@ -4,7 +4,7 @@
     epoch e     one stream of T tokens: all documents in a random order that depends on the seed and on e
     sequence    S consecutive tokens of the stream; the label of a token is the next token of the stream
 
-An epoch has floor((T - 1) / S) sequences, which are read in a second random order. Without the second order, consecutive steps
+An epoch has floor((T - 1) / S) sequences, which are read in another random order. In the order of the stream, consecutive steps
 would often read the same long document. A document may continue in the next sequence of the stream.
 
 With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, sequences can be
@@ -92,9 +92,7 @@ class PackedDataset(TokenisedDocuments):
 
     @property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lengths of all parts of documents in the first epoch, in the order of the stream, and whether each part
-        begins its document.
-        """
+        """Return the length of each part of a document in the first epoch, and whether the part begins the document."""
         _, ends, _ = self._order_of(0)
         bounds = np.arange(self._num_filled + 1) * self.seq_len
         edges = np.unique(np.concatenate([bounds, ends[ends < bounds[-1]]]))
@@ -127,9 +125,7 @@ class PackedDataset(TokenisedDocuments):
         return self._documents[int(self.lengths.argmax())][1 : 1 + num_tokens].tolist()
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of an epoch: the numbers of the documents, the position in the stream at which each document ends,
-        and the numbers of the sequences.
-        """
+        """Return the order of the documents, the stream position where each document ends, and the order of the sequences."""
         if self._epoch_order[0] != epoch:
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = random_order(random, len(self.lengths))
@@ -141,8 +137,7 @@ class PackedDataset(TokenisedDocuments):
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. If an edge occurs twice, the empty document between both adds 0 to
-        # the cost.
+        # A stable sort merges sorted arrays in linear time. An edge that occurs twice adds 0 to the cost.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
@@ -182,7 +177,7 @@ def _load_part(config: DataConfig, tokenizer: Tokenizer) -> Documents:
 
 
 def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]) -> dict[str, Loaded]:
-    """Load every source of a mixture with a function. All ranks must call this function.
+    """All ranks must call this function.
 
     Raises:
         ConfigError: on every rank, if a source cannot be loaded. The message contains its name.

@@ -23,7 +23,7 @@ from ringattn.train.data.documents import NumberedSequences
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# The number of tokens in the block of facts, and in the block of queries, of a long document.
+# In a long document, the facts have this number of tokens, and so have the queries.
 BLOCK = 32
 
 # The length in tokens of the shortest training documents.
@@ -94,13 +94,13 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return the `document_lengths` of at least two full blocks, or only the longest length if all are shorter."""
+    """Return the `document_lengths` that have space for two full blocks, but at least the longest length."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 
 
 def block_size(length: int) -> int:
-    """Return the even number of tokens in the block of facts, and in the block of queries."""
+    """Return the number of tokens in the block of facts, which is even. The block of queries has the same length."""
     return min(length // 4 * 2, BLOCK)
 
 

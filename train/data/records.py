@@ -41,7 +41,7 @@ class RecordEncoder:
 
     @property
     def identity(self) -> list[object]:
-        """Return values that change if the same record would give other tokens."""
+        """Return values that identify how a record becomes tokens."""
         template = self._template and (self._template.source, self._template.variables)
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 
@@ -147,7 +147,7 @@ class RecordDataset(TokenisedDocuments):
         return order[self.lengths[order] <= self.seq_len]
 
     def beginning(self, num_tokens: int) -> list[int]:
-        """Return the tokens of a record before its first answer, as a prompt of at most `num_tokens` tokens if possible."""
+        """Return the tokens before the first answer of a record, at most `num_tokens` tokens if any record allows it."""
         prompts = list[list[int]]()
         for number in self.random_records()[:NUM_SAMPLED].tolist():
             tokens, labels = self.record(number)

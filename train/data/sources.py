@@ -41,7 +41,7 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# A streamed dataset of the hub has at most this many held-out rows. An evaluation needs only a part of these rows.
+# A streamed dataset of the hub has at most this many held-out rows.
 HELD_OUT_ROWS = 10_000
 
 # An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the
@@ -50,7 +50,7 @@ HELD_OUT_ROWS = 10_000
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
-# The sizes of the pieces of a corpus, which several processes read.
+# The maximum and the default minimum size of a piece of a corpus, in bytes. Several processes read the pieces.
 PIECE_BYTES, MIN_PIECE_BYTES = 2**25, 2**20
 COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed file, to estimate the remaining time
 
@@ -180,7 +180,7 @@ PieceRows = tuple[Piece, int, int]  # the first row, and the row after the last 
 
 
 def select_rows(config: DataConfig, pieces: list[Piece], counts: list[int]) -> tuple[dict[str, int], list[PieceRows]]:
-    """Return the number of rows of each split, and the pieces, with ranges of rows, that `data.split` selects.
+    """Return the number of rows per split, and the ranges of rows that `data.split` selects.
 
     `counts` contains the number of rows of each piece.
     """
@@ -358,7 +358,7 @@ def _read_text(file: str, limit_mb: int) -> str:
 
 
 def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
-    """Read the lines that begin at the bytes `begin` to `end` - 1 of a file. A compressed file is read as a whole."""
+    """Read the lines of a file that begin between bytes `begin` and `end` - 1. A compressed file is read as a whole."""
     limit, read = config.max_document_mb * 10**6, _json_text if config.format == "text" else _json_record
     number, position = 0, begin
     try:
@@ -461,8 +461,7 @@ def check_size(where: object, size: int, limit_mb: int) -> None:
         )
 
 
-# Readers raise these errors for unreadable files. zlib.error and lzma.LZMAError have no other common base than Exception. The
-# only common base class of zlib.error and lzma.LZMAError is Exception.
+# Readers raise these errors for unreadable files. The only common base class of zlib.error and lzma.LZMAError is Exception.
 READ_ERRORS = (OSError, EOFError, pyarrow.ArrowException, lzma.LZMAError, zlib.error)
 
 
@@ -485,7 +484,7 @@ def library_files() -> list[str]:
 
 
 def library_packages(names: list[str]) -> list[str]:
-    """Return one text per package of Python's standard library, or per module outside of packages, in the order of `names`."""
+    """Return one text per package or module of Python's standard library, in the order of `names`."""
     root = Path(sysconfig.get_path("stdlib"))
     packages = itertools.groupby(map(Path, names), key=lambda file: file.relative_to(root).parts[0])
     return ["\n".join(file.read_text("utf-8-sig", "replace") for file in package) for _, package in packages]
@@ -506,7 +505,7 @@ def files(config: DataConfig) -> list[str]:
         names = [name for name in glob(f"{escape(str(path))}/**", recursive=True) if name.endswith(endings)]
     else:
         names = [str(path)] if path.exists() else glob(str(path), recursive=True)
-    # Earlier versions sorted the escaped paths. Their checkpoints contain a position in this order.
+    # Earlier versions sorted the escaped paths. Checkpoints depend on this order.
     found = sorted({str(Path(name).resolve()) for name in names if Path(name).is_file()}, key=escape)
     if not found:
         matches = f"is a folder without a file {pattern}" if pattern else "matches no file"
@@ -579,7 +578,7 @@ def _json_record(where: object, line: bytes, config: DataConfig) -> dict[str, An
 
 
 def _json_text(where: object, line: bytes, config: DataConfig) -> str | None:
-    """Return the text of a line of JSON under the name `data.column`, "" for null, or None for a blank line.
+    """Return the text in `data.column` of a JSON line, "" for null, or None for a blank line.
 
     Raises:
         ConfigError: the line is too long, is not a JSON object, or does not contain text under this name.

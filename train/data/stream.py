@@ -8,7 +8,7 @@
 The number R of readers depends only on the corpus. Therefore the sequences do not depend on the number of ranks. If the number
 of data-parallel ranks divides R, each reader runs on only one data-parallel rank.
 
-The position of a reader consists of the beginning of its block, and the number of consumed documents and tokens in the block. A
+The position of a reader contains the beginning of its block, and counts the documents and tokens consumed from this block. A
 resumed reader reads and shuffles the same block again. A checkpoint contains the position of every reader.
 """
 
@@ -140,8 +140,7 @@ class Reader:
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
-        """Read the texts from a place in the stream on. A place consists of an epoch, the index of a piece in the order of this
-        epoch, and an entry of the piece.
+        """Read the texts that follow a place in the stream: an epoch, the index of a piece in its order, and an entry.
 
         Yields:
             The place after each text, and the text. At the end of an epoch, the text is None.

@@ -108,7 +108,7 @@ class Targets:
         self.num_sequences = len(self._sequences)
 
     def batch(self, numbers: Iterable[int]) -> tuple[Batch, Tensor]:
-        """Return some sequences and the group of each token.
+        """Return a batch of sequences, and the group of each token.
 
         Args:
             numbers: the numbers of the sequences. Sequences from number `num_sequences` on contain no target tokens.

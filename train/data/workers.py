@@ -58,7 +58,7 @@ def _duration(seconds: float) -> str:
 
 
 def default_processes(ranks: int) -> int:
-    """Return the default number of processes, which is the number of cores of this host per rank."""
+    """By default, each rank uses an equal share of the host's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // ranks, 1)
 

@@ -27,13 +27,13 @@ class Place(NamedTuple):
 
 
 def new_cache(window: int | None, num_tokens: int, rank: int = 0, ranks: int = 1) -> KVCache:
-    """Return an empty cache of a layer for up to `num_tokens` tokens: a local cache, unless a shard needs fewer rows."""
+    """Return an empty cache for up to `num_tokens` tokens of a layer. The cache is local unless a shard needs fewer rows."""
     rows = min(window or num_tokens, num_tokens)
     return KVCache(rows) if rows <= -(-num_tokens // ranks) else KVCache(num_tokens, rank, ranks)
 
 
 def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group | None) -> None:
-    """Store a prompt, of which `k` and `v` (B, N, Hkv, D) are this rank's tokens. All ranks call this function together."""
+    """Store a prompt. `k` and `v` (B, N, Hkv, D) belong to this rank's tokens. All ranks call this function together."""
     if cache.ranks == layout.ranks and layout.seq_len <= cache.capacity:
         cache.prefill(k, v, layout)
         return

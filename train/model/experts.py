@@ -50,7 +50,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs for `x` (B, N, dim), and the routing: fp32 (2, experts).
 
-        The routing contains the number of tokens of each expert, and the sum of its router probabilities over all tokens.
+        For each expert, the routing contains the number of tokens and the sum of the router probabilities.
         """
         config, tokens = self.config, x.flatten(0, -2)
         probabilities = self.router(tokens).float().softmax(-1)
@@ -121,8 +121,8 @@ def balance_loss(routing: Tensor, tokens: Tensor, experts_per_token: int) -> Ten
     """Return this rank's part of the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961).
 
     The loss of a layer is E * sum_e f_e p_e. f_e is the fraction of all tokens that choose expert e, and p_e is the mean
-    probability of e, both over the tokens of all ranks. The parts of all ranks sum to the mean over the layers. If all experts
-    have equally many tokens, the loss is `experts_per_token`.
+    probability of e, both over the tokens of all ranks. The sum of the losses of all ranks is the mean over the layers. If all
+    experts have equally many tokens, the loss is `experts_per_token`.
 
     Args:
         routing: (layers, 2, E), the routing of this rank in every layer. Only the probabilities have gradients.

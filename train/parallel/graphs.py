@@ -119,7 +119,7 @@ def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -
 
 
 class ModelGraphs:
-    """Captures and replays the CUDA graphs of the forward pass and of the backward pass of a micro-step.
+    """Captures and replays a CUDA graph for the forward pass of a micro-step, and one for the backward pass.
 
     FSDP gathers the parameters at different addresses in every step. Every replay first copies the parameters to the memory of
     the graphs.
@@ -222,7 +222,7 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy all parameters into the memory of the graphs at once, so that the GPU does not wait for the host between copies."""
+    """Copy all parameters to the graphs in one call. Between single copies, the GPU would wait for the host."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters
@@ -237,7 +237,7 @@ class _Copy(torch.autograd.Function):
 
 
 def _unused_bytes(device: torch.device) -> int:
-    """Return the bytes that torch has reserved and cannot return, but does not count as allocated."""
+    """Return the bytes that torch has reserved, but neither uses nor can release."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()

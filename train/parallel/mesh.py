@@ -76,7 +76,7 @@ def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:
 
 
 def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
-    """Return the layout of a sequence over the ranks of a ring, split among the ranks of an all-to-all.
+    """Choose which rank holds which tokens of a sequence.
 
     All layers have the same layout. "auto" balances the work of all layers.
     """
@@ -127,7 +127,7 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Set the timeout of collectives, and of the hops of a ring if the environment does not set a timeout for hops."""
+    """Set the timeout of collectives and of ring hops. The environment may set another timeout for hops."""
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in mesh)):

@@ -64,7 +64,7 @@ def attention_of_layers(config: Config, shape: MeshShape, machine: Machine, shar
 def tokens_per_second(
     config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS, plan: MemoryPlan | None = None
 ) -> float:
-    """Return the predicted tokens/s of all ranks together. Arguments as in `predict`."""
+    """Return the predicted tokens/s over all ranks. Arguments as in `predict`."""
     tokens = sequences_per_step(config, shape) * config.data.seq_len
     return tokens / predict(config, shape, machine, shares, plan).seconds
 
@@ -92,7 +92,7 @@ def possible_shapes(config: Config, ranks: int) -> list[MeshShape]:
 
 
 def fastest_shape(config: Config, machine: Machine) -> MeshShape:
-    """Return the mesh with the highest predicted tokens/s for `trainer.tokens_per_step`, for sequences of one document.
+    """Return the mesh with the highest predicted tokens/s at `trainer.tokens_per_step`, for sequences with one document.
 
     Raises:
         ConfigError: `trainer.tokens_per_step` is missing, or no mesh can have this number of tokens per step.
@@ -122,7 +122,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
     """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
 
-    At most one mesh with the number of data-parallel ranks of `shape` is returned.
+    At most one of these meshes has as many data-parallel ranks as `shape`.
     """
     plans = {other: choose_plan(config, other, machine) for other in possible_shapes(config, machine.ranks)}
     speeds = {

@@ -24,9 +24,8 @@ from ringattn.train.parallel.mesh import Mesh
 def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool, host_blocks: int = 0) -> list[HostGroup]:
     """Give a model on the meta device random initial weights, and shard its parameters over all ranks.
 
-    Every rank draws the weights of one group of blocks after another (`estimate.blocks_per_group`) and keeps its own shard. The
-    weights therefore do not depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of
-    gradients are fp32.
+    Every rank draws all weights, one group of blocks at a time, and keeps only its own shard. The weights therefore do not
+    depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.
 
     Whole FSDP groups are moved to host memory, until they contain the last `host_blocks` blocks. Parameters outside the blocks
     stay on the device, because the next forward pass needs them first. Return the model and the groups in host memory.

@@ -24,7 +24,7 @@ from ringattn.train.settings.config import Config
 
 # Matrix products reach this fraction of the peak FLOP/s. The 1.44B model reaches 690 of 989 TFLOP/s on two H200s.
 MATMUL_EFFICIENCY = 0.7
-# The speed of attention, relative to `cost_model.attention_flops`, with the 1.44B model on H200s.
+# The 1.44B model on H200s reaches this fraction of the attention speed in `cost_model.attention_flops`.
 ATTENTION_EFFICIENCY = 1.06
 # The speed with packed documents, relative to one document, with the default model on one H200.
 DOCUMENT_EFFICIENCY = 0.95
@@ -39,10 +39,10 @@ MEMORY_BYTES_PER_S = (
     (r"\bL4\b", 0.3e12),
     (r"\bA10\b", 0.6e12),
 )
-# Fused kernels reach this fraction of the bytes per second.
+# Fused kernels reach this fraction of the memory bandwidth.
 MEMORY_EFFICIENCY = 0.7
-# Per token and layer, fused kernels read and write 40 times the width of the model, and 12 times the width of the feed-forward
-# network, in both passes together. In the 1.44B model, these kernels take 110 ms.
+# Fused kernels read and write this many elements per token, layer and dimension of the model or the feed-forward network. Both
+# passes are counted. In the 1.44B model, these kernels take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # The optimizer step reads and writes this many bytes per parameter of a rank's shard, besides the moments.
 OPTIMIZER_BYTES = 24
@@ -65,7 +65,7 @@ HOST_ADAM = 4.3e9 / 16
 FLOAT8_SPEEDUP = 1240 / 729
 # The speed of attention in the forward pass, relative to both passes together (65,536 tokens on an H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
-# Per chunk of tokens, the gradients of the weights are added to fp32 sums, which moves this many bytes per parameter.
+# Adding the weight gradients of a chunk to fp32 sums moves this many bytes per parameter.
 CHUNK_BYTES = 10
 
 

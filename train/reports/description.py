@@ -157,7 +157,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
 
 
 def pair_shares(run: Run) -> prediction.Shares:
-    """Return the mean number of (query, key) pairs that each mask allows, relative to a single document, by window."""
+    """For each window, return the mean fraction of (query, key) pairs that document masks leave."""
     if not run.config.data.mask_documents:
         return prediction.NO_DOCUMENTS
     seq_len, count = run.config.data.seq_len, run.data.sequences_per_epoch
@@ -171,7 +171,7 @@ def pair_shares(run: Run) -> prediction.Shares:
 
 
 def communication_facts(run: Run) -> dict[str, Any]:
-    """Return which transport, route and schedules the ring uses for sequences of one document.
+    """Return the ring's transport, route and schedules for sequences with one document.
 
     All ranks must call this function, and only after the first step has connected them.
 

@@ -14,7 +14,7 @@ Accuracies = dict[tuple[int, int], float]
 
 
 def to_metrics(accuracies: Accuracies) -> dict[str, float]:
-    """Return the accuracies as `recall/LENGTH/POSITION`. `recall_accuracy` is the one at the largest length and position 0%."""
+    """Return the accuracies as `recall/LENGTH/POSITION`. `recall_accuracy` is for the largest length and position 0%."""
     hardest = accuracies[max(length for length, _ in accuracies), 0]
     cells = {f"recall/{length}/{position}": value for (length, position), value in accuracies.items()}
     return {"recall_accuracy": hardest} | cells

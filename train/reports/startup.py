@@ -1,4 +1,4 @@
-"""Measure how long each part of a start takes, from the launch of a job to the end of its first step."""
+"""Measure how long each part of a job's start takes, from the launch to the end of the first step."""
 
 import time
 
@@ -33,7 +33,7 @@ def end_part(name: str, end: float | None = None) -> None:
 
 
 def seconds() -> dict[str, float]:
-    """Return the seconds of each part of the start of the current job, in order.
+    """Return how many seconds each part of the current job's start took.
 
     "torch.compile" is the share of these seconds that compilation took.
     """

@@ -111,7 +111,7 @@ class WandbRun:
 
 
 def sync_command(directory: Path, is_sweep: bool = False) -> str:
-    """Return the command that uploads all offline parts of a run, or of all runs of a sweep."""
+    """Return the command that uploads the offline parts of a run or a sweep."""
     folder = shlex.quote(str(directory))
     return f"wandb sync {folder}/wandb" + f" {folder}/*/wandb" * is_sweep
 

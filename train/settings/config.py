@@ -192,7 +192,7 @@ class ModelConfig(Frozen):
         return LayerAttention(self.window if is_local else None, rope)
 
     def for_length(self, seq_len: int) -> "ModelConfig":
-        """Return the settings for a run with sequences of `seq_len` tokens, whose LongRoPE has only one list of divisors."""
+        """Return the settings for sequences of `seq_len` tokens. LongRoPE keeps only the list of divisors for this length."""
         if self.rope_factors is None or seq_len <= (self.rope_trained_len or seq_len):
             return self
         return replace(self, rope_factors=self.rope_factors[self.rotary_dim // 2 :] * 2)

@@ -38,7 +38,7 @@ def as_yaml(value: object) -> str:
 
 
 def common_settings(settings: DictConfig) -> str:
-    """Return one line per common setting of the composed settings: its value, and the first sentence of its comment."""
+    """Describe each common setting in one line, with its value and the first sentence of its comment."""
     lines = []
     for name in COMMON:
         group, _, option = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Decide the settings of a launch from the command line and the settings of a checkpoint or of a Hugging Face model.
+"""Combine the command line with the settings of a checkpoint or a Hugging Face model.
 
 Settings of the command line override those of the checkpoint. A run can therefore be launched again by its name alone.
 """
@@ -38,7 +38,7 @@ def _values_of(config: Config, names: Iterable[str]) -> dict[str, Any]:
 
 
 def given_names(overrides: Iterable[str]) -> set[str]:
-    """Return the names of the groups and settings that the command line sets, such as "optim" and "trainer.steps"."""
+    """Return the groups and settings on the command line, such as "optim" and "trainer.steps"."""
     names = set()
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         value = override.value() if override.value_type else None

@@ -1,4 +1,4 @@
-"""Derive the number of micro-steps and the number of steps from numbers of tokens.
+"""Derive the numbers of micro-steps and steps from numbers of tokens.
 
 Runs at different sequence lengths are comparable if both their tokens per step and their total tokens are equal. The settings
 are `trainer.tokens_per_step` and `trainer.total_tokens`. The rest of the program reads only `trainer.accumulate` and
@@ -41,13 +41,13 @@ def resolve_token_budget(config: Config, world_size: int) -> Config:
 
 
 def by_ranks(value: int, ranks: int | None = None) -> int:
-    """Return `value` x `ranks`, by default all launched ranks, for recipes whose values depend on the number of ranks."""
+    """Return `value` x `ranks`. Recipes use this function. `ranks` is by default the number of launched ranks."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return value * (ranks or world_size)
 
 
 def num_data_parallel_ranks(config: Config, world_size: int) -> int:
-    """Return the number of groups of ranks with different sequences. `config.check` checks `parallel.ring`."""
+    """Call `config.check` first, because it checks `parallel.ring`."""
     return max(world_size // (config.parallel.ring or world_size), 1)
 
 
@@ -87,7 +87,7 @@ def check_sources(config: Config, given: Collection[str]) -> None:
 
 
 def common_tokens_per_step(config: Config, lengths: Iterable[int], world_size: int) -> int:
-    """Return the smallest number of tokens per step that all sequence lengths of a sweep can have.
+    """Return the smallest number of tokens per step that suits all sequence lengths of a sweep.
 
     If every length divides the longest length, the sequences per step at the longest length stay as configured.
     """

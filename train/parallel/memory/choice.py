@@ -16,7 +16,7 @@ from ringattn.train.settings.config import Config
 # Plans whose predicted times differ by at most this factor count as equally fast. Predictions are not more accurate.
 EQUAL_TIMES = 1.02
 
-# A plan that leaves some GPU memory free may take up to this many times as long as the fastest plan.
+# A plan that leaves GPU memory free may take at most this many times as long as the fastest plan.
 COMFORTABLE_TIMES = 1.03
 
 # The search tries about this many values of `host_blocks`.

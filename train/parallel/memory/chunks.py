@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ringattn.checkpointing import is_recomputing
 from ringattn.train.model.gpt import GPT
 
-# The default number of tokens per chunk. Adding the weight gradients of a chunk to the fp32 sums takes about as long as the
-# matrix products of 200 tokens.
+# The default number of tokens per chunk. Each chunk adds its weight gradients to fp32 sums, which takes as long as the matrix
+# products of 200 tokens.
 CHUNK = 16_384
 
 Outputs = Sequence[Tensor | None]

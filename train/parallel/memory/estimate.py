@@ -13,8 +13,8 @@ from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
 
-# If all blocks together have at most this many bytes, their parameters stay gathered between the forward and the backward pass.
-# Sharding the parameters again would save little memory and cost a second all-gather per micro-step.
+# If all blocks together have at most this many bytes, their parameters stay gathered until the backward pass. Sharding the
+# parameters again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
 # FSDP gathers consecutive blocks together, until their parameters reach this many bytes. For a smaller all-gather, the launch
@@ -27,7 +27,7 @@ def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
 
 
 def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
-    """Return how many consecutive blocks share one all-gather of parameters and one reduce-scatter of gradients."""
+    """Return how many consecutive blocks form one FSDP group."""
     return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
 
 
@@ -63,7 +63,7 @@ def _attention_parameters(model: ModelConfig) -> int:
 
 
 def hidden_dim(model: ModelConfig) -> int:
-    """With experts, add the widths of the experts of one token."""
+    """With experts, return the total width of the experts that one token uses."""
     return model.resolved_ffn_dim * (1 if model.experts is None else model.experts_per_token)
 
 
@@ -104,8 +104,8 @@ def needs(
 ) -> Needs:
     """Estimate the peak of torch's allocator on a rank, and the rank's host memory, in bytes by purpose.
 
-    The peak is in the backward pass of the loss, of a feed-forward network or of attention, or in FSDP's reductions of the last
-    gradients. The estimate reads only shapes. Fragmentation and the receive buffers of a ring over NVLink are left out.
+    Memory peaks in a backward pass (loss, feed-forward network or attention), or in FSDP's last reductions of gradients. The
+    estimate reads only shapes. Fragmentation and the receive buffers of a ring over NVLink are left out.
 
     Args:
         config: the settings of the run.
@@ -249,8 +249,8 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
     if (count := plan.num_chunks(rows)) == 1:
         # Without chunks, the backward pass computes the gradients of the residual stream and of the hidden layer.
         return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
-    # With chunks, all tokens need the gradients of the output, of the input and of attention. A single chunk also needs the
-    # tensors of the feed-forward network and their gradients. The gradients of the weights are summed in fp32.
+    # The gradients of the output, the input and attention exist for all tokens. The tensors of the feed-forward network and
+    # their gradients exist for one chunk at a time. The gradients of the weights are summed in fp32.
     chunk = 6 * model.dim + 4 * hidden_dim(model) + 3 * _routed_dim(model)
     sums = 4 * (block_parameters(model) - projection_parameters(model))
     return size * tokens * (2 * model.dim + query_dim) + size * -(-tokens // count) * chunk + sums

@@ -23,8 +23,7 @@ from ringattn.train.parallel.memory.pinned import empty_pinned
 class StagingBuffers:
     """Copies weights to the GPU on a stream of its own, into two buffers that the groups use in turn.
 
-    Before a group is copied, the group before the previous one must have left the buffer. The copy of a group therefore
-    overlaps with the computation of the previous group.
+    While the GPU computes with one group, the weights of the next group are copied into the other buffer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,9 +138,9 @@ class HostParameter(FSDPParam):
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
-        """Whether FSDP must not read the weights itself, because it would convert them on the CPU.
+        """True keeps FSDP from reading the weights, because FSDP would convert them on the CPU.
 
-        The value is False while FSDP reduces gradients, so that FSDP passes them to `to_sharded_dtensor` without a copy.
+        During a reduction, False makes FSDP pass the gradients to `to_sharded_dtensor` without a copy.
         """
         return not self._is_reduced
 

@@ -49,13 +49,13 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
 
 
 def run_with_cores(function: Callable[[], T], device: torch.device) -> T:
-    """Run a function that works on host memory in a thread that uses several cores, and return its result."""
+    """Run a function in a thread that uses several cores. The function works on host memory."""
     with ThreadPoolExecutor(1, "host-memory", begin_host_thread, (device,)) as thread:
         return thread.submit(function).result()
 
 
 def begin_host_thread(device: torch.device) -> None:
-    """Choose the device and the number of cores of a thread that works on host memory."""
+    """Prepare a thread that works on host memory: choose its device and its number of cores."""
     # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # Without this call, the thread would initialise the first GPU.
