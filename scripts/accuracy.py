@@ -13,8 +13,8 @@ from ringattn.kernels.interval_mask import Intervals
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# The largest accepted `row_error` of each result, in multiples of the dtype's machine epsilon. The limits of dq and dk are
-# larger, because rounding `out` changes delta = rowsum(dout * out).
+# The largest accepted `row_error` of each result, in multiples of the dtype's machine epsilon. Rounding `out` changes delta =
+# rowsum(dout * out), so dq and dk have larger limits.
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
@@ -68,7 +68,6 @@ def float64_results(
             problem = intervals.restrict(rows, keys), scale
             out, lse = reference.forward(query, key, value, *problem, final=True, **options)
             results["out"][:, rows, heads], results["lse"][:, rows, heads] = out, lse
-            # The function `reference.backward` adds to dk and dv, so they are summed over all queries.
             grads = results["dq"][:, rows, heads], grad_key, grad_value
             reference.backward(query, key, value, grad, lse, reference.row_delta(out, grad), *problem, *grads, **options)
     return results
@@ -114,9 +113,8 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the largest relative error of any group of GROUP consecutive rows, as a float64 scalar.
 
-    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. Errors of single
-    rows would have no useful scale, because the gradient of a row that attends to a single key is zero. The largest row would
-    be no useful scale either, because later rows are much smaller under a causal mask.
+    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. A single row has
+    no useful scale: the gradient of a query with one key is zero.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

@@ -51,7 +51,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
     """Return the environment of a child process that imports the packages in `root`.
 
-    The child's PYTHONPATH begins with `root`, followed by the folders of the present PYTHONPATH.
+    The folder `root` is prepended to PYTHONPATH.
 
     Args:
         root: the folder.
@@ -62,12 +62,12 @@ def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
 
 
 def serve_store() -> dist.TCPStore:
-    """Serve a key-value store at a free port of this machine until the returned object is deleted."""
+    """Serve a key-value store at a free port until the returned object is deleted."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def rank_variables(store: dist.TCPStore, rank: int, ranks: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for one of `ranks` processes on this machine."""
+    """Return the environment variables that torchrun sets for one process."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     return {name: str(value) for name, value in variables.items()}

@@ -10,18 +10,16 @@ from PIL import Image
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# The number of colours of a PNG file. A small palette makes the files several times smaller.
+# The number of colours of a PNG file.
 PALETTE = 64
 
 
 def clean_axes(axes: plt.Axes) -> None:
-    """Add a light grid and remove the upper and the right border."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def set_length_axis(axes: plt.Axes, lengths: Iterable[int], label: str) -> None:
-    """Make the x axis logarithmic, with one tick per length."""
     lengths = sorted(set(lengths))
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [short_length(n) for n in lengths])
@@ -37,13 +35,12 @@ def short_length(length: int) -> str:
 
 
 def plot_points(axes: plt.Axes, points: Iterable[tuple[float, float]], colour: int, label: str) -> None:
-    """Connect the points in the order of x. Draw nothing if there are no points."""
+    """Connect the points in the order of x."""
     if points := sorted(points):
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{colour}", label=label)
 
 
 def save_plot(figure: plt.Figure, path: Path) -> None:
-    """Write the figure as a small PNG file and close it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, format="png")
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Define a case, which is one attention problem of a benchmark, with its mask, inputs, FLOPs, bytes and float64 results."""
+"""Define the attention problems of the benchmarks, with masks, inputs, FLOPs and float64 results."""
 
 import math
 import random
@@ -34,7 +34,6 @@ class Case:
 
     @property
     def out_dim(self) -> int:
-        """Return the head dim of v and out."""
         return self.value_dim or self.head_dim
 
     @property
@@ -49,8 +48,7 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """Return the number of keys per query of a window mask, by default 4,096 keys, but at most a quarter of the
-        sequence."""
+        """Return the window, by default 4,096 keys, but at most a quarter of the sequence."""
         return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 
     @cached_property
@@ -86,19 +84,16 @@ class Case:
         return Mask.causal(window=self.window, documents=self.documents)
 
     def blocks(self, device: torch.device) -> BlockMask | None:
-        """Return the block mask on `device`, or None if all blocks are computed."""
         return None if self.keep is None else BlockMask(self.keep[None, None].to(device), BLOCK)
 
     @cached_property
     def pairs(self) -> int:
-        """Return how many (query, key) pairs the mask allows per head."""
         return self.mask.pairs(self.length)[0] if self.keep is None else int(self.keep.sum()) * BLOCK**2
 
     def flops(self, direction: str) -> float:
         """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".
 
-        Each matrix product has 2 FLOPs per element of a head for every (query, key) pair. The products for S, dq and dk use the
-        head dim of q and k. The products for out, dP and dv use the head dim of v.
+        The products for S, dq and dk use the head dim of q and k. The products for out, dP and dv use the head dim of v.
         """
         forward, backward = self.head_dim + self.out_dim, 3 * self.head_dim + 2 * self.out_dim
         elements = {"forward": forward, "backward": backward, "both": forward + backward}[direction]
@@ -133,7 +128,7 @@ def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Ten
 
 
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """Compute float64 results for the first and the last key head, and for the query heads that use them."""
+    """Compute float64 results for the first and the last key head."""
     q, dout = (_first_and_last(x, case.heads // case.num_key_heads) for x in (q, dout))
     k, v = (_first_and_last(x, 1) for x in (k, v))
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)
@@ -141,7 +136,6 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of `actual` against `expected`, a tensor that `expected_results` has computed."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 

@@ -1,9 +1,8 @@
 """Compile the kernels of a benchmark in several processes, before one process measures them.
 
 The library flash-attn-4 compiles the kernels of one case for about 10 s on one core. A process that measures many cases would
-compile for minutes while the GPU is idle. Therefore several processes compile first. Each process calls one implementation with
-one case, which stores the compiled kernels in the disk caches of Triton and flash-attn-4. The process that measures later loads
-the kernels from these caches.
+compile for minutes while the GPU is idle. Therefore several processes compile first. The compiled kernels are stored in the
+disk caches of Triton and flash-attn-4.
 """
 
 import multiprocessing
@@ -24,14 +23,13 @@ MAX_LENGTH = 16384  # the kernels of longer sequences are the same
 def use_disk_cache() -> None:
     """Enable the disk cache of flash-attn-4. Call this function before the library is imported.
 
-    The environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_DIR sets the folder of the cache.
+    The variable FLASH_ATTENTION_CUTE_DSL_CACHE_DIR sets its folder.
     """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def distinct_cases(cases: Iterable[Case]) -> list[Case]:
-    """Leave out cases that use the same kernels as an earlier case. Cases that differ only in length or window use the same
-    kernels."""
+    """Return one case per set of kernels. Cases that differ only in length or window use the same kernels."""
     found = {}
     for case in cases:
         short = replace(case, length=min(case.length, MAX_LENGTH))
@@ -41,7 +39,7 @@ def distinct_cases(cases: Iterable[Case]) -> list[Case]:
 
 
 def compile_first(cases: Iterable[Case], names: list[str], workers: int) -> dict[tuple[str, Case], str]:
-    """Compile the kernels of all cases for the implementations with these names, in `workers` processes.
+    """Compile the kernels of all cases in `workers` processes.
 
     Returns:
         A description of the error for each call that failed.

@@ -9,20 +9,20 @@ libraries.
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
 Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph of up to 32 layers is replayed.
-Each layer has its own KV cache, so that no key comes from the L2 cache. The eager time is the wall time of the same calls from
-Python. All implementations of a case are timed in turn in several rounds, without pauses, so that the GPU does not cool down.
-The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns
+Each layer has its own KV cache, which keeps the keys out of the L2 cache. The eager time is the wall time of the same calls
+from Python. All implementations of a case are timed in turn in several rounds, without pauses, so that the GPU does not cool
+down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns
 compare ringattn with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the
-kernel time. The kernel time is the time during which at least one kernel runs, as measured by the profiler.
+kernel time. The profiler measures the kernel time, during which at least one kernel runs.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once per case,
-and this planning is not timed. FlashInfer compiles its kernels with nvcc in the first call. The table contains "-" for
-libraries that are not installed.
+before the measurement. FlashInfer compiles its kernels with nvcc in the first call. The table contains "-" for libraries that
+are not installed.
 
-SDPA has no argument for lengths, so its caches are exactly as long as the sequences. With several queries, SDPA is not causal.
-With --model, the script also runs `scripts.bench.generation`. A model of configs/model with random weights then generates
-tokens after --context tokens. The script writes rows.json and README.md to --output.
+SDPA has no argument for lengths, so its caches contain no free rows. With several queries, SDPA is not causal. With --model,
+the script also runs `scripts.bench.generation`. A model of configs/model with random weights then generates tokens after
+--context tokens. The script writes rows.json and README.md to --output.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class Layer(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """An implementation of decoding. The function `attend` must be called inside the context manager that `context` creates."""
+    """An implementation of decoding. Call `attend` inside `context()`."""
 
     attend: Callable[[Layer], Tensor]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -98,7 +98,6 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of keys and values per layer."""
         return 4 * self.batch * self.keys * self.key_heads * self.head_dim
 
 
@@ -109,7 +108,7 @@ CASES += [Case(1, 32768, queries=queries) for queries in (4, 16)]
 
 
 def make_layers(case: Case, num_layers: int, device: torch.device) -> list[Layer]:
-    """Return layers with filled caches, which contain copies of the same random keys and values."""
+    """Return layers whose caches contain the same random keys and values."""
     shape = case.batch, case.keys, case.key_heads, case.head_dim
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     layers = []
@@ -128,7 +127,6 @@ def _is_installed(module: str) -> bool:
 
 
 def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
-    """Return the implementations whose libraries are installed, by name."""
     queries = q.transpose(1, 2)
 
     def sdpa(layer: Layer) -> Tensor:
@@ -169,7 +167,7 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
 
 
 def flashinfer(case: Case, q: Tensor) -> Implementation:
-    """Return FlashInfer's kernel, which reads the cache in pages and supports one query per sequence."""
+    """Return FlashInfer's kernel for paged caches and one query per sequence."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
@@ -194,7 +192,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
 
 
 def with_bounds(case: Case, q: Tensor) -> Implementation:
-    """Return ringattn, which reads the sequence lengths from GPU memory, as CUDA graphs require."""
+    """Return ringattn with sequence lengths in GPU memory, as CUDA graphs require."""
     hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
     bounds = torch.zeros_like(hi), hi
 
@@ -224,7 +222,6 @@ def row_error(out: Tensor, exact: Tensor) -> float:
 
 
 def capture(call: Implementation, layers: list[Layer]) -> torch.cuda.CUDAGraph:
-    """Capture the calls of all layers in one CUDA graph."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), call.context():
@@ -247,7 +244,7 @@ def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
 
 
 def kernel_us(call: Implementation, layers: list[Layer]) -> float:
-    """Return the time per call during which at least one kernel runs, in microseconds."""
+    """Return the kernel time per call in microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, call.context():
         for layer in layers:
             call.attend(layer)
@@ -279,15 +276,13 @@ def eager_us(call: Implementation, layers: list[Layer], num_calls: int) -> float
 
 
 def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
-    """Return the error of an implementation."""
     with call.context():
         out = call.attend(layer)
     return row_error(out.transpose(1, 2) if call.heads_first else out, exact_output(case, q, layer.cache, call.is_causal))
 
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Check and time all implementations of a case. Return a dict with the measurements of each implementation."""
-    # While `make_layers` runs, the random keys and values take as much memory as another layer.
+    """Check and time all implementations of a case."""
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
     calls: dict[str, Implementation] = {}
@@ -297,13 +292,13 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
     for name, call in implementations(case, q).items():
         try:
             rows[name] = {"error": check(call, layers[0], case, q)}
-            # This dict keeps the input tensors alive, because every replay of a graph reads them.
+            # Keep the input tensors alive for the replays of the graph.
             captured[name] = with_bounds(case, q) if name == OURS else call
             graphs[name] = capture(captured[name], layers)
             calls[name] = call
         except Exception as error:  # the kernels of other libraries raise exceptions of any type
             rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-    # At 3 TB/s, a measurement takes about 10 ms. Every measurement contains at least a few calls.
+    # At 3 TB/s, a measurement takes about 10 ms.
     estimate = case.bytes / 3e6 + 10
     replays, eager_calls = max(2, int(1e4 / (estimate * len(layers)))), max(10, min(200, int(1e4 / max(estimate, 50))))
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in calls}
@@ -320,7 +315,6 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
 
 
 def cells(case: Case, rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the cells of a case in the table."""
     line = [case.name]
     for key, digits in (("graph_us", 1), ("gb_per_s", 0), ("eager_us", 1)):
         figures = [rows.get(name, {}).get(key) for name in NAMES]
@@ -337,7 +331,6 @@ def cells(case: Case, rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def report(results: dict[Case, dict[str, Any]], date: str) -> str:
-    """Return the report of all cases in Markdown."""
     columns = (
         f"case | graph, us: {' / '.join(NAMES)} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | "
     )
@@ -347,7 +340,6 @@ def report(results: dict[Case, dict[str, Any]], date: str) -> str:
 
 
 def report_generation(model: str, context: int, speeds: dict[str, generation.Speed | str], date: str) -> str:
-    """Return the report of `generation.measure` in Markdown."""
     lines = [
         [name, speed, "-", "-", date]
         if isinstance(speed, str)
@@ -384,7 +376,6 @@ def main(argv: list[str]) -> int:
     header = command.describe_run("scripts.bench.decode", argv, gpus=1, packages=packages)
     results: dict[Case, dict[str, Any]] = {}
     for case in CASES:
-        # The caches and the random tensors that fill them need memory at the same time.
         if not re.search(args.only, case.name) or 2 * case.bytes > args.gib * 2**30:
             continue
         results[case] = measure(case, args.gib * 2**30, args.rounds, DEVICE)

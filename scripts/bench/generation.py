@@ -22,7 +22,7 @@ WARM_UP = 8  # the first tokens are not timed, because transformers compiles the
 
 
 class Speed(NamedTuple):
-    """The speed of generation: the median time per token, and the bytes that the GPU reads per token."""
+    """The median time per token, and the bytes that the GPU reads per token."""
 
     ms_per_token: float
     bytes: int
@@ -53,7 +53,7 @@ def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
 
 
 def speed_of(times: list[float], config: ModelConfig, context: int, parameters: int) -> Speed:
-    """Compute the speed. `times` contains the time in seconds at which each token reached the host."""
+    """Compute the speed from the times (in seconds) at which the tokens reached the host."""
     steps = [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
     return Speed(statistics.median(steps) * 1e3, bytes_per_token(config, context, parameters))
 
@@ -82,7 +82,7 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
 
 
 class Clock:
-    """A streamer for `generate` of transformers. The streamer records the time at which each token reaches the host."""
+    """A streamer for `generate` of transformers."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

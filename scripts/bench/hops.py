@@ -7,10 +7,10 @@ A CUDA device is required. The times contain attention and the merge of states, 
 queries.
 
 - In a hop of the KV ring, the attention kernel merges its result into the state of the resident queries.
-- In a hop of the state ring, the attention kernel writes a new state, and a separate kernel on the owner of the queries merges
-  this state. In the row "eager merge", PyTorch operations merge the states instead.
+- In a hop of the state ring, the attention kernel writes a new state, and a second kernel merges it. In the row "eager merge",
+  PyTorch operations merge the states instead.
 - A ring pass has as many hops as ranks. In the last hop of the KV ring, the attention kernel also divides o by l. In the state
-  ring, one merge kernel processes the states of up to three other ranks and divides o by l.
+  ring, one kernel merges the states of up to three other ranks and divides o by l.
 
 Before anything is timed, the outputs are compared with float64. The script times all calls in the same way as
 `scripts.bench.kernels`, and prints a table.
@@ -43,7 +43,7 @@ PASSES = (f"KV ring, pass of {RANKS} hops", f"state ring, pass of {RANKS} hops")
 
 
 class Problem:
-    """A problem contains random queries, and a block of random keys and values for each hop."""
+    """Random queries, and a block of random keys and values for each hop."""
 
     def __init__(self, queries: int) -> None:
         case = Case("full", queries, HEADS, HEAD_DIM)
@@ -72,14 +72,13 @@ class Problem:
         return dispatch.merge_states(own, [(0, state) for state in others], torch.bfloat16)
 
     def relayed_pass(self) -> tuple[Tensor, Tensor]:
-        """Run a pass of the state ring that merges the result of every hop in place, as a relay schedule does."""
+        """Run a pass of the state ring with a relay schedule, which merges results in place."""
         state = self.attend(0)
         for hop in range(1, RANKS):
             dispatch.merge_states(state, [(0, self.attend(hop))])
         return reference.finalize(state, torch.bfloat16)
 
     def calls(self) -> dict[str, Call]:
-        """Return the timed calls by name."""
         eager = partial(self.state_hop, reference.merge_states)
         hops = (partial(self.attend, 1), lambda: self.attend(1, self.state), self.state_hop, eager)
         return dict(zip((*HOPS, *PASSES), (*hops, self.kv_pass, self.state_pass), strict=True))
@@ -103,7 +102,7 @@ class Problem:
 
 
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
-    """Check and time all calls with `queries` queries, and return the rows of the table."""
+    """Check and time all calls, and return the rows of the table."""
     problem = Problem(queries)
     problem.check()
     calls = {(name, "forward"): call for name, call in problem.calls().items()}

@@ -37,17 +37,16 @@ of all cases, as `scripts.bench.compile_first` explains.
 Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The check covers
 only the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
-A GPU lowers its clock rate when it reaches its power limit. A kernel that is timed after a pause therefore seems faster than it
-is, and a kernel that is timed after a power-hungry kernel seems slower. For a fair comparison, all implementations are first
-compiled and checked. All implementations are then timed in turn in several rounds, and every second round runs in reverse
-order. Before each measurement, the call is repeated for 0.2 s, so that the GPU reaches a clock rate that it can sustain. Every
-reported time is the median over the rounds. With --graph, the calls are replayed from CUDA graphs, so the times do not include
-the time of the host. For short sequences, the host takes longer than the GPU.
+A GPU lowers its clock rate when it reaches its power limit. A kernel therefore seems faster after a pause, and slower after a
+power-hungry kernel. For a fair comparison, all implementations are first compiled and checked. All implementations are then
+timed in turn in several rounds, and every second round runs in reverse order. Before each measurement, the call is repeated for
+0.2 s, so that the GPU reaches a clock rate that it can sustain. Every reported time is the median over the rounds. With
+--graph, the calls are replayed from CUDA graphs, so the times do not include the time of the host. For short sequences, the
+host takes longer than the GPU.
 
-A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. If
-the head dims of keys and values differ, `Case.flops` counts every matrix product with its own head dim. The rate in GB/s counts
-the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the gradients. The extra
-memory of a call is its peak memory minus the memory of its arguments and results.
+A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. The
+rate in GB/s counts the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the
+gradients. The extra memory of a call is its peak memory minus the memory of its arguments and results.
 """
 
 import argparse
@@ -135,7 +134,6 @@ def case_name(case: Case) -> str:
 
 
 def warm_up(call: Callable[[], object]) -> None:
-    """Repeat a call for WARMUP_SECONDS."""
     end = time.perf_counter() + WARMUP_SECONDS
     while time.perf_counter() < end:
         for _ in range(4):
@@ -175,11 +173,11 @@ def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP
 def check(
     case: Case, name: str, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Call]]:
-    """Check the forward and the backward of an implementation. The function catches exceptions and reports them in `found`.
+    """Check the forward and the backward of an implementation. Exceptions are reported in `found`.
 
     Returns:
-        (found, calls). Both dicts have the keys "forward" and "backward". The dict `found` contains the results of
-        `check_call`, or the reason why there are none. The dict `calls` contains only calls with correct results.
+        (found, calls). Both have the keys "forward" and "backward". The dict `found` contains the results of `check_call`, or
+        the reason why there are none. The dict `calls` contains only calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}
@@ -254,9 +252,7 @@ def time_in_rounds(
 
 
 def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict[str, Any]]:
-    """Check and time all implementations of a case. Print and return one row per implementation. The printed seconds are mostly
-    the time to compile the kernels.
-    """
+    """Check and time all implementations of a case. Print and return one row per implementation."""
     tensors = case.inputs(DEVICE)
     expected = expected_results(case, *tensors)
     rows: dict[str, dict[str, Any]] = {}
@@ -326,8 +322,7 @@ def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 @contextmanager
 def stream_for(use_graphs: bool) -> Generator[None]:
-    """Return a context manager in which calls run on a stream that CUDA graphs can capture. The default stream cannot be
-    captured."""
+    """Return a context manager that selects a stream for calls. CUDA graphs cannot capture the default stream."""
     if not use_graphs:
         yield
         return
@@ -336,7 +331,7 @@ def stream_for(use_graphs: bool) -> Generator[None]:
 
 
 def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[str, peers.Prepare]) -> list[dict[str, Any]]:
-    """Measure the cases that --suite and --only select, write the report, and return the rows of ringattn."""
+    """Measure the selected cases, write the report, and return the rows of ringattn."""
     chosen = choose_cases(args)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:

@@ -27,7 +27,6 @@ Format = Callable[[float], str]
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Return the time and the errors of a forward or a backward in one line."""
     if found["status"] == "failed":
         return f"failed: {found['error']}"
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.get("errors", {}).items())
@@ -36,14 +35,14 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def save_rows(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], rows: Rows) -> None:
-    """Write rows.json, which contains the header, the cases of each suite, and one row per case and implementation."""
+    """Write rows.json with one row per case and implementation."""
     by_suite = {suite: [asdict(case) for case in cases] for suite, cases in suites.items()}
     flat = [{**row, "case": asdict(case)} for case, found in rows.items() for row in found]
     (output / "rows.json").write_text(json.dumps({**header, "suites": by_suite, "rows": flat}, indent=1) + "\n")
 
 
 def load_rows(path: Path) -> tuple[dict[str, Any], dict[str, list[Case]], Rows]:
-    """Read the rows that `save_rows` has written. Cases that were not measured because the run was interrupted are left out."""
+    """Read the rows that `save_rows` has written. Cases that an interrupted run has not measured are left out."""
     header = json.loads(path.read_text())
     rows: Rows = {}
     for row in header.pop("rows"):
@@ -61,7 +60,6 @@ def _find(rows: Rows, case: Case, name: str) -> dict[str, Any]:
 
 
 def _cell(row: dict[str, Any], key: str, form: Format) -> str:
-    """Return the measurement `key` as a text "forward / backward". Unsupported masks give "-"."""
     parts = []
     for direction in DIRECTIONS:
         status, value = row[direction]["status"], row[direction].get(key)
@@ -73,7 +71,6 @@ def _cell(row: dict[str, Any], key: str, form: Format) -> str:
 
 
 def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
-    """Return the measurement `key` divided by its value for the case `base`, as a text " (forward / backward)"."""
     if base is None:
         return ""
     other = _find(rows, base, row["implementation"])
@@ -85,8 +82,6 @@ def _ratio(rows: Rows, row: dict[str, Any], base: Case | None, key: str) -> str:
 
 
 class Report:
-    """The sections of a report."""
-
     def __init__(self, header: dict[str, Any], rows: Rows) -> None:
         self.header, self.rows, self.names = header, rows, _names(rows)
 
@@ -239,8 +234,7 @@ def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
 
 
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Plot extra memory against the sequence length. The plot also shows the memory of N x N scores, and of the arguments and
-    results."""
+    """Plot extra memory against the sequence length."""
     figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
@@ -257,8 +251,8 @@ def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
 
 
 def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Plot the time of block-sparse attention, relative to full attention, against the fraction of computed blocks. Return None
-    unless full attention was measured.
+    """Plot the time of block-sparse attention against the fraction of computed blocks. Return None unless full attention was
+    measured.
     """
     sparse = [case for case in cases if case.kind == "blocks"]
     dense = next((case for case in cases if case.kind == "full"), None)

@@ -3,10 +3,9 @@
     python -m scripts.bench.memory
     python -m scripts.bench.memory --cases '124m 65536 1' '1.4b 65536 2 parallel.ulysses=2'
 
-A case consists of a model, the number of tokens per sequence, the number of GPUs, and optional settings of `train/run.py`. Each
-case is a job of a few steps with one document per sequence. By default, the script skips cases that need more GPUs than this
-machine has. The measured peak memory comes from torch's allocator. If a job fails, the table contains its error message. The
-script writes README.md to --output.
+Each case is a job of a few steps with one document per sequence. By default, the script skips cases that need more GPUs than
+this machine has. The measured peak memory comes from torch's allocator. If a job fails, the table contains its error message.
+The script writes README.md to --output.
 """
 
 import argparse
@@ -70,9 +69,7 @@ def job_command(case: str, steps: int, output: Path) -> list[str]:
 
 
 def measure(case: str, steps: int) -> Row:
-    """Train one case in a subprocess. Return the contents of summary.json and the predicted seconds per step, or {"failed":
-    error message}.
-    """
+    """Train one case in a subprocess. Return its summary and the predicted seconds per step, or {"failed": error message}."""
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")
         arguments = job_command(case, steps, Path(directory) / "run")
@@ -85,7 +82,6 @@ def measure(case: str, steps: int) -> Row:
 
 
 def results_table(date: str, rows: list[Row]) -> str:
-    """Return a Markdown table with one line per case."""
     lines = []
     for row in rows:
         model, seq_len, ranks, *settings = row["case"].split()

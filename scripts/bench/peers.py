@@ -31,7 +31,7 @@ ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED, SINKS)  # implementations that ar
 
 
 class Unsupported(Exception):
-    """The implementation does not support the mask of the case."""
+    """An implementation does not support the mask of a case."""
 
 
 def ringattn(backend: str) -> Prepare:
@@ -44,7 +44,7 @@ def ringattn(backend: str) -> Prepare:
 
 
 def sinks(case: Case, device: torch.device) -> Attend:
-    """Return ringattn with learned sinks, which are too small to change the results."""
+    """Return ringattn with sinks that are too small to change the results."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     logits = torch.full((case.heads,), -1e4, device=device, requires_grad=True)
@@ -59,8 +59,8 @@ def fp8(case: Case, _device: torch.device) -> Attend:
 
 
 def fp8_rounded(case: Case, device: torch.device) -> Attend:
-    """Return the FP8 forward for rounded inputs, as the hops of a ring call it. There is no backward. All calls must have the
-    same inputs, because only the first call rounds its inputs.
+    """Return the FP8 forward for rounded inputs, as the hops of a ring call it. There is no backward. Only the first call
+    rounds its inputs, so all calls must have the same inputs.
     """
     if case.kind == "blocks":
         raise Unsupported(case.kind)
@@ -89,8 +89,8 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Return a context manager that enables deterministic algorithms. By default, PyTorch would also fill new tensors with NaN,
-    which takes time and is disabled here.
+    """Return a context manager that enables deterministic algorithms. Filling new tensors with NaN is disabled, because it
+    takes time.
     """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
@@ -103,12 +103,10 @@ def deterministic() -> Generator[None]:
 
 
 def context(name: str) -> AbstractContextManager[None]:
-    """Return the context manager in which the implementation `name` must be called."""
     return deterministic() if name == DETERMINISTIC else nullcontext()
 
 
 def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Call PyTorch's scaled_dot_product_attention on tensors of (B, N, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     # context_parallel replaces the function in the module, so the function must be looked up at every call.
@@ -130,7 +128,6 @@ def sdpa(backend: SDPBackend) -> Prepare:
 
 
 def _flex_mask(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask of a case as a function of (batch, head, query, key), as FlexAttention expects."""
     if case.keep is not None:
         keep = case.keep.to(device)
         return lambda _b, _h, i, j: keep[i // BLOCK, j // BLOCK]
@@ -144,10 +141,9 @@ def _flex_mask(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Te
 
 
 def flex(case: Case, device: torch.device) -> Attend:
-    """Compile FlexAttention for one case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Without a reset, many cases would reach PyTorch's limit of recompilations, and later cases would run without compilation.
+    # Without a reset, many cases would reach PyTorch's limit of recompilations.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None
@@ -194,7 +190,6 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
 
 
 def available() -> dict[str, Prepare]:
-    """Return all implementations by name, except flash-attn-4 if it cannot be imported."""
     found = dict(IMPLEMENTATIONS)
     if "fa4" in found:
         try:

@@ -2,10 +2,10 @@
 
     python -m scripts.bench.planning
 
-No GPU is required. The script plans the forward and the backward pass of one rank for a new random mask, as every training step
-does. Planning has four parts: the layout, the schedules, the intervals of all local steps, and the work tiles of the Hopper
-kernels. The work tiles are for 16 heads with head dim 128 and 132 SMs. The table contains medians of the CPU time, because
-other processes may slow down the machine.
+No GPU is required. The script plans both passes of one rank for a new random mask, as every training step does. Planning has
+four parts: the layout, the schedules, the intervals of all local steps, and the work tiles of the Hopper kernels. The work
+tiles are for 16 heads with head dim 128 and 132 SMs. The table contains medians of the CPU time, because other processes may
+slow down the machine.
 
 The script prints a table and writes its rows as JSON. With --earlier and the JSON file of another commit, the table also
 contains the times of the other commit.
@@ -40,8 +40,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. Each seed also has another window, which is too large to exclude
-    anything, so that no plan comes from a cache.
+    """Return a causal mask of documents with random lengths. Each seed has another (ineffective) window, so no plan comes from
+    a cache.
     """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
@@ -72,7 +72,6 @@ def plan(seq_len: int, documents: int, ranks: int, seed: int) -> dict[str, float
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all combinations of the numbers of tokens, documents and ranks. Times are in milliseconds."""
     rows = []
     for seq_len in args.tokens:
         for documents in args.documents:
@@ -86,7 +85,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> str:
-    """Return a Markdown table of the rows, next to the times of the same cases in `earlier`."""
     known = {(x["tokens"], x["documents"], x["ranks"]): x["total"] for x in earlier}
     cells = []
     for row in rows:

@@ -68,7 +68,6 @@ print(time.monotonic() - begin)
 
 
 def source_code() -> str:
-    """Return up to SAMPLE_BYTES of the source code of the standard library and of the installed packages."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     random.Random(0).shuffle(files)
     texts, size = list[str](), 0
@@ -82,7 +81,6 @@ def source_code() -> str:
 
 
 def write_lines(path: Path, size: int, sample: str) -> None:
-    """Write `size` bytes of JSON lines, unless the file exists."""
     if path.exists():
         return
     generator, written = random.Random(size), 0
@@ -95,7 +93,6 @@ def write_lines(path: Path, size: int, sample: str) -> None:
 
 
 def write_tokenizer(path: Path, vocabulary: int, sample: str) -> None:
-    """Train a BPE tokenizer on the source code, unless the file exists."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     if path.exists():
@@ -110,7 +107,7 @@ def write_tokenizer(path: Path, vocabulary: int, sample: str) -> None:
 
 
 def memory_of(root: int) -> int:
-    """Return the proportional set size, in bytes, of a process and all its descendants."""
+    """Return the proportional set size (bytes) of a process and its descendants."""
     parents, found, added = dict[int, int](), set[int](), {root}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -146,7 +143,6 @@ def run(arguments: list[str], cache: Path) -> tuple[float, float]:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Prepare every text with every tokenizer and number of processes, and yield one row for each."""
     sample, cache = source_code(), folder / "cache"
     bpe = folder / f"bpe-{args.vocabulary}.json"
     if "bpe" in args.tokenizers:

@@ -8,13 +8,12 @@ The module `scripts/bench/ring_variants.py` explains the variants. Before a vari
 compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is reported only if its
 results are correct.
 
-The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. In each
-round, the mean time of consecutive calls on the slowest rank is measured. The reported time is the median over all rounds. The
-variants `local` and `ulysses-4-local` run the kernels of `nvlink-auto` and of `ulysses-4` as if every message had already
-arrived. The times of these variants show how fast a ring with infinitely fast communication would be. Variants that end with
-`-graph` replay CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with
-4,096 tokens per rank, the host takes about as long as the GPU. For all variants, autograd runs the backward in the calling
-thread.
+The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. Each
+round measures the mean time per call on the slowest rank. The reported time is the median over all rounds. The variants `local`
+and `ulysses-4-local` run the kernels of `nvlink-auto` and `ulysses-4` without communication. The times of these variants show
+how fast a ring with infinitely fast communication would be. Variants that end with `-graph` replay CUDA graphs, so their times
+do not include the time of the host. The host time matters for short shards: with 4,096 tokens per rank, the host takes about as
+long as the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -53,14 +52,12 @@ from scripts.tools.plan_ring import bytes_sent
 
 CHECKED_LENGTH = 1536  # the comparison with the float64 reference has this many tokens per rank
 NAMES = ("out", "dq", "dk", "dv")
-# A measurement takes about MEASUREMENT_SECONDS if a GPU reaches ASSUMED_SPEED, in FLOP/s.
+# At ASSUMED_SPEED (FLOP/s), a measurement takes MEASUREMENT_SECONDS.
 MEASUREMENT_SECONDS, ASSUMED_SPEED = 0.2, 4e14
 
 
 def check(case: Case, variant: str) -> dict[str, float]:
-    """Run the variant on a short sequence with the mask and the heads of the case. Return the largest `group_error` of each
-    result over all ranks.
-    """
+    """Run the variant on a short sequence. Return the largest `group_error` of each result."""
     rank, ranks, ulysses = dist.get_rank(), dist.get_world_size(), variants.ulysses_degree(variant)
     small = Case(case.kind, CHECKED_LENGTH * ranks, case.heads, case.head_dim, key_heads=case.key_heads)
     layout, shard = variants.ring_layout(small, ranks, ulysses), variants.random_shard(small, ulysses, seed=1)
@@ -84,7 +81,7 @@ def largest_of_ranks(value: float) -> float:
 
 
 def mean_ms(call: Call, repeats: int) -> float:
-    """Return the mean time of consecutive calls on the slowest rank, in milliseconds."""
+    """Return the milliseconds per call on the slowest rank."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -99,7 +96,7 @@ def mean_ms(call: Call, repeats: int) -> float:
 
 
 def peak_bytes(call: Call) -> int:
-    """Return the peak of torch's allocator during a call: the maximum over all ranks, in bytes."""
+    """Return the peak memory of a call in bytes, the maximum over all ranks."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -109,7 +106,7 @@ def peak_bytes(call: Call) -> int:
 
 
 def receive_buffer_bytes(transport: NvlinkTransport) -> int:
-    """Return the bytes of the receive buffers, which the statistics of torch's allocator do not include."""
+    """Return the bytes of the receive buffers, which torch's allocator does not count."""
     buffers = transport.receive_buffer, transport.all_to_all_buffer
     return sum(buffer.memory.nbytes for buffer in buffers if buffer.memory is not None)
 
@@ -118,7 +115,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     """Count the hops in which messages are sent, and the bytes that the busiest rank sends.
 
     Returns:
-        A dict with the keys "forward" and "both". The numbers under "both" are sums over the forward and the backward pass.
+        A dict with the keys "forward" and "both". The key "both" has sums over both passes.
     """
     plan = get_plan(case.mask, variants.ring_layout(case, ranks), 0, torch.device("cpu"))
     heads = case.heads, case.num_key_heads
@@ -139,7 +136,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add the hops, the bytes and the exposed time of communication to the row of each ring.
+    """Add the statistics of communication to the row of each ring.
 
     Args:
         case: the case of the rows.
@@ -158,14 +155,10 @@ def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, 
 
 
 def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str, dict[str, Any]]:
-    """Time all variants one after the other in several rounds.
-
-    Returns:
-        For each variant and each of PARTS, the median milliseconds, the TFLOP/s per GPU and the samples.
-    """
+    """Return the median milliseconds, the TFLOP/s per GPU and the samples of each variant and part."""
     samples: dict[tuple[str, str], list[float]] = {(variant, part): [] for variant in calls for part in PARTS}
     if case.flops("forward") / dist.get_world_size() <= pass_graphs.MAX_FORWARD_FLOPS:
-        # After some calls with short shards, the ring replays CUDA graphs. Therefore warm up.
+        # With short shards, the ring soon replays CUDA graphs. Therefore warm up.
         for timed in calls.values():
             with timed.context():
                 for _ in range(pass_graphs.CALLS_BEFORE_CAPTURE):

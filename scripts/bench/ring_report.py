@@ -21,7 +21,7 @@ from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
 PARTS = ("forward", "both")  # "both" is a forward pass followed by a backward pass
-# The results of each case by name. The dict of a case contains one row per variant, and the case itself under the key "case".
+# The results of each case by name.
 Rows = dict[str, dict[str, dict[str, Any]]]
 COMMUNICATION_NOTE = """\
 In a pair of figures, the first is for the forward, and the second is for the forward + backward. The column "hops" gives the
@@ -33,7 +33,7 @@ ring with another value of `schedule`, the difference therefore also contains me
 
 
 def base_of(variant: str) -> str:
-    """Return the name of the variant that runs the same kernels without communication."""
+    """Return the variant that runs the same kernels without communication."""
     graph = "-graph" if variant.endswith("-graph") else ""
     if variant.startswith("ulysses-"):
         return f"ulysses-{variant.split('-')[1]}-local{graph}"
@@ -49,7 +49,6 @@ def _ratios(row: dict[str, Any], other: dict[str, Any], form: str) -> str:
 
 
 def speed_table(header: dict[str, Any], rows: Rows) -> str:
-    """Return a Markdown table with the speed of each case and variant."""
     columns = (
         "case | variant | forward, TFLOP/s per GPU | forward + backward, TFLOP/s per GPU | "
         "relative to local | relative to context_parallel | peak memory per GPU, GiB | largest error | date"
@@ -71,7 +70,6 @@ def speed_table(header: dict[str, Any], rows: Rows) -> str:
 
 
 def communication_table(header: dict[str, Any], rows: Rows) -> str:
-    """Return a Markdown table of sent bytes and exposed communication, or "" if no ring was timed."""
     columns = (
         "case | variant | schedule, forward / backward | hops | MiB sent by the busiest rank | exposed, us | "
         "exposed per hop, us | date"

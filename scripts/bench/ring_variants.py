@@ -111,7 +111,6 @@ def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
 
 
 def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
-    """Return the layout that training with parallel.layout=auto would use."""
     if case.kind == "documents":
         layout = balanced_layout(case.mask, case.length, ranks // ulysses)
     else:
@@ -120,13 +119,12 @@ def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
 
 
 def random_shard(case: Case, ulysses: int = 1, seed: int = 0) -> list[Tensor]:
-    """Return random shards of q, k, v and dout for this rank. All tensors except dout require gradients."""
+    """Return this rank's shards of random q, k, v and dout. All tensors except dout require gradients."""
     generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
     return random_inputs(case, ring_layout(case, dist.get_world_size(), ulysses).rows(dist.get_rank()), generator)
 
 
 def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
-    """Return the calls of a variant, or None if context_parallel does not support the case."""
     if variant.endswith("-graph"):
         calls = make_calls(case, variant.removesuffix("-graph"), shard)
         assert calls is not None
@@ -145,7 +143,6 @@ def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
 def _calls_with_autograd(
     attend: Callable[[], Tensor], shard: list[Tensor], context: Callable[..., Any] = contextlib.nullcontext
 ) -> Calls:
-    """Return the calls of `attend`, which computes attention of the q, k and v in `shard`."""
     *inputs, dout = shard
 
     def forward() -> Tensor:
@@ -153,7 +150,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # By default, autograd runs a backward pass in another thread, which would make a call about 50% slower.
+        # A backward pass in autograd's own thread would make a call about 50% slower.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)
@@ -187,8 +184,7 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing. The transport replaces incoming blocks by rows of this rank, and incoming results by
-    zeros."""
+    """A transport that sends nothing. Incoming blocks are replaced by rows of this rank, and incoming results by zeros."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
@@ -214,9 +210,7 @@ class LocalTransport(MessageTransport):
         """"""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return a replacement for tensor `i` of an incoming message. Results from different ranks get different memory, as on
-        a real ring.
-        """
+        """Return a local replacement for tensor `i` of a message."""
         kind, rows = message.kind, len(message.rows)
         if kind == "block" and rows <= x.shape[1]:
             return x[:, :rows]
@@ -245,7 +239,6 @@ def local_calls(case: Case, shard: list[Tensor]) -> Calls:
 
 
 def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
-    """Return calls that run the kernels of `ulysses_attention` without communication."""
     ring_group = _mesh(ulysses)["ring"].get_group()
     device = torch.device("cuda", torch.cuda.current_device())
     layout = ring_layout(case, dist.get_world_size(), ulysses).whole
@@ -292,7 +285,6 @@ def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
 
 
 def capture(call: Call) -> Call:
-    """Capture a call in a CUDA graph, and return a function that replays the graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -305,7 +297,7 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         results = call()
 
-    # The default argument keeps the input tensors of the captured call alive.
+    # The default argument keeps the input tensors alive.
     def replay(_call: Call = call) -> object:
         graph.replay()
         return results

@@ -66,7 +66,7 @@ def measure(job: str, ranks: int, steps: int) -> Row:
 
 
 def rates(records: list[dict[str, Any]], ranks: int) -> Row:
-    """Compute rates from the second half of `records`, the lines of metrics.jsonl."""
+    """Compute rates from the second half of metrics.jsonl (`records`)."""
     half = records[len(records) // 2 :]
     seconds = [record["seconds"] for record in half]
     tokens = sum(record["tokens_per_s_per_rank"] * ranks * record["seconds"] for record in half)
@@ -81,7 +81,6 @@ def rates(records: list[dict[str, Any]], ranks: int) -> Row:
 
 
 def median_rows(rows: list[Row]) -> list[Row]:
-    """Return the median of each rate over all rounds, as one row per job and number of ranks."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["job"], row["ranks"]), []).append(row)
@@ -101,7 +100,6 @@ def relative_speed(row: Row, rows: list[Row]) -> float | None:
 
 
 def results_table(date: str, rows: list[Row]) -> str:
-    """Return a Markdown table with one line per job and number of ranks."""
     columns = "job | GPUs | s per step | tokens/s, all GPUs | relative to one GPU | MFU | peak memory per GPU, GiB | date"
     lines = []
     for row in rows:
@@ -116,7 +114,6 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row]) -> plt.Figure:
-    """Plot the speed relative to one GPU against the number of GPUs."""
     figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
     counts = sorted({row["ranks"] for row in rows})
     for index, job in enumerate(SHARED):

@@ -35,9 +35,7 @@ Interval = tuple[float, float]  # start and end in milliseconds from the start o
 
 
 def read_step(path: Path, step: int) -> tuple[float, list[tuple[float, float, str]], list[Interval]]:
-    """Return the length of a step in ms, the outermost operations of the host as (start, end, name), and the intervals in which
-    the GPU is busy.
-    """
+    """Return the milliseconds of a step, the outermost host operations, and the intervals in which the GPU is busy."""
     with gzip.open(path) as file:
         events = [x for x in json.load(file)["traceEvents"] if x.get("ph") == "X"]
     span = next((x for x in events if x["name"] == f"step {step}" and x.get("cat") == "user_annotation"), None)
@@ -62,7 +60,6 @@ def read_step(path: Path, step: int) -> tuple[float, list[tuple[float, float, st
 
 
 def merge(intervals: list[Interval]) -> list[Interval]:
-    """Return the union of the intervals as disjoint intervals in ascending order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -77,7 +74,6 @@ def busy_share(length: float, gpu: list[Interval]) -> float:
 
 
 def plot(steps: list[tuple[str, float, list[tuple[float, float, str]], list[Interval]]]) -> plt.Figure:
-    """Draw steps, given as (label, length, host, gpu) with the results of `read_step`."""
     figure, rows = plt.subplots(
         len(steps), squeeze=False, sharex=True, figsize=(9, 1.7 * len(steps) + 0.8), layout="constrained"
     )

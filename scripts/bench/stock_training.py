@@ -72,7 +72,6 @@ def build(config: ModelConfig, mesh: DeviceMesh, use_checkpointing: bool) -> GPT
 
 @torch.compile
 def mean_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of all tokens."""
     return F.cross_entropy(F.linear(hidden, head).flatten(0, 1).float(), labels.flatten())
 
 

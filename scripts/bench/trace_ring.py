@@ -3,11 +3,9 @@
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The script accepts the same cases as `scripts.bench.ring`. After several warm-up calls, one call is recorded, which all ranks
-start at the same time. The first kernels of the recorded call wait for the host, because the GPUs are idle when it starts. All
-ranks must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png to --output. The
-option --draw draws the plot again from timeline.json and needs no GPU. The white lines between consecutive kernels are not
-pauses.
+The script accepts the same cases as `scripts.bench.ring`. All ranks record one call, after several warm-up calls. All ranks
+must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png to --output. The option
+--draw draws the plot again from timeline.json and needs no GPU. The white lines between consecutive kernels are not pauses.
 """
 
 import argparse
@@ -62,7 +60,6 @@ class Event(NamedTuple):
 
 
 def device_events(trace: dict[str, Any]) -> list[Event]:
-    """Return the kernels and copies in a trace of torch's profiler, sorted by start time."""
     base = trace["baseTimeNanoseconds"]
     events = [
         Event(x["name"], x["args"]["stream"], base + round(1e3 * x["ts"]), round(1e3 * x["dur"]))
@@ -74,8 +71,8 @@ def device_events(trace: dict[str, Any]) -> list[Event]:
 
 def classify(events: list[Event]) -> list[str]:
     """Return the kind of each event of one rank. Kinds are keys of KINDS. The events must be sorted by start time. One stream
-    copies circulating blocks, and another stream copies partial results. Every pass sends a block before its first result, so
-    the first copy is on the stream for blocks.
+    copies circulating blocks, and another stream copies partial results. The first copy of a pass is a block, and identifies
+    the stream for blocks.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
@@ -88,7 +85,6 @@ def classify(events: list[Event]) -> list[str]:
 
 
 def timeline(ranks: list[list[Event]]) -> list[dict[str, Any]]:
-    """Return the events of all ranks, with times in microseconds since the first event."""
     first = min(event.start for events in ranks for event in events)
     return [
         {
@@ -116,7 +112,7 @@ def draw(found: dict[str, Any]) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.3 * band * ranks), layout="constrained")
     for kind in present:
         lane, colour, label = KINDS[kind]
-        # White edges separate consecutive attention kernels, but would hide short copies.
+        # White edges would hide short copies.
         edge = "white" if kind in ("forward", "backward") else colour
         for rank in range(ranks):
             own = [event for event in events if event["rank"] == rank and event["kind"] == kind]
@@ -149,7 +145,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
         call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        # The profiler initialises itself during the first call, so only the second call is recorded.
+        # The first call initialises the profiler, and the second call is recorded.
         steps = schedule(wait=0, warmup=1, active=1, repeat=1)
 
         def save(profiler: profile) -> None:

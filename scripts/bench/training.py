@@ -76,17 +76,13 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
 
 
 def find_reason(stderr: str) -> str:
-    """Return the first line of `stderr` that names an error, or else the last line."""
     lines = [cells.strip() for cells in stderr.splitlines() if cells.strip()]
     errors = (cells for cells in lines if "Error" in cells or cells.startswith("error:"))
     return next(errors, lines[-1] if lines else "no message")[:200]
 
 
 def results_table(date: str, rows: list[Row]) -> str:
-    """Return a Markdown table with one line per job.
-
-    The table contains the speed of each job relative to the fastest stock job of the same length.
-    """
+    """Return a Markdown table with one line per job."""
     columns = (
         "tokens per sequence | variant | tokens/s per GPU | TFLOP/s per GPU | MFU | "
         "peak memory per GPU, GiB | relative to the fastest stock job | date"
@@ -111,7 +107,6 @@ def is_stock(row: Row, length: int) -> bool:
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Plot TFLOP/s per GPU against the sequence length."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, variant in enumerate(VARIANTS):
         succeeded = [row for row in rows if row["variant"] == variant and "failed" not in row]
@@ -125,7 +120,6 @@ def plot(rows: list[Row], title: str) -> plt.Figure:
 
 
 def write(output: Path, header: dict[str, str], rows: list[Row]) -> None:
-    """Write README.md, training.json and training.png."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "training.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
     save_plot(plot(rows, f"Training a GPT ({header['model']}), causal, bf16"), output / "training.png")

@@ -45,7 +45,6 @@ def build(config: ModelConfig, seq_len: int, device: torch.device) -> Any:
 
 
 def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """Train for the given number of steps and return the summary."""
     model, on_gpu = build(config, seq_len, device), device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator, vocabulary = torch.Generator(device).manual_seed(1), model.config.vocab_size

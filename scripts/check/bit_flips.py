@@ -35,12 +35,12 @@ KINDS = {"shards": "*.distcp", "meta.json": "meta.json", "index": ".metadata"}
 
 
 def train(directory: Path, *arguments: str) -> tuple[int, str]:
-    """Run the training command in a fork of this process. Return the exit status and the output of the command."""
+    """Run the training command in a fork of this process. Return its exit status and its output."""
     with tempfile.TemporaryFile() as output:
         if (child := os.fork()) == 0:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
-            # Create the streams again, because pytest has redirected sys.stdout and sys.stderr to other files.
+            # Undo pytest's redirection of sys.stdout and sys.stderr.
             streams = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115 - until exec or exit
             sys.stdout, sys.stderr = streams
             sys.argv = ["train/run.py", *arguments, f"hydra.run.dir={directory}"]
@@ -56,7 +56,6 @@ def resume(checkpoint: Path, directory: Path) -> tuple[int, str]:
 
 
 def results(directory: Path) -> tuple[list[Any], dict[str, str]]:
-    """Return the losses of all steps, and the checksums of the tensors in the last checkpoint."""
     records = metrics.read(directory / "metrics.jsonl")
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records], checksums(
         directory / "checkpoints" / f"step_{STEPS + 2:08d}", "*.distcp"
@@ -68,7 +67,6 @@ def checksums(checkpoint: Path, pattern: str = "*") -> dict[str, str]:
 
 
 def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
-    """Flip a random bit in the files of one kind, and describe its position."""
     files = sorted(checkpoint.glob(KINDS[kind]))
     (file,) = rng.choices(files, [path.stat().st_size for path in files])
     content = bytearray(file.read_bytes())
@@ -79,7 +77,7 @@ def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
 
 
 def effect(original: Path, directory: Path, kind: str, rng: random.Random, expected: tuple[list[Any], dict[str, str]]) -> str:
-    """Flip a bit in a copy of a checkpoint and resume from the copy. Return "reported" or "without effect".
+    """Resume from a copy of a checkpoint with a flipped bit. Return "reported" or "without effect".
 
     Raises:
         AssertionError: the run has failed without reporting the damage in one line, or its results differ from `expected`.

@@ -72,7 +72,7 @@ class Injector:
         self.state = state
 
     def arm(self, position: int | None, error: type[BaseException] = Injected) -> None:
-        """Raise `error` in the kernel call number `position` after this call. The first number is 1."""
+        """Raise `error` in the kernel call number `position`. The first number is 1."""
         self.state.count, self.state.position, self.state.error = 0, position, error
 
     @property
@@ -90,7 +90,6 @@ class Injector:
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """Wrap all functions that launch kernels."""
         prepare, incremental = dispatch.prepare_decode, dispatch.IncrementalBackward
         names = "forward", "backward", "row_delta", "merge_states", "sum_partials", "merge_packed"
         wrapped = {name: self.wrap(getattr(dispatch, name)) for name in names}
@@ -108,8 +107,6 @@ class Injector:
 
 
 class Problem:
-    """A problem contains random inputs of this rank, and the expected results in float64."""
-
     def __init__(self, operation: str, rank: int, ranks: int, device: torch.device, seed: int) -> None:
         self.operation, self.rank = operation, rank
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -130,7 +127,7 @@ class Problem:
             self.expected = [self.layout.shard(x, rank) for x in whole]
 
     def forward(self, group: Group | None, transport: str) -> list[Tensor]:
-        """Return the output and, unless the operation is decoding, its inputs."""
+        """Return [out, q, k, v], or [out] for decoding."""
         if self.operation == "decoding":
             return [decode_attention(self.inputs[0], self.cache, group=group)]
         inputs = [x.detach().requires_grad_() for x in self.inputs[:3]]
@@ -143,14 +140,12 @@ class Problem:
         return list(torch.autograd.grad(out, inputs, self.inputs[3])) if inputs else []
 
     def error(self, results: list[Tensor]) -> float:
-        """Return the largest error of a result, relative to its largest expected value. NaN counts as infinite."""
+        """Return the largest error, relative to the largest expected value of its tensor. NaN counts as infinite."""
         errors = [(x.double() - y).abs().max() / y.abs().max() for x, y in zip(results, self.expected, strict=True)]
         return torch.stack(errors).nan_to_num(nan=float("inf")).max().item()
 
 
 class Event(NamedTuple):
-    """An event is one call, in which some ranks may raise exceptions."""
-
     operation: str
     kind: str
     in_backward: bool
@@ -158,9 +153,8 @@ class Event(NamedTuple):
 
 
 def different_may_fail(transport: str) -> bool:
-    """Return whether ranks that raise exceptions in different kernel calls may raise a `RingFault`. With gloo, a rank may wait
-    for a message of a rank that has already raised its exception. With NCCL, recovery is possible only if all ranks have sent
-    the same messages.
+    """Return whether exceptions in different kernel calls may cause a `RingFault`. With gloo, a rank may wait for a message
+    that another rank will never send. NCCL can recover only if all ranks have sent the same messages.
     """
     return transport == "p2p" or not torch.cuda.is_available()
 
@@ -173,7 +167,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # For decoding, exceptions in different kernel calls may end in a fault with every transport.
+        # Decoding may end in a fault with every transport.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -186,7 +180,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
 
 
 def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
-    """Make all calls, starting with call number `first`, and write the outcome of each call to a file."""
+    """Make all calls from number `first`, and write each outcome to a file."""
     watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, backend = torch.device("cpu"), "gloo"
@@ -197,14 +191,13 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
     dist.init_process_group(backend)
     torch.set_num_threads(1)
     group, injector = new_group(), Injector(SimpleNamespace())
-    # Consecutive calls have different inputs, so that a message of an earlier call would cause a wrong result.
+    # Consecutive calls have different inputs, so a late message would cause a wrong result.
     problems = {x: [Problem(x, rank, ranks, device, seed=i) for i in range(3)] for x in OPERATIONS}
     few_different = different_may_fail(arguments.transport)
     events = draw_events(arguments.calls, ranks, arguments.faults, few_different, arguments.seed)
     counts: dict[tuple[str, bool], int] = {}
 
     def attempt(problem: Problem, event: Event | None) -> str:
-        """Make one call, and return "exact" or the error. If `event` is None, no exception is raised."""
         results: list[Tensor] = []
         for is_backward in (False, True):
             key, position = (problem.operation, is_backward), None
@@ -225,8 +218,8 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
         for i in range(first, len(events)):
             event, problem = events[i], problems[events[i].operation][i % 3]
             may_fail = event.kind == SOME or (event.kind == DIFFERENT and (few_different or event.operation == "decoding"))
-            # If only some ranks raise an exception, every rank must raise an error, at the latest in the next call. The next
-            # call injects no exception.
+            # If some ranks raise an exception, every rank must raise an error by the next call. The next call injects no
+            # exception.
             outcome = ""
             for each in (event, event._replace(positions=[-1] * ranks))[: 1 + may_fail]:
                 try:
@@ -291,16 +284,13 @@ class Episode:
         return outcomes
 
     def ended_by_watchdog(self) -> dict[int, str]:
-        """Return the watchdog's message of each rank that a watchdog has ended."""
         texts = {rank: (self.directory / f"stderr_{rank}").read_text() for rank in range(self.arguments.ranks)}
         lines = {rank: [x for x in text.splitlines() if x.startswith("ringattn: ")] for rank, text in texts.items()}
         return {rank: found[-1] for rank, found in lines.items() if found}
 
 
 def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
-    """Return the column of the table that counts a call with these outcomes. If watchdogs have ended ranks during the call,
-    `endings` contains their messages.
-    """
+    """Return the table's column for the outcomes of a call. `endings` contains the messages of watchdogs that ended ranks."""
     faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
     for rank, ending in endings.items():
         faults[rank] = faults[rank] or [f"fault: {ending}"]
@@ -328,7 +318,7 @@ def run_all(arguments: argparse.Namespace) -> bool:
             left += episode.wait(end)
             outcomes, endings = episode.outcomes(), episode.ended_by_watchdog()
             last = max(outcomes, default=first)
-            # If watchdogs have ended the processes, some ranks may not have written an outcome of the last call.
+            # Ranks that a watchdog has ended may have written no outcome.
             for i in range(first, last + 1):
                 by_rank = outcomes.get(i, [[] for _ in range(arguments.ranks)])
                 result = judge(events[i], by_rank, endings if i == last else {})

@@ -52,7 +52,6 @@ LIMIT = 0.2
 
 
 def draw(kind: str, seed: int, args: argparse.Namespace) -> list[Tensor]:
-    """Return random q, k, v and dout in bf16 of a kind in INPUTS."""
     generator = torch.Generator().manual_seed(seed)
 
     def sample(tokens: int) -> Tensor:
@@ -91,7 +90,6 @@ def rounding_error(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, rotate: bo
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """Return the errors for inputs of one kind, as a dict with the names of the table's columns."""
     samples: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         q, k, v, dout = draw(kind, seed, args)
@@ -106,8 +104,6 @@ def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def tables(errors: dict[str, dict[str, float]]) -> str:
-    """Return both tables in Markdown. The dict `errors` contains the results of `measure` for each kind of inputs."""
-
     def table(names: Iterable[str]) -> str:
         names = list(names)
         rows = [[kind, *(f"{found[name]:.4f}" for name in names)] for kind, found in errors.items()]

@@ -39,7 +39,6 @@ MASKS = ("full", "causal", "window", "documents")
 
 
 def make_intervals(mask: str, length: int) -> Intervals:
-    """Return the intervals of a mask in MASKS on the GPU, for `length` queries and keys."""
     rows = torch.arange(length)[None]
     if mask == "full":
         return Intervals.of(rows * 0, rows * 0 + length, length, "cuda")
@@ -48,7 +47,6 @@ def make_intervals(mask: str, length: int) -> Intervals:
 
 
 def load_kernels(name: str) -> SimpleNamespace:
-    """Return `forward` and `backward` of the "portable" (Triton) or "hopper" kernels."""
     backend = {"portable": "triton", "hopper": "hopper"}[name]
     forward, backward = (importlib.import_module(f"ringattn.kernels.{backend}.{x}") for x in ("forward", "backward"))
     return SimpleNamespace(forward=forward.forward, backward=dispatch.backward if name == "hopper" else backward.backward)
@@ -57,7 +55,6 @@ def load_kernels(name: str) -> SimpleNamespace:
 def kernel_results(
     kernels: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals
 ) -> dict[str, Tensor]:
-    """Run a forward pass and a backward pass of the kernels. Return the tensors of NAMES."""
     scale = q.shape[-1] ** -0.5
     out, lse = kernels.forward(q, k, v, intervals, scale, final=True)
     delta = reference.row_delta(out, dout)
@@ -66,7 +63,6 @@ def kernel_results(
 
 
 def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> dict[str, Tensor]:
-    """Run SDPA with the backend that PyTorch chooses. Return "out", "dq", "dk" and "dv"."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = stock_attention(q, k, v, is_causal)
     grads = torch.autograd.grad(out, (q, k, v), dout)
@@ -76,7 +72,6 @@ def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool)
 def measure_errors(
     kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, with_sdpa: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the row errors of the kernels, and of SDPA if it supports the mask."""
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
@@ -104,10 +99,10 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Return the TFLOP/s of two forwards and two backwards. The first forward returns outputs, and the second forward reads and
-    writes a state. The first backward returns bf16 gradients, and the second backward accumulates fp32 gradients. If a call
-    raises an error, return the name of the error instead. The calls are timed in turn in several rounds, because a GPU has a
-    higher clock after a pause.
+    """Measure two forwards and two backwards in TFLOP/s. The first forward returns outputs, and the second forward reads and
+    writes a state. The first backward returns bf16 gradients, and the second backward accumulates fp32 gradients. A call that
+    fails gives the name of its error. The calls are timed in turn in several rounds, because a GPU has a higher clock after a
+    pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5

@@ -46,11 +46,11 @@ STEPS = 120
 EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
-# If a launch has not ended after this many seconds, the check fails.
+# A launch fails after this many seconds.
 TIMEOUT = 900
-# After torchrun has ended, all processes of the run must end within this many seconds.
+# After torchrun, all processes must end within this many seconds.
 MAX_SECONDS_LEFT = 60
-# All processes of a run have this environment variable, so that the script can find them.
+# This environment variable marks all processes of a run.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
     *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64"),
@@ -86,8 +86,6 @@ class ForkedRank:
 
 @dataclass
 class Run:
-    """A training run, which may be launched several times."""
-
     folder: Path  # the working directory, in which the run writes outputs/<name>
     name: str
     way: str
@@ -132,7 +130,6 @@ class Run:
             ]
 
     def processes(self) -> list[int]:
-        """Return the ids of all live processes of this run, including torchrun."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -161,7 +158,7 @@ def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> boo
 def wait_for_moment(
     run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random, seconds: float, moment: str
 ) -> None:
-    """Wait for a moment of the given kind, or until the run ends. The kinds are the keys of MOMENTS."""
+    """Wait for a moment of a kind in MOMENTS, or until the run ends."""
     start = time.monotonic()
     delay, number = rng.uniform(0.0, seconds), rng.randint(1, 5)
     seen: set[str] = set()
@@ -181,18 +178,17 @@ def wait_for_moment(
 
 
 def saves(run: Run) -> set[str]:
-    """Return the names of unfinished checkpoints."""
     return {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
 
 
 def evaluations(run: Run) -> set[str]:
-    """Return the step that is being evaluated, if any. The record of this step has no "eval_loss" yet."""
+    """Return the step that is being evaluated, if any."""
     *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random) -> bool:
-    """Kill the processes that `run.way` selects. Return False if these processes have already ended."""
+    """Kill the processes that `run.way` selects. Return False if they have already ended."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
     targets = sorted(torchruns) if run.way in ("torchrun", "fork") else sorted(workers)
@@ -207,9 +203,7 @@ def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rn
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that the launch after a kill has not resumed from a checkpoint before `newest`, the newest complete checkpoint at
-    the time of the kill.
-    """
+    """Check that a launch has not resumed from a checkpoint before step `newest`."""
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:
         raise AssertionError(f"the run resumed from {resumed[1]} although {newest} was complete, see {run.log}")
@@ -218,7 +212,6 @@ def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
 
 
 def check_no_process_left(run: Run) -> float:
-    """Wait until all processes of the run have ended. Return how many seconds this took."""
     start = time.monotonic()
     while left := run.processes():
         if time.monotonic() - start > MAX_SECONDS_LEFT:
@@ -228,9 +221,6 @@ def check_no_process_left(run: Run) -> float:
 
 
 def results(run: Run) -> tuple[list[Any], dict[str, str]]:
-    """Return the losses and gradient norms of all steps and evaluations, and the checksums of the tensors in the last
-    checkpoint.
-    """
     records = metrics.read(run.directory / "metrics.jsonl")
     last = run.directory / "checkpoints" / run.checkpoints()[-1]
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*.distcp"))}
@@ -239,7 +229,6 @@ def results(run: Run) -> tuple[list[Any], dict[str, str]]:
 
 
 def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, counts: dict[str, float]) -> None:
-    """Launch a run, kill it `kills` times, and let it finish."""
     launchers, done, newest = run.launch(), 0, None
     position = 0
     while done < kills:
@@ -267,7 +256,6 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
 
 
 def write_corpus(directory: Path) -> str:
-    """Write short documents to a new directory, and return a glob pattern for data.path."""
     directory.mkdir(parents=True)
     for i in range(40):
         (directory / f"{i:02}.txt").write_text(
@@ -288,7 +276,7 @@ def main(argv: list[str]) -> int:
     options = args.ranks, tuple(args.settings)
     folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
     write_corpus(folder / "corpus")
-    # The first launch fills the cache of tokens. The second launch is timed, because it takes as long as later launches.
+    # The first launch fills the cache of tokens. The second launch takes as long as later launches, and is timed.
     for name in ("warm-up", "reference"):
         start, reference = time.monotonic(), Run(folder, name, args.ways[0], *options)
         if not wait(reference.launch(), reference):

@@ -93,7 +93,6 @@ def causal_types() -> list[str]:
 
 
 def tiny_config(kind: str) -> Any:
-    """Return the default configuration of a model type, with the sizes in SIZES."""
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(kind)
@@ -153,8 +152,8 @@ def _first_line(error: Exception) -> str:
 
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest error of any tensor, relative to the tensor's largest element. For tensors of tiny numbers, the error
-    is relative to 1e-3 of the largest element of all tensors."""
+    """Return the largest error of any tensor, relative to the tensor's largest element. The scale of a tensor is at least 1e-3
+    of the largest element of all tensors."""
     sizes = [y.abs().max().item() for y in expected]
     errors = [(x - y).abs().max().item() for x, y in zip(found, expected, strict=True)]
     relative = [error / max(size, 1e-3 * max(sizes)) for error, size in zip(errors, sizes, strict=True)]
@@ -166,7 +165,6 @@ def _weights(logits: Tensor) -> Tensor:
 
 
 def _in_one_process(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Compute one document after the other. Return the logits and the gradients."""
     model = copy.deepcopy(model)
     logits = torch.cat([model(input_ids=document, use_cache=False).logits for document in tokens.split(DOCUMENTS, 1)], 1)
     return [logits.detach(), *_gradients(model, (logits * _weights(logits)).sum())]
@@ -179,7 +177,6 @@ def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def _on_ring(model: nn.Module, tokens: Tensor) -> list[Tensor]:
-    """Return the logits and gradients from a simulated ring of two ranks."""
     from ringattn.transformers import put_on_ring
     from ringattn.transformers.batch import shard_for
 

@@ -32,15 +32,14 @@ from scripts.command import child_environment
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_suffix(".json")
 
-# Time limits of one test and of a run of pytest, in seconds. A mutant that exceeds a limit counts as killed, because it has
-# probably caused an endless loop.
+# Time limits of one test and of a run of pytest, in seconds. A mutant that exceeds a limit counts as killed.
 TEST_TIMEOUT, TIMEOUT = 60, 400
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault. The text `old`, which must occur exactly once in the file, is replaced by `new`. The field `tests`
-    contains arguments of pytest that select the tests that should fail.
+    """A deliberate fault. The text `new` replaces `old`, which must occur exactly once in the file. The arguments of pytest in
+    `tests` select tests that should fail.
     """
 
     file: str
@@ -87,7 +86,6 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Return whether faults in `node` are left out, because no test could detect them."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # Skip error messages, annotations and zip(strict=...).
@@ -98,8 +96,6 @@ def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
 
 
 class Source:
-    """The text of a module, with methods that find nodes of its syntax tree in the text."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self._lines = text.splitlines(keepends=True)
@@ -119,8 +115,7 @@ class Source:
         return begin, begin + len(symbol)
 
     def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
-        """Extend a range of the text to whole lines. Add earlier lines until this part of the text occurs only once in the
-        module."""
+        """Extend a range of the text to whole lines. Add earlier lines until the text is unique in the module."""
         first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind("\n", 0, first - 1) + 1
@@ -128,7 +123,7 @@ class Source:
 
 
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
-    """Yield all possible faults as (begin, end, replacement), where `begin` and `end` are offsets in the text."""
+    """Yield all possible faults as (begin, end, replacement), with offsets in the text."""
     for child in ast.iter_child_nodes(node):
         if not is_ignored(child, node):
             yield from changes(child, source)
@@ -164,7 +159,7 @@ def generate(path: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def likely_tests(path: Path) -> tuple[str, ...]:
-    """Return the test file of a module, or the test folder of its package if there is no such file."""
+    """Return the test file of a module, or else the test folder of its package."""
     relative = path.relative_to(ROOT)
     test = Path("tests") / relative.with_name(f"test_{path.name}")
     return (str(test if (ROOT / test).exists() else test.parent),)
@@ -174,8 +169,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
     """Run quick tests in a copy of the repository. Return the first failed test, or "" if all tests pass."""
     options = ["--exitfirst", f"--timeout={TEST_TIMEOUT}", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
-    # If two versions of a file were written within one second, Python would use the bytecode of the first version for both.
-    # Therefore Python must not write bytecode.
+    # Python does not notice a second change of a file within one second. Therefore Python must not write bytecode.
     environment = child_environment(tree, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
@@ -193,7 +187,6 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
 
 @contextmanager
 def applied(mutant: Mutant, tree: Path) -> Generator[None]:
-    """Return a context manager that applies a mutant to a copy of the repository."""
     path = tree / mutant.file
     source = path.read_text()
     count = source.count(mutant.old)
@@ -207,7 +200,6 @@ def applied(mutant: Mutant, tree: Path) -> Generator[None]:
 
 
 def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Result]:
-    """Run the tests of every mutant, `jobs` mutants at a time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
         trees: Queue[Path] = Queue()
         for job in range(jobs):
@@ -228,7 +220,6 @@ def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Resul
 
 
 def copy_repository(directory: Path) -> Path:
-    """Copy all tracked files of the working tree."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ MISSING = "not installed"  # instead of a difference, if there is no peft
 
 
 class Batch(NamedTuple):
-    """A batch, and the position of each of its documents as (row, first token, end)."""
+    """A batch, and the (row, first token, end) of each document."""
 
     arguments: dict[str, Tensor]
     documents: list[tuple[int, int, int]]
@@ -78,7 +78,6 @@ Results = list[list[Tensor]]  # the tensors of the first four quantities
 
 
 def in_one_process(model: nn.Module, batches: list[Batch]) -> Results:
-    """Compute one document after the other, without a ring."""
     logprobs = []
     for batch in batches:
         tokens, positions, labels = (batch.arguments[name] for name in ("input_ids", "position_ids", "labels"))
@@ -96,7 +95,6 @@ def in_one_process(model: nn.Module, batches: list[Batch]) -> Results:
 
 
 def on_ring(model: nn.Module, batches: list[Batch], mesh: DeviceMesh | None) -> Results:
-    """Compute all documents with a model that was put on a ring."""
     from ringattn.transformers import shard_batch, token_logprobs
 
     ranks = 1 if mesh is None else mesh.size()
@@ -174,7 +172,7 @@ def check(make_model: Callable[[], nn.Module], device: torch.device) -> list[lis
 
 
 def tiny_model() -> nn.Module:
-    """Return a random model with sliding windows, whose weights are so large that attention affects the loss."""
+    """Return a model with sliding windows and large random weights, so that attention affects the loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = dict(

@@ -44,8 +44,6 @@ FP8_LIMITS = {"out": 0.1, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide attention among the ranks."""
-
     transport: str
     schedule: str
     ulysses: int  # the number of ranks per all-to-all; the ring connects Ulysses groups of this size
@@ -69,8 +67,7 @@ def available_ways(device: torch.device) -> Iterator[Way]:
             # On several hosts, "auto" combines an all-to-all over NVLink inside each host with a ring over NCCL.
             transport, usable = "auto", [degree for degree in degrees if 1 < degree < ranks and device.type == "cuda"]
         for degree in usable:
-            # If all ranks take part in the all-to-all, the ring has only one rank and does not communicate. Both schedules are
-            # then the same.
+            # If the all-to-all includes all ranks, the ring has one rank and sends nothing. Both schedules are then the same.
             schedules = ("state", "kv") if degree < ranks else ("auto",)
             yield from (Way(transport, schedule, degree) for schedule in schedules)
 
@@ -90,7 +87,7 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
 
 
 def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision: str = "ieee") -> dict[str, Tensor]:
-    """Run the forward and the backward on this rank's shards of q, k, v and dout. Return the tensors of NAMES."""
+    """Run the forward and the backward on this rank's shards. Return the tensors of NAMES."""
     mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
     options = dict(schedule=way.schedule, transport=way.transport, precision=precision, return_lse=True)
@@ -101,8 +98,8 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision
 
 
 class Reference:
-    """Compute float64 results from `tensors`, the q, k, v and dout of the whole sequence. With precision="fp8", the inputs are
-    first rounded in the same way as on the ranks. The rounding of the inputs depends on the layout of the ring.
+    """Compute float64 results for the whole sequence. With precision="fp8", the inputs are first rounded. The rounding depends
+    on the layout.
     """
 
     def __init__(self, tensors: list[Tensor], masks: dict[str, Mask], precision: str) -> None:
@@ -112,7 +109,6 @@ class Reference:
         self._results: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
     def results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
-        """Return the tensors of NAMES for the whole sequence."""
         key = mask, layout if self.precision == "fp8" else None
         if key not in self._results:
             compute = self._rounded_results if self.precision == "fp8" else self._plain_results
@@ -148,7 +144,6 @@ def largest_errors(way: Way, mask: Mask, expected: Reference) -> Tensor:
 
 
 def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
-    """Describe every tensor whose largest error over all ranks exceeds its limit or is NaN."""
     failures: list[str] = []
     for i, name in enumerate(NAMES):
         if not errors[:, i].max() <= limits[name]:
@@ -157,7 +152,7 @@ def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
 
 
 def check_sequence_length(seq_len: int) -> None:
-    """Check that every rank has tokens, and that every mask except "full" excludes some pairs.
+    """Check that the sequence is long enough for all masks and ranks.
 
     Raises:
         ConfigError: the sequence is too short.
@@ -230,5 +225,5 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit without Python's usual cleanup, during which threads of gloo sometimes abort the process.
+    # Skip Python's cleanup, because threads of gloo sometimes abort it.
     os._exit(status)

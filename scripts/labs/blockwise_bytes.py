@@ -1,7 +1,7 @@
 """Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
 
 Bytes are counted as for a GPU kernel, which keeps a tile of queries on the chip and loads one tile of keys and values after the
-other. For a new tile of queries, all operands are counted again.
+other.
 """
 
 from collections.abc import Callable, Generator
@@ -25,7 +25,6 @@ class TileSize(NamedTuple):
 
 @contextmanager
 def tile_size(tile: TileSize) -> Generator[None]:
-    """Return a context manager in which the blockwise kernel uses tiles of this size."""
     with patch.multiple(blockwise, QUERY_TILE=tile.queries, KEY_TILE=tile.keys):
         yield
 
@@ -38,7 +37,7 @@ class Loads:
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Count the operands of a tile, except operands that the previous tile has already loaded. The queries come first."""
+        """Count the operands of a tile that the previous tile has not loaded. The first operand is the queries."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)
@@ -48,10 +47,10 @@ class Loads:
 
 @contextmanager
 def counted_loads() -> Generator[Loads]:
-    """Return a context manager that counts the loads of all calls of the blockwise kernel.
+    """Return a context manager that counts the loads of the blockwise kernel.
 
-    The blockwise kernel calls `ringattn.kernels.reference` for each pair of tiles. The context manager counts the tensors that
-    these calls receive. The states of the queries are not counted, because they stay on the chip.
+    The blockwise kernel calls `ringattn.kernels.reference` for each pair of tiles. The states of the queries stay on the chip
+    and are not counted.
     """
     loads = Loads()
 

@@ -92,13 +92,11 @@ def count_on_gpu(length: int, sizes: Sizes) -> list[Row]:
 
 
 def compare(kernel: str, predicted: Traffic, counted: dict[str, int]) -> list[Row]:
-    """Return a row for each counter of a kernel, unless predicted and counted bytes are both 0."""
     rows = [Row(kernel, NAMES[x], getattr(predicted, x), counted[x]) for x in COUNTERS if x in counted]
     return [row for row in rows if row.predicted or row.counted]
 
 
 def count_on_cpu(sizes: Sizes) -> list[Row]:
-    """Count the bytes that the tiles of the blockwise kernel load."""
     rows = []
     for length in sizes.lengths:
         *inputs, dout = random_inputs(length, sizes, torch.device("cpu"))
@@ -131,7 +129,6 @@ def results_table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Draw one chart per counter, with two bars per kernel: the predicted bytes and the counted bytes."""
     counters = list(dict.fromkeys(row.counter for row in rows))
     columns = min(len(counters), 2)
     shape = -(-len(counters) // columns), columns

@@ -71,7 +71,7 @@ def build_hugging_face(
         model = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation=attention)
     model.loss_type = "ForCausalLM"  # transformers does not recognise the type by the name of this class, and would warn
     run = torch.compile(model) if compiled else model
-    # Without shift_labels, transformers would shift the labels by one token itself.
+    # Without shift_labels, transformers shifts the labels by one token.
     return model, lambda tokens, labels: run(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
 
 
@@ -116,7 +116,7 @@ def training_step(loss: Loss, optimizer: torch.optim.Optimizer, text: Tensor, le
 
 
 def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor, device: torch.device, compiled: bool) -> Row:
-    """Train a variant on `text` except its last row, compute the loss on the last row, and measure a training step."""
+    """Train a variant, compute the loss on the last row of `text`, and measure a step."""
     torch.manual_seed(0)
     torch._dynamo.reset()  # otherwise, the second length would be compiled for dynamic shapes
     if variant == "ringattn":
@@ -143,7 +143,7 @@ def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor
 
 
 def time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return the seconds per step, and the seconds that the host needs to launch a step."""
+    """Return the seconds per step, and the host's seconds to launch a step."""
     if device.type == "cpu":
         return (measure.milliseconds(step, device) / 1e3,) * 2
     step()
@@ -172,7 +172,6 @@ def results_table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Draw the speed and the memory of every variant, grouped by the length and by the use of torch.compile."""
     groups = sorted({(row.length, row.compiled) for row in rows})
     variants = list(dict.fromkeys(row.variant for row in rows))
     figure, (speeds, peaks) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")

@@ -38,8 +38,7 @@ def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Parse the arguments, and convert --device to a `torch.device`. Exit if the device is missing.
 
-    On a CPU, PyTorch uses one thread. With several threads, the times would depend on the other programs that run on the
-    machine.
+    On a CPU, PyTorch uses one thread, so that other programs disturb the times less.
     """
     args = parser.parse_args(argv)
     args.device = torch.device(args.device)
@@ -51,7 +50,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
 
 
 def describe_machine(device: torch.device) -> str:
-    """Return the name of the GPU (or "1 CPU thread") and the version of PyTorch."""
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "1 CPU thread"
     return f"{machine}, torch {torch.__version__}"
 
@@ -102,9 +100,9 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def limited_memory(limit: int, device: torch.device) -> Generator[None]:
-    """Return a context manager in which allocations fail if this process needs more than `limit` additional bytes.
+    """Return a context manager that limits the additional memory to `limit` bytes.
 
-    The limit applies only to CPU memory, and only on Linux. On a GPU, the size of its memory is the limit.
+    The limit applies only to CPU memory, and only on Linux.
     """
     if device.type == "cuda" or not MEMORY_FILE.exists():
         yield
@@ -123,7 +121,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def write_picture(figure: plt.Figure, path: Path) -> None:
-    """Write the picture to a PNG file, create its folder if necessary, and print the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_plot(figure, path)
     print(f"\nwrote {path}")

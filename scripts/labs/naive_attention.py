@@ -79,7 +79,6 @@ IMPLEMENTATIONS: dict[str, Attend] = {"naive": naive_attention, "tiled": tiled_a
 
 
 def random_inputs(length: int, sizes: Sizes, device: torch.device, count: int = 4) -> list[Tensor]:
-    """Return `count` standard normal tensors (1, length, heads, head_dim)."""
     generator = torch.Generator(device).manual_seed(0)
     shape, options = (1, length, sizes.heads, sizes.head_dim), dict(device=device, dtype=sizes.dtype)
     return [torch.randn(shape, generator=generator, **options) for _ in range(count)]
@@ -117,7 +116,6 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
 
 
 def compare(sizes: Sizes, device: torch.device, limit: int) -> dict[str, dict[int, Cost | None]]:
-    """Measure each implementation at increasing lengths until it runs out of memory."""
     found: dict[str, dict[int, Cost | None]] = {}
     for name, attend in IMPLEMENTATIONS.items():
         found[name] = {}

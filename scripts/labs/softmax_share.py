@@ -47,7 +47,7 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
             torch.cuda.synchronize()
     microseconds = {step: [] for step in STEPS}
     for event in profiler.events() or []:
-        # On a GPU, the profiler reports every step twice. The host's event of a step includes the time of its kernels.
+        # The host's event of a step includes the time of its kernels.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
             microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
     return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}
@@ -70,7 +70,6 @@ def results_table(times: dict[str, float], flops: dict[str, int], tiled_ms: floa
 
 
 def plot(times: dict[str, float], flops: dict[str, int], title: str) -> plt.Figure:
-    """Draw two bars per step: its share of the time and its share of the FLOPs."""
     figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
     for shift, label, numbers in ((-0.2, "time", times), (0.2, "FLOPs", flops)):
         heights = [100 * share for share in shares(numbers).values()]

@@ -66,8 +66,8 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 @contextmanager
 def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
-    """Return a context manager in which the Triton kernels use tiles of this size. The context manager returns a list of the
-    compiled forward kernels, one per launch.
+    """Return a context manager that sets the tile size of the Triton kernels. The context manager yields a list to which each
+    launch adds its compiled forward kernel.
     """
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward

@@ -32,8 +32,6 @@ MAX_SCORES = 64  # with more scores, the tables and the picture would be too lon
 
 
 class Problem(NamedTuple):
-    """A sequence with full attention, and the position of the query that is traced."""
-
     q: Tensor  # (N, D) in float64
     k: Tensor  # (N, D)
     v: Tensor  # (N, Dv)
@@ -43,8 +41,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of_scores(cls, scores: Sequence[float], values: Sequence[float] | None = None) -> "Problem":
-        """Return a problem in which every query has the scores `scores`, because all queries are 1 and the keys equal the
-        scores.
+        """Return a problem in which every query has the scores `scores`.
 
         Args:
             scores: the scores of the keys.
@@ -66,7 +63,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def five_tokens(cls) -> "Problem":
-        """Return the worked example of the documentation: five tokens with head dim 4 and scale 1/2."""
+        """Return the example of docs/tour.md: five tokens with head dim 4 and scale 1/2."""
         q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
         k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
         v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
@@ -75,18 +72,14 @@ class Problem(NamedTuple):
 
     @property
     def scores(self) -> Tensor:
-        """Return the scores (N,) of the traced query."""
         return self.scale * (self.k @ self.q[self.position])
 
     def direct(self) -> Tensor:
-        """Return the output (Dv,) of the traced query, computed with the softmax of all scores at once."""
         return torch.softmax(self.scores, 0) @ self.v
 
 
 @dataclass(frozen=True)
 class Event:
-    """The softmax state of the traced query after a tile of keys was added, or after two states were merged."""
-
     hop: int  # the number of hops of the query so far; the last hop returns the state to the owner
     rank: int
     tile: range  # the positions of the added keys, empty if two states are merged
@@ -98,8 +91,6 @@ class Event:
 
 
 class Trace(NamedTuple):
-    """A trace contains all events of the traced query in order, and its output and lse."""
-
     events: list[Event]
     out: tuple[float, ...]
     lse: float
@@ -117,7 +108,7 @@ def _attend(
     for first in range(0, k.shape[1], tile):
         rows = slice(first, min(first + tile, k.shape[1]))
         part, old_m = intervals.restrict(slice(0, q.shape[1]), rows), state.m.clone()
-        # Copy m, because the call may overwrite the state.
+        # The call may overwrite the state.
         state = PartialState(*dispatch.forward(q, k[:, rows], v[:, rows], part, scale, state, backend="blockwise"))
         observe(rows, old_m, state)
     return state
@@ -142,8 +133,6 @@ def trace_tiles(problem: Problem, tile: int) -> Trace:
 
 
 class _Observer:
-    """A rank that runs its part of a state ring and records the events of the traced query."""
-
     def __init__(self, problem: Problem, layout: Layout, tile: int, group: SimulatedRank) -> None:
         self.problem, self.layout, self.tile, self.group = problem, layout, tile, group
         positions = [layout.positions(rank).tolist() for rank in range(layout.ranks)]
@@ -178,8 +167,6 @@ class _Observer:
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
-            # The traced query has two kinds of merges. The owner merges the state that has returned, and other ranks merge
-            # their partial state into the state over the keys of earlier ranks.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
             return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
 
@@ -224,7 +211,7 @@ def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
         raise ValueError(f"ranks={ranks} with {len(problem.k)} tokens: every rank needs a token, so give 1 to {len(problem.k)}")
     layout = Layout.contiguous(len(problem.k), ranks)
     observed = simulate(ranks, lambda _rank, group: _Observer(problem, layout, tile, group).run())
-    # All events of a hop are from one rank, so a stable sort by hop keeps their order.
+    # A stable sort by hop keeps the order within a hop.
     events = sorted((event for events, _ in observed for event in events), key=lambda event: event.hop)
     out, lse = next(result for _, result in observed if result is not None)
     return Trace(events, out, lse)
@@ -293,7 +280,6 @@ def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print the error in one line, without the usage."""
         self.exit(2, f"error: {message}\n")
 
 

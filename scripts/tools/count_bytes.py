@@ -45,7 +45,7 @@ class Traffic(NamedTuple):
 
 
 def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
-    """Return how many rows all tiles together load in their loops.
+    """Return the total number of rows that the loops of all tiles load.
 
     Args:
         intervals: the mask.
@@ -114,7 +114,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
 
 
 def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
-    """Predict the traffic of each Hopper kernel for the same attention as in `predict`. The head dim must be 64 or 128."""
+    """Predict the traffic of each Hopper kernel, like `predict`. The head dim must be 64 or 128."""
     from ringattn.kernels.hopper import backward as hopper_backward
     from ringattn.kernels.hopper import forward as hopper_forward
 
@@ -130,9 +130,8 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # The kernel `prepare` reads out, dout and lse, and writes pairs of lse and delta. The kernel also writes zeros, to which
-    # the main kernel adds dq. In memory, the lse of the next token of a head is far away, so reading an lse transfers a whole
-    # sector of 32 bytes.
+    # The kernel `prepare` reads out, dout and lse, and writes pairs of lse and delta. The kernel also sets dq to zero. Reading
+    # a single lse transfers a whole sector of 32 bytes.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),
@@ -156,8 +155,8 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
-    """Return how many times the operands of the tiles' loops are read from DRAM. If both operands fit into L2, they are read
-    once, and otherwise once per wave of tiles. With a mask, the result is an upper bound.
+    """Return how often a loop's operands are read from DRAM. Operands that fit into L2 are read once, and others once per wave
+    of tiles. With a mask, the result is an upper bound.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

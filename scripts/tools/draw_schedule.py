@@ -36,9 +36,7 @@ def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
 
 
 def draw_message(axes: plt.Axes, t: int, message: Message) -> None:
-    """Draw an arrow, solid for a circulating block and dotted for a partial result."""
     is_block = message.kind == "block"
-    # Draw blocks and results at different heights, so that they do not overlap.
     shift = -0.08 if is_block else 0.08
     axes.annotate(
         "",

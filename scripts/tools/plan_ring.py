@@ -9,11 +9,11 @@ The predictions come from the cost model with which ringattn chooses schedules (
 In each step of a ring pass, the GPUs compute while the links carry the next blocks. A step takes as long as the computation on
 the busiest rank or the transfer over the busiest link, whichever is longer. Time in which a GPU waits for a transfer is called
 exposed. Each step also costs a fixed GPU time, and merging partial results takes additional time. A pass takes at least as long
-as the host needs to launch its steps, unless it is replayed from a CUDA graph. If a ring spans several nodes, the ring runs at
-the speed of the network, because every hop waits for its slowest link.
+as the host needs to launch its steps, unless it is replayed from a CUDA graph. A ring that spans several nodes runs at the
+speed of the network.
 
-A Ulysses all-to-all runs in chunks of heads, so that the transfer of one chunk overlaps with attention of another chunk. Only
-the transfers of the first and the last chunk are always exposed.
+A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk. Only the transfers of the first and the
+last chunk are always exposed.
 
 To save time, the script plans long sequences with 32,768 positions and large rings with 64 ranks. Each position then represents
 several tokens, and each planned rank represents several ranks. Planning with fewer positions and ranks changes times and bytes
@@ -80,16 +80,14 @@ class Cluster:
                 raise ValueError(f"{name} = {value:g}: must be {'at least 0' if may_be_zero else 'above 0'}")
 
     def speed(self, name: str, direction: str) -> float:
-        """Return the field "flops", "merge", "launch" or "overhead" for the direction "forward" or "backward"."""
+        """Return a field ("flops", "merge", "launch" or "overhead") for a direction."""
         return getattr(self, f"{direction}_{name}")
 
     def interconnects(self, flops: float) -> tuple[Interconnect, Interconnect]:
-        """Return the interconnects inside a node and between nodes."""
         near = Interconnect("nvlink", True, self.nvlink, self.nvlink_latency, flops)
         return near, Interconnect("network", False, self.network, self.network_latency, flops)
 
     def ring_interconnect(self, ranks: int, flops: float) -> Interconnect:
-        """Return the slowest interconnect of a ring of `ranks` consecutive GPUs."""
         near, far = self.interconnects(flops)
         return near if ranks <= self.node else far
 
@@ -127,7 +125,6 @@ class Layer:
 
     @property
     def ring(self) -> int:
-        """Return the number of ranks in a ring."""
         return self.ranks // self.ulysses
 
     @property
@@ -136,23 +133,19 @@ class Layer:
 
     @cached_property
     def pairs(self) -> float:
-        """Return how many (query, key) pairs the mask allows per head and batch entry."""
         return self.scaled_mask(scale := self.seq_len / self.positions).pairs(self.positions)[0] * scale**2
 
     @property
     def positions(self) -> int:
-        """Return how many positions are planned. Each position may represent several tokens."""
+        """Return the number of planned positions. Each position may represent several tokens."""
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
-        """Return the mask of a sequence in which each position represents `scale` tokens."""
         return Mask(self.mask == "causal", self.window and max(1, round(self.window / scale)))
 
     @property
     def sent_heads(self) -> tuple[int, int]:
-        """Return how many query heads and key heads an all-to-all sends. A key head counts once for every rank that receives a
-        copy.
-        """
+        """Return the numbers of query heads and key heads that an all-to-all sends. Copies of a key head count separately."""
         return self.heads, self.kv_heads * ulysses_degree.key_copies(self.heads, self.kv_heads, self.ulysses)
 
     @property
@@ -164,8 +157,7 @@ class Layer:
         return ulysses_degree.head_chunks_for_overlap(self.batch * self.tokens_per_ring_rank, *heads)
 
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
-        """Return how many ring passes a rank runs per overlap chunk, and the work of one forward and of one backward ring
-        pass."""
+        """Return the ring passes per overlap chunk, and the work of a forward and a backward pass."""
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
         chunks = workload.head_chunks_for_memory(q, k, k, self.pairs / self.ring)
@@ -179,8 +171,6 @@ def meta(*shape: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a pass on the busiest rank."""
-
     compute: float  # seconds
     seconds: float
     bytes: float  # bytes that the rank sends
@@ -197,7 +187,6 @@ class Cost:
 
 
 def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
-    """Return the costs of the forward and of the backward of a layer."""
     memory_chunks, (forward, backward) = layer.memory_chunks_and_work()
 
     def cost(work: Work) -> Cost:
@@ -211,7 +200,7 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
     """Return (plan, tokens per planned position, ranks per planned rank)."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
-        # Blocks circulate only as far as the window reaches, so a shorter ring with the same shards has the same cost.
+        # Blocks circulate only as far as the window reaches, so a shorter ring has the same cost.
         reach = -(-(layer.window - 1) // layer.tokens_per_ring_rank) + 2
         ring, seq_len = min(ring, reach), min(seq_len, reach * layer.tokens_per_ring_rank)
     ranks = min(ring, MAX_PLANNED_RANKS)
@@ -224,8 +213,7 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     """Return the cost of one ring pass with the schedule that ringattn would choose."""
     plan, scale, group = planned_ring(layer)
-    # A planned rank represents `group` ranks, and a planned step represents `group` hops. A real hop moves 1 / group of the
-    # bytes of a planned step, and computes 1 / group ** 2 of its (query, key) pairs.
+    # A planned rank represents `group` ranks, and a step represents `group` hops.
     work = work.scaled(scale / group)
     interconnect = cluster.ring_interconnect(layer.ranks, cluster.speed("flops", work.direction))
     name = plan.choose_schedule(layer.schedule, work, interconnect)
@@ -240,8 +228,7 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
 
 
 def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[float]:
-    """Return the bytes that each rank sends. A row of a block has `block_row` bytes, and a row of a result has `result_row`
-    bytes."""
+    """Return the bytes that each rank sends. `block_row` and `result_row` are bytes per row."""
     size = {"block": block_row, "result": result_row}
     sent = [0.0] * schedule.ranks
     for step in schedule.steps:
@@ -251,8 +238,7 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
 
 
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
-    """Return the cost that Ulysses all-to-alls add to the forward or to the backward. In the forward, all-to-alls move q, k, v
-    and the output. In the backward, all-to-alls move the gradients of these four tensors.
+    """Return the cost of the Ulysses all-to-alls of one pass.
 
     Args:
         attention: the time of attention per chunk of heads, in seconds.
@@ -311,7 +297,7 @@ def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
 
 
 def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]]:
-    """Print the table of predictions. Return, for each layer, the cost of a forward and a backward together."""
+    """Print the table of predictions. Return the total cost of both passes for each layer."""
     costs: list[tuple[Layer, Cost]] = []
     lines: list[list[str]] = []
     for layer in layers:
@@ -355,7 +341,6 @@ def print_measured(rows: list[tuple[Layer, dict[str, Any]]], cluster: Cluster) -
 
 
 def plot(costs: list[tuple[Layer, Cost]], path: Path) -> None:
-    """Plot the predicted times with and without communication against the number of ranks."""
     from scripts.plots import plt, save_plot
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

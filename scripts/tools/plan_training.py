@@ -81,7 +81,6 @@ class Result:
 
 
 def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
-    """Yield all meshes whose memory plans fit into memory."""
     for shape in prediction.possible_shapes(config, machine.ranks):
         plan, needs = choose_plan(config, shape, machine)
         if machine.capacity.fits(needs):
@@ -89,7 +88,6 @@ def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, Memor
 
 
 def results(config: Config, machine: Machine) -> list[Result]:
-    """Return all meshes that fit into memory, sorted by descending tokens/s."""
     found = []
     for shape, plan, needs in fitting(config, machine):
         time = step_time(config, shape, machine, plan, prediction.attention_of_layers(config, shape, machine))
@@ -115,7 +113,7 @@ def describe(config: Config, machine: Machine, result: Result) -> str:
 
 
 def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]:
-    """Return changes that would let the job fit into memory."""
+    """Return changes with which the job fits into memory."""
 
     def fits(cluster: Cluster, config: Config = config) -> bool:
         return any(True for _ in fitting(config, cluster.machine(vocab_size)))
@@ -135,8 +133,7 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
 
 
 def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
-    """Return the first value for which `is_true` returns True. The function `is_true` must also return True for all later
-    values."""
+    """Return the first value for which `is_true` returns True. For all later values, `is_true` must also return True."""
     index = bisect_left(values, True, key=is_true)
     return values[index] if index < len(values) else None
 
