@@ -101,7 +101,6 @@ def choose_backend(
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return why the Triton kernels cannot run, or None if they can."""
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels do not support {dtype}, only fp16, bf16 and fp32"
     if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
@@ -118,7 +117,7 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
         return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
-    # Gluon is an experimental part of Triton, and Triton releases may rename its functions. Therefore the import may fail.
+    # The import may fail, because Gluon is experimental and changes between Triton releases.
     try:
         from ringattn.kernels.hopper.common import unsupported_reason
     except ImportError as error:

@@ -41,7 +41,7 @@ class BlockMask:
                 "but must be torch.bool (batch or 1, query heads or 1, query blocks, key blocks)"
             )
         try:
-            object.__setattr__(self, "size", index(self.size))  # accepts integers of numpy as well
+            object.__setattr__(self, "size", index(self.size))
         except TypeError:
             raise ValueError(f"block size={self.size!r}: must be an integer, a multiple of {SIZE_UNIT}") from None
         if self.size <= 0 or self.size % SIZE_UNIT:
@@ -49,8 +49,8 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # The cache is a property instead of a field, so that a copy of the mask starts with an empty cache. The dictionary key
-        # is "queries" for the lists of the query blocks, and `group` for the lists of the key blocks.
+        # A copy of the mask must start with an empty cache, so the cache is not a field. The dictionary key is "queries" for
+        # the lists of the query blocks, and `group` for the lists of the key blocks.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -80,7 +80,6 @@ class BlockMask:
         return self._lists(group, lambda: self._rows_by_key(group))
 
     def _rows_by_key(self, group: int) -> Tensor:
-        # In each list, all heads of one query block come before the heads of the next query block.
         heads = self.keep.shape[1]
         grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
         return grouped.permute(0, 1, 4, 3, 2).flatten(3)

@@ -29,7 +29,6 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 def _key_tiles(
     queries: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
 ) -> Iterator[tuple[slice, Intervals, dict[str, Any]]]:
-    """Yield (keys, intervals, options) for each tile of keys that a tile of queries attends to."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
     start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
@@ -69,7 +68,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
-    # All gradients are summed in the dtype of states, so that each gradient is rounded only once.
+    # Sum in the dtype of states, and round each gradient only once.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)

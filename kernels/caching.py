@@ -57,7 +57,7 @@ def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @lru_cache(maxsize)
         def compute(*arguments: Any) -> SharedTensors:
-            check_not_capturing(arguments[-1])  # before the function launches kernels
+            check_not_capturing(arguments[-1])
             result = SharedTensors()
             result[()] = function(*arguments)
             return result
@@ -83,7 +83,7 @@ def check_not_capturing(device: torch.device) -> None:
         )
 
 
-_kept_for_graphs: dict[int, object] = {}  # the objects that are never released, by their id
+_kept_for_graphs: dict[int, object] = {}
 
 
 def keep_for_graph(thing: object, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # The body of `use` is repeated here, because calling `use` would be slow. Check the stream after reading the value,
+        # The next lines repeat the body of `use`, because a call would be slow. Check the stream after reading the value,
         # because another thread may have just stored the value.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
@@ -137,7 +137,7 @@ class SharedTensors(dict[Any, Any]):
             if self._written is None:
                 self._written = torch.cuda.Event()
             elif stream.cuda_stream not in self._streams:
-                self._share(stream)  # so that the event also occurs after all earlier tensors have been written
+                self._share(stream)
             self._written.record(stream)
             self._tensors += on_gpu
             self._streams = {stream.cuda_stream}

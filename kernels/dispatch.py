@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tensors = tuple[Tensor, ...]
 _SPLIT_KV = Choice("triton", "split-KV kernel for few queries")
-MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
+MIN_SPLIT_KEYS = 1024  # estimate: with fewer keys, a second launch takes longer than splitting saves
 
 
 def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> Choice:
@@ -135,7 +135,7 @@ def forward(
 
     Args:
         q, k, v, intervals, scale, state, final, dropout, blocks: as in `reference.forward`.
-        backend: one of BACKENDS. With few queries, "auto" selects the split-KV kernel of `decode`.
+        backend: one of BACKENDS. For few queries, "auto" selects the split-KV kernel.
         precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
             allows neither dropout nor a block mask.
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
@@ -176,9 +176,8 @@ def _forward_rounded(
     shares_sms: bool,
 ) -> Tensors:
     """Compute `forward` with precision="fp8". The caller has checked the arguments."""
-    # Choose the backend before rounding the inputs, so that an unavailable backend raises its error immediately.
     choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), v.shape[1] > 0, "fp8")
-    # Few queries are computed by the split-KV kernel, which reads 16-bit inputs.
+    # The split-KV kernel for few queries reads 16-bit inputs.
     few_queries = backend == "auto" and final and state is None and _splits_keys(q, k, v, "triton", None, None)
     options = {"dtype": q.dtype, "reads_fp8": not few_queries, "shares_sms": shares_sms}
     return forward_fp8(*quantize(q, k, v), intervals, scale, state, final, backend, **options)
@@ -206,7 +205,6 @@ def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype that represents FP8 inputs exactly: `dtype` if possible, and otherwise a larger one."""
     # FP8 scales need more exponent bits than fp16 has. The rotation of fp16 queries may also produce numbers that are too large
     # for fp16.
     return torch.bfloat16 if dtype == torch.float16 else dtype
@@ -277,10 +275,9 @@ def forward_fp8(
 
 
 def _splits_keys(q: Tensor, k: Tensor, v: Tensor, chosen: str, dropout: Dropout | None, blocks: BlockMask | None) -> bool:
-    """Return whether a forward call has so few queries and so many keys that the split-KV kernel should compute it."""
     if chosen not in ("hopper", "triton") or q.dtype == torch.float32 or dropout is not None or blocks is not None:
         return False
-    # All queries of a key head must fit into one tile of `kernels/triton/decode.py`, so that every key is read only once.
+    # The decoding kernel reads every key once if all queries of a key head fit into one tile.
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     return k.shape[1] >= MIN_SPLIT_KEYS and rows <= (64 if max(q.shape[3], v.shape[3]) <= 128 else 32)
 
@@ -354,7 +351,7 @@ def _choose_decode(q: Tensor, v: Tensor, backend: str) -> Choice:
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Compute `reference.row_delta`. On GPUs with Triton, a single kernel computes delta."""
-    # The kernel that computes delta supports every head dim, so the call passes no head dims.
+    # The kernel for delta supports every head dim.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
     return module.row_delta(out, dout, dlse)
@@ -452,7 +449,7 @@ class IncrementalBackward:
     dq is accumulated in the dtype of states and rounded only once.
 
     Args:
-        v: the values of any block, of which only the head dim is used, and whether there are any.
+        v: the values of any block; only the head dim matters, and whether the block is empty.
         q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`, but with an lse over the keys of all
             blocks.
         plain: whether no block has dropout, as the Hopper kernels require.
@@ -495,7 +492,6 @@ class IncrementalBackward:
         The arguments have the same meaning as in `backward`.
         """
         q, dout, lse, delta = self._queries
-        # Keep gradients in fp32 until all ranks have added their contributions.
         exact = reference.state_dtype(q.dtype)
         if self._hopper is not None:
             validation.check_inputs(q, k, v, intervals, dropout)

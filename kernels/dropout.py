@@ -3,8 +3,7 @@ dropout mask with a random number generator.
 
 Dropout keeps an attention probability if a random unsigned 32-bit word is at least p * 2**32. The random word is the second
 output of the generator Philox-4x32-7 (Salmon et al. 2011). The key of the generator is the seed, and its counter is (query
-position, key position, query head, batch entry). Placing the two positions first in the counter is cheapest, because few
-multiplications of Philox then depend on both. The dropout mask is the same for all tile sizes, layouts and numbers of ranks.
+position, key position, query head, batch entry). The dropout mask is the same for all tile sizes, layouts and numbers of ranks.
 
 Kept probabilities are multiplied by 1 / (1 - p).
 """
@@ -35,7 +34,7 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        # For the largest p below 1, p * 2**32 would be rounded up to 2**32, which needs 33 bits.
+        # Close to 1, p * 2**32 is rounded up to 2**32, which does not fit into 32 bits.
         return min(round(self.p * 2**32), _WORD_MASK)
 
     @property
@@ -47,8 +46,7 @@ class Dropout:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    # The 64-bit product may set the sign bit of int64. For a negative int64, `>>` fills the upper bits with ones, so the code
-    # masks them.
+    # The product may be a negative int64, for which `>>` fills the upper bits with ones. Mask these bits.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
 

@@ -6,13 +6,12 @@ from contextlib import contextmanager
 
 import torch
 
-# The tuples below name the settings `fp32_precision` of `torch.backends.cuda.matmul` and `torch.backends.mkldnn.matmul`.
 # PyTorch's private functions read and write settings 7 times as fast as the public attributes.
 _SETTINGS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _get, _set = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _lock = threading.Lock()
-_num_users = 0  # the number of contexts that are active in all threads
-_replaced: list[tuple[tuple[str, str], str]] = []  # the settings and values that the last context to end restores
+_num_users = 0  # active contexts, over all threads
+_replaced: list[tuple[tuple[str, str], str]] = []  # the settings to restore, and their values
 
 
 def under_autocast(device: torch.device) -> bool:
@@ -44,6 +43,6 @@ def exact_products(device: torch.device) -> Generator[None]:
             _num_users -= 1
             while _replaced and not _num_users:
                 setting, precision = _replaced.pop(0)
-                _set(*setting, "none")  # the value that inherits `torch.backends.fp32_precision`
+                _set(*setting, "none")
                 if _get(*setting) != precision:
                     _set(*setting, precision)

@@ -39,7 +39,7 @@ BLOCK = 128  # tokens per scale
 HEAD_DIMS = (64, 128, 256)  # equal head dims D and Dv for which a GPU has special kernels
 DTYPE = torch.float8_e4m3fn
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9
-# With exponents in this range, a scale and its inverse are normal fp32 numbers.
+# For these exponents, a scale and its inverse are normal fp32 numbers.
 _MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT = -126, 126
 
 
@@ -73,7 +73,7 @@ def rotation(dim: int, device: torch.device) -> Tensor:
     The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, D is
     written as a sum of powers of two. The matrix H then has one diagonal block per power of two, the largest first.
     """
-    # The cached matrix must not depend on the caller's inference mode, autocast, default device or default dtype.
+    # The matrix is cached, so the caller's modes and defaults must not affect it.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
         signs = 1.0 - 2.0 * torch.randint(2, (dim,), generator=generator, device="cpu").float()
@@ -161,7 +161,7 @@ def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, with 0.5 <= mantissa < 1
     exponent = exponent - _MAX_EXPONENT + (mantissa > _MAX_MANTISSA)
     exponent = exponent.masked_fill(largest == 0, 0).clamp(_MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT)
-    # On a GPU, 2.0**exponent may be inexact, so build the scale from the bits of an fp32 number.
+    # On a GPU, 2.0**exponent may be inexact. Build the fp32 scale from its bits instead.
     scales = ((exponent + 127) << 23).view(torch.float32)
     # Some releases of PyTorch convert infinity to 448 instead of NaN.
     blocks = (blocks / scales[:, :, None, :, None]).masked_fill(~finite, float("nan"))

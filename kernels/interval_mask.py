@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A new tile starts where the bound jumps by at least DOCUMENT_JUMP times the rows of a tile. There, a long document ends.
+# A bound that jumps by DOCUMENT_JUMP tiles or more marks the end of a long document, where a new tile starts.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -48,7 +48,7 @@ class Intervals:
     wait: bool
     of_keys: bool = False
     is_replaced: bool = False
-    # The dictionary key of a table consists of the name and the arguments of the method that computed the table.
+    # A table's key consists of the method that computed the table, and its arguments.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Intervals:
         for name, x in (("lo", lo), ("hi", hi)):
             if x.device.type != "cpu" or x.is_floating_point():
                 raise ValueError(f"{name} is {x.dtype} on {x.device}: must be integers on the CPU")
-            bounds = x.numpy()  # faster than torch for short tensors
+            bounds = x.numpy()
             decreases = (bounds[:, 1:] < bounds[:, :-1]).any()
             if x.numel() and (decreases or bounds[:, 0].min() < 0 or bounds[:, -1].max() > num_keys):
                 raise ValueError(f"{name} must never decrease from one query to the next and must stay within [0, {num_keys}]")
@@ -143,8 +143,7 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
-        # At the start of a document, the bound lo of the queries jumps to a larger value. In a transposed mask, whose rows are
-        # keys, the bound hi jumps instead of lo.
+        # At a document's start, the lower bound of the queries jumps. In a transposed mask, the upper bound of the keys jumps.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -155,7 +154,7 @@ class Intervals:
     def num_nonempty_rows(self) -> int:
         """Return the number of rows with a non-empty interval, over all batch entries."""
         if self.is_replaced:
-            return self.lo.numel() - 1  # Kernels support empty intervals, but are tuned for masks with few empty intervals.
+            return self.lo.numel() - 1
         lo, hi = self.host
         return int((lo < hi).sum())
 
@@ -169,7 +168,6 @@ class Intervals:
         return int((hi[:, last] - lo).max(initial=0))
 
     def requests(self) -> "TableRequests":
-        # An object's `__dict__` contains a `cached_property` only after its first use.
         transposed = self.transposed.requests() if "transposed" in vars(self) else None
         return TableRequests(tuple(self._tables), transposed)
 
@@ -180,7 +178,7 @@ class Intervals:
             self.transposed.prepare(requests.transposed)
 
     def __reduce__(self):
-        # The process that prepares the next batches pickles masks. Pickling numpy arrays is much faster than pickling tensors.
+        # Data workers pickle masks. NumPy arrays pickle much faster than tensors.
         tables = {key: table.numpy(force=True) for key, table in self._tables.items()}
         host = tuple(x.numpy() for x in self.host)
         options = self.num_keys, self.wait, self.of_keys, self.is_replaced
@@ -198,8 +196,8 @@ class Intervals:
             num_head_groups: the number of groups of heads, which are processed one after another, so that the operands of a
                 group stay in the L2 cache.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: None in the forward, and in the backward the number of query heads per key head, for each of which a work
-                tile repeats its steps.
+            group: in the backward, the number of query heads per key head. A work tile repeats its steps for each of them. None
+            in the forward.
 
         Returns:
             int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.
@@ -245,10 +243,8 @@ class Intervals:
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
-        # The methods `work_tiles` and `ordered_work_tiles` begin with the same parameters.
         batch, heads, _, programs, *_ = arguments
-        # A program may receive more work tiles than the average, because work tiles differ in length. The table also needs
-        # space for work tiles that are split in the last wave, and for an empty last row.
+        # Allow for programs with more work tiles than the average, for work tiles that are split, and for an empty last row.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -258,8 +254,8 @@ class Intervals:
 
 
 class TableRequests(NamedTuple):
-    tables: tuple[tuple[Any, ...], ...]  # the names and the arguments of the methods that computed the tables
-    transposed: "TableRequests | None"  # the tables of the transposed mask; None if no kernel used it
+    tables: tuple[tuple[Any, ...], ...]
+    transposed: "TableRequests | None"  # for the transposed mask; None if no kernel used it
 
 
 def _restore(
@@ -329,7 +325,6 @@ def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
 
 
 def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
-    """For every key j, count the bounds of each batch entry that are at most j."""
     counts = [np.bincount(x, minlength=num_keys + 1)[:num_keys] for x in bound.numpy()]
     return torch.from_numpy(np.array(counts).reshape(len(bound), num_keys).cumsum(1, dtype=np.int32))
 
@@ -346,6 +341,6 @@ def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:
-        # If the host memory were not pinned, the copy would wait for all earlier work of the stream.
+        # Without pinned memory, the copy would wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

@@ -69,7 +69,7 @@ def merge(a: State, b: State) -> State:
     Merging is associative and commutative, and its identity is the empty state.
     """
     m = torch.maximum(a[0], b[0])
-    # If both states are empty, subtract 0, because exp(-inf + inf) is NaN.
+    # Two empty states subtract 0, because exp(-inf + inf) is NaN.
     reference_max = m.masked_fill(m == float("-inf"), 0.0)
     alpha_a, alpha_b = torch.exp(a[0] - reference_max), torch.exp(b[0] - reference_max)
     return m, alpha_a * a[1] + alpha_b * b[1], alpha_a[..., None] * a[2] + alpha_b[..., None] * b[2]
@@ -126,7 +126,6 @@ def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
 
 
 def _to_head_groups(x: Tensor, num_key_heads: int) -> Tensor:
-    """Reshape x (B, N, Hq, D) to (B, Hkv, Hq / Hkv, N, D) in the dtype of states."""
     return x.to(state_dtype(x.dtype)).unflatten(2, (num_key_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -205,15 +204,13 @@ def decode(
 
 def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
     rows = x[page_table.long()].flatten(1, 2)
-    # A page may contain stale or uninitialised rows.
+    # Pages may contain uninitialised rows.
     unused = torch.arange(rows.shape[1], device=x.device) >= hi[:, -1:]
     return rows.masked_fill(unused[..., None, None], 0.0)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states. The gradient dlse of lse adds p * dlse to
-    ds.
-    """
+    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states."""
     dtype = state_dtype(out.dtype)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     return delta if dlse is None else delta - dlse
@@ -250,7 +247,7 @@ def backward(
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     ds = p * (_drop(dout @ v.mT, dropout) - delta)
     new_dq = scale * _from_head_groups(ds @ k)
-    # Sum over the query heads of a group (dimension 2), which share a key head.
+    # Dimension 2 contains the query heads that share a key head.
     new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
     return tuple(

@@ -19,9 +19,9 @@ at nearly the same time.
 import torch
 from torch import Tensor
 
-# In a large head group, neighbouring work tiles of a head start at more distant times, and wait less for each other. In a small
-# head group, the operands and dq stay in the L2 cache. With alternating directions and ALTERNATING_TILES query tiles per head
-# group, neighbours start about four steps apart.
+# In a large head group, neighbouring work tiles of a head start further apart, so they wait less. In a small head group, the
+# operands and dq stay in the L2 cache. With ALTERNATING_TILES query tiles per head group, neighbours start about four steps
+# apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -57,18 +57,17 @@ def order_work_tiles(
     num_heads, num_masks = batch * heads, len(tiles)
     num_groups = -(-num_heads // heads_per_group)
     if num_groups < num_heads:
-        # With an even number of head groups, both directions have the same number of chains.
+        # An even number of head groups balances the two directions.
         num_groups += num_groups % 2
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all work tiles start at the same time. All chains then run forwards, because
-    # each predecessor is then ahead from the start.
+    # If all work tiles start at the same time, each predecessor in a forwards chain is ahead from the start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
     rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
-    # The work tiles of all heads in a head group are interleaved.
+    # Interleave the heads of a group.
     num_tiles = tiles.shape[1]
     order = (head_group[:, None] * num_tiles + rank).flatten().argsort(stable=True)
     order = order[exists[mask].flatten()[order]]
@@ -125,8 +124,7 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Long chains come first. Work tiles of shorter chains come between the neighbours of a long chain, so that the neighbours
-    # start at different times.
+    # Long chains come first. Shorter chains fill the places between neighbours of a long chain.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))

@@ -10,18 +10,18 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# The fixed overhead of a work tile, measured in steps, is added to the number of its steps.
+# Fixed overhead of a work tile, in steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
-# The scheduler reorders work tiles if the last program would end more than 4% later than the mean.
+# Reorder work tiles if the last program would end more than 4% later than the mean.
 MARGIN = 0.04
 
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
-# The scheduler assigns blocks of work tiles at a time. If a block has fewer than MIN_BLOCK work tiles, the scheduler assigns
-# the next HEAP_TILES work tiles one by one.
+# Work tiles are assigned in blocks. After a block of fewer than MIN_BLOCK work tiles, the next HEAP_TILES are assigned one by
+# one.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
@@ -70,7 +70,6 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
     """Return the tiles of each batch entry, int32 (batch, T, 6), the longest loops first. Missing tiles are zeros."""
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # np.lexsort sorts by its last key first.
     order = np.lexsort((-(num_unmasked + num_masked), entry))
     tiles = np.stack((first - entry * num_rows, end - entry * num_rows, *loops), 1, dtype=np.int32, casting="same_kind")[order]
     entry, index = _enumerate(np.bincount(entry, minlength=batch))
@@ -102,7 +101,6 @@ def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
     whole, last = np.split(work_tiles, [len(work_tiles) - remainder])
-    # The larger parts start first. Idle programs compute the smaller parts.
     larger, smaller = last.copy(), last.copy()
     larger[:, 1] = np.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
     smaller[:, 0] = larger[:, 1]
@@ -132,9 +130,8 @@ def assign_work_tiles(
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
     Round-robin assignment would give some programs 14% more work than the average. For packed documents, long work tiles of the
-    last head groups are moved forward, because they would otherwise end too late. The argument `predecessors` holds, for each
-    work tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work
-    tiles per program.
+    last head groups move forward, so that they end in time. The argument `predecessors` holds, for each work tile, the index of
+    the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles per program.
 
     Return int32 (n, programs, c). In the result, [:, p] holds the work tiles of program p, followed by at least one row of
     zeros.
@@ -150,7 +147,7 @@ def assign_work_tiles(
             work_tiles, times, program = work_tiles[order], times[order], other_program
     if limit is not None and np.bincount(program).max() > limit:
         program = _assign_greedily(times, programs, limit)[0]
-    # A stable sort keeps the order of the work tiles of each program.
+    # A stable sort keeps each program's order.
     order = program.astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
     program, index = _enumerate(np.bincount(program))
     assigned = np.zeros((int(index.max()) + 2, programs, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -160,15 +157,15 @@ def assign_work_tiles(
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
     """Return the program of each work tile, and the time at which the last program ends."""
-    # The load of a program is stored as (work so far) * programs + (index of the program), so that all loads differ.
+    # A load is (work so far) * programs + (index of the program). All loads therefore differ.
     steps = times.astype(np.int64) * programs
     if limit is not None:
         return _assign_with_limit(steps.tolist(), programs, limit)
     loads, least = np.arange(programs), np.empty_like(steps)
     done = 0
     while done < len(steps):
-        # Work tile i of the block goes to the program with the i-th smallest load. The block ends where a program that has just
-        # received a work tile would have a smaller load.
+        # Work tile i of the block goes to the program with the i-th smallest load. The block ends before a program would
+        # receive a second work tile.
         block = steps[done : done + programs]
         results = loads[: len(block)] + block
         is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
@@ -178,7 +175,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
         loads.sort()
         done += count
         if count < MIN_BLOCK and done < len(steps):
-            # For short blocks, a heap is faster than a sort. A sorted list is a heap.
+            # For short blocks, a heap is faster than a sort.
             heap, block = loads.tolist(), steps[done : done + HEAP_TILES].tolist()
             least[done : done + len(block)] = [heapreplace(heap, heap[0] + time) for time in block]
             loads = np.sort(heap)
@@ -210,8 +207,8 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # The index of a predecessor is smaller than the index of its work tile. The loop runs from the last work tile to the
-        # first, so that it reads only final start times.
+        # A predecessor has a smaller index than its work tile. Loop backwards, so that every start time is final when it is
+        # read.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
@@ -221,7 +218,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """For each element of all lists, return the number of the list and the index in the list. List i has counts[i] elements."""
+    """Number the elements of lists with counts[i] elements. Return (list, index in the list) of each element."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -45,7 +45,6 @@ def as_integer(name: str, value: Any, low: int = 0, high: int | None = 2**63 - 1
     high=None, there is no upper limit.
     """
     number = value
-    # torch.compile may pass a symbolic integer.
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
             number = None if _is_bool(value) else index(value)
@@ -83,13 +82,13 @@ def check_name(name: str, value: object, known: Sequence[str]) -> None:
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not type(q) is type(k) is type(v) is Tensor:
-        # A DTensor is recognised by its method, because the kernels must not import torch's modules for process groups.
+        # The kernels must not import torch.distributed, so recognise a DTensor by its method.
         if any(hasattr(x, "to_local") for x in (q, k, v)):
             raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
             kinds = ", ".join(type(x).__name__ for x in (q, k, v))
             raise ValueError(f"q, k, v are {kinds}: give three tensors (batch, tokens, heads, head dim)")
-    # A nested tensor may have the strided layout, but no kernel supports its shape.
+    # Nested tensors may have the strided layout.
     if not q.layout is k.layout is v.layout is torch.strided or q.is_nested or k.is_nested or v.is_nested:
         raise ValueError(
             f"q, k, v are {q.layout}, {k.layout}, {v.layout} or nested: give dense tensors; for packed documents, "
@@ -131,7 +130,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_scale(scale: float) -> None:
-    # A scale of NaN also fails this comparison.
+    # The comparison also rejects NaN.
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: must be positive and finite; for a negative scale, negate q")
 
@@ -156,7 +155,7 @@ def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check the arguments of `reference.forward` that the backward has as well."""
+    """Check the arguments that forward and backward share."""
     check_shapes(q, k, v)
     (batch, num_queries, num_heads), num_keys, device = q.shape[:3], k.shape[1], q.device
     if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
@@ -188,7 +187,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
         ("v", v, k.data.shape[:3]),
     ):
         _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
-    # FP8 values are stored as tiles, so pass a view of the keys that has the shape of values (B, Nk, Hkv, Dv).
+    # FP8 values are stored as tiles. A view of the keys takes their place, with the shape (B, Nk, Hkv, Dv).
     check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 
@@ -238,7 +237,7 @@ def check_cache(
 
 
 def check_bounds(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> None:
-    """Check the arguments of a decoding call that usually change with every token."""
+    """Check the arguments that change with every token."""
     batch, num_queries, *_ = q.shape
     shape = (1 if lo.shape[:1] == (1,) else batch), num_queries
     _check_int32("lo", lo, shape, q.device)

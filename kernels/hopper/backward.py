@@ -28,10 +28,10 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# Consumers skip steps if at most MOST_QUERIES_TO_SKIP queries attend to any 64 keys. With more queries, skipping saves nothing.
+# Skipping steps saves time only if at most MOST_QUERIES_TO_SKIP queries attend to any 64 keys.
 MOST_QUERIES_TO_SKIP = 1536
 
-# In the wide kernel for dq, K and V of a head group have at most KEY_BYTES_IN_L2 bytes, and stay in the L2 cache.
+# The wide kernel for dq limits K and V of a head group to KEY_BYTES_IN_L2, so that they stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -96,9 +96,9 @@ class WideConfig:
         queries: the number of queries per step of the kernel for dk and dv.
         q_slots, dout_slots, p_slots: the number of slots of each ring in the kernel for dk and dv.
         k_slots, v_slots: the number of slots of each ring in the kernel for dq. K needs slots for two tiles, because a step
-            issues products with its own tile and with the previous tile.
-        pass_after_scores: whether a consumer of the kernel for dq passes its turn after the scores of a step are complete,
-            instead of after the last product of the previous step is complete.
+        multiplies its own tile and the previous tile.
+        pass_after_scores: in the kernel for dq, whether a consumer passes its turn when the scores of a step are complete.
+        Otherwise, it passes its turn when the last product of the previous step is complete.
     """
 
     head_dim: int
@@ -190,13 +190,13 @@ def incremental(
 class _Backward:
     def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool) -> None:
         self._queries, self._scale, self._shares_sms = (q, dout, lse, delta), float(scale), shares_sms
-        self._packed: tuple[Tensor, Tensor] | None = None  # the lse and delta that a kernel has prepared
+        self._packed: tuple[Tensor, Tensor] | None = None
 
     def add(
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None = None, dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Do the same as `dispatch.IncrementalBackward.add`."""
+        """See `dispatch.IncrementalBackward.add`."""
         if dropout is not None:
             raise ValueError("the Hopper backward does not support dropout: use dispatch.IncrementalBackward(..., plain=False)")
         return self._accumulate(k, v, intervals, dk, dv, torch.float32)
@@ -242,7 +242,7 @@ class NarrowBackward(_Backward):
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
                 *map(hopper_common.with_base, scratch, (*self._packed, self._packed[1])),
             )
-            # In the deterministic backward, programs wait for each other, so all programs must run at the same time.
+            # Deterministic programs wait for each other, so all of them must run at the same time.
             launch(
                 _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles, progress),
                 (by_key.batch, num_tiles, num_keys, self._scale), config.deterministic and not self._shares_sms, CONFIG=config,
@@ -267,7 +267,7 @@ class NarrowBackward(_Backward):
 class WideBackward(_Backward):
     def __init__(self, *operands) -> None:
         super().__init__(*operands)
-        self._dq: Tensor | None = None  # fp32, summed over all blocks
+        self._dq: Tensor | None = None
 
     def _accumulate(
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None, dv: Tensor | None, grad_dtype: torch.dtype | None
@@ -338,14 +338,14 @@ def _skips_steps(by_key: Intervals) -> bool:
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """Initialise a new gradient with zeros if some rows have empty intervals, because no program writes rows without keys."""
+    """If some rows have empty intervals, fill a new gradient with zeros. No program writes these rows."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
 
 @lru_cache(maxsize=256)
 def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
-    """Return a TMA descriptor for loading `queries` of `size` numbers. The function `with_base` sets the tensor."""
+    """`with_base` later sets the tensor of this TMA descriptor."""
     no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     return TensorDescriptor(no_tensor, [size], [1], [queries], SCALARS_LAYOUT)
 
@@ -368,7 +368,6 @@ def _wide_descriptors(tensors: tuple[Tensor, ...], rows: tuple[int, ...], config
 def _work_tiles(
     by_key: Intervals, batch: int, num_key_heads: int, num_queries: int, programs: int, config: NarrowConfig
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the table of work tiles, and zeros for their progress (None if the order is not fixed)."""
     heads_per_group = _heads_per_group(num_queries)
     if config.deterministic:
         table = by_key.ordered_work_tiles(
@@ -383,10 +382,7 @@ def _work_tiles(
 
 
 def _heads_per_group(num_queries: int) -> int:
-    """Return the maximal number of key heads in a head group.
-
-    For short sequences, larger head groups balance the load better, and dq of a larger group still fits into the L2 cache.
-    """
+    """For short sequences, larger head groups balance the load better, and dq still fits into the L2 cache."""
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 

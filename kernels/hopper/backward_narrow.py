@@ -85,14 +85,12 @@ STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# In memory, one spare chunk precedes the sums of dq. Every program adds its first, invalid dQ to the spare chunk, which is
-# never read.
+# One spare chunk precedes the sums of dq. It receives the invalid first dQ of every program.
 SPARE_CHUNK = gl.constexpr(0)
 
 
 @gluon.constexpr_function
 def dq_columns(config, consumer: int) -> int:
-    """Return how many columns of dQ a consumer computes per step."""
     return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
 
 
@@ -132,7 +130,6 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the previous step, which used the other stage."""
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
@@ -174,16 +171,15 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot for K still contains the keys of an earlier work tile, two before this work tile. These keys were
-                    # last read in the first step of the previous work tile. If the previous work tile has more than one step,
-                    # its first step has finished.
+                    # The slot contains the keys of two work tiles ago, which the first step of the previous work tile reads.
+                    # With more than one step, the first step has finished.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # The values of the previous work tile are read from the same buffer until its last step.
+                    # The previous work tile reads its values from this buffer until its last step.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -198,7 +194,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return (key_bounds, first_seen, end_seen). No query outside [first_seen, end_seen) attends to a key of this consumer."""
+    """Return (key_bounds, first_seen, end_seen). Only queries in [first_seen, end_seen) attend to this consumer's keys."""
     batch, _, first, end, _, _, _ = work_tile
     query_lo, query_hi = bounds
     num_masks, _, num_keys = sizes
@@ -222,7 +218,7 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 
 @gluon.jit
 def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dS^T K over all 128 keys, for the chunk of CONSUMER, with dS of `stage` and the keys in `slot`."""
+    """Issue dS^T K over all 128 keys, for the chunk of CONSUMER."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     own = CONSUMER + opaque_zero()
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
@@ -232,9 +228,8 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until TMA has read the previous dQ of this consumer."""
     if CONFIG.deterministic:
-        # A consumer sends one dQ per step, so the phase changes with the stage.
+        # One dQ is sent per step.
         mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)
     else:
         hopper_common.tma_store_wait(0)
@@ -242,7 +237,7 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. In the deterministic backward, a writer warp adds the chunk instead."""
+    """Start the addition to dq. In the deterministic backward, a writer warp adds the chunk."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     fence_async_shared()
@@ -291,24 +286,24 @@ def _step(
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Load delta only after the wait. Loading delta earlier would make the kernel for D = 64 spill registers.
+    # Loading delta before the wait would spill registers for D = 64.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
-    # After this wait, the dS of both consumers is complete, and the memory for the next dS is free.
+    # Now dS of both consumers is complete, and the memory for the next dS is free.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
-    # The fence is needed because wgmma reads shared memory through another proxy than the threads.
+    # wgmma reads shared memory through another proxy than the threads, so a fence is needed.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # This wait is short. The compiler adds a thread barrier to this wait, which also covers the stores of dS.
+        # The compiler adds a thread barrier to this short wait. The barrier also covers the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
     pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
     grad_v, grad_q = pending[:-1], pending[-1]
     if CONFIG.deterministic:
-        # The writer warp may still be waiting for another work tile, so wait for the writer as late as possible.
+        # Wait for the writer warp as late as possible.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     grad_k = wait_for_parts(grad_k, 0, num_parts(CONFIG.columns))
@@ -320,7 +315,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """If no query of a step attends to the keys of this consumer, only add dQ of the previous step to the sums of dq."""
+    """Skip a step in which no query attends to this consumer's keys, but add the previous dQ to dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)
@@ -369,7 +364,7 @@ def _compute_work_tile(
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer computes the chunk addresses, so the consumer needs only a single loop, which saves registers.
+        # The writer computes the chunk addresses. A single loop saves registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
@@ -387,10 +382,10 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # Hide the number of iterations from the compiler, which would otherwise generate a few more instructions per step.
+    # If the compiler knew the number of iterations, it would generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
-        # The "+ 0" creates a new value, because Gluon does not carry a second name of a variable through a loop.
+        # Gluon cannot carry two names of one value through a loop, so "+ 0" creates a new value.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
@@ -449,7 +444,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     if not CONFIG.deterministic:
-        # Shared memory is freed when the program ends, so wait until TMA has read the last dQ.
+        # TMA must have read the last dQ before the program ends.
         hopper_common.tma_store_wait(0)
 
 
@@ -466,8 +461,8 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # In an accumulator, four threads hold 8 neighbouring columns. Eight fp32 columns fill a 32-byte memory sector, but eight
-    # 16-bit columns fill only half of it. Therefore the kernel rearranges 16-bit tiles, so that the threads store whole rows.
+    # Four threads hold 8 neighbouring columns of an accumulator. In 16 bits, 8 columns fill only half of a 32-byte sector.
+    # Rearranged 16-bit tiles are stored in whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
@@ -517,19 +512,17 @@ def _main_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # The producer arrives once at each `full` barrier, and both consumers arrive at each `empty` barrier.
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # The barrier `staged` of a consumer and stage signals that the staging buffer is full. The barrier `released` of a
-        # consumer signals that the buffer has been sent.
+        # `staged` signals that a staging buffer is full, and `released` that TMA has read it.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size
     fence_async_shared()
-    # Gluon turns the constants in a tuple variable into tensors. Therefore constants are separate arguments.
+    # Gluon turns constants in tuples into tensors, so constants are separate arguments.
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty

@@ -55,10 +55,10 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# In the kernel for dq, a step has STEP_KEYS keys.
+# Keys per step of the kernel for dq.
 STEP_KEYS = gl.constexpr(64)
 
-# In the kernel for dq, a work tile has 128 queries, 64 per consumer.
+# Queries per work tile of the kernel for dq, 64 per consumer.
 QUERIES = gl.constexpr(128)
 
 
@@ -116,7 +116,7 @@ def _load_into_ring(
 def _issue_scores(
     left, first_part, ring, step, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Issue the matrix product (64, COLUMNS) of `left` and the transposed tile of one step, which is in a ring buffer."""
+    """Issue left * tile^T, (64, COLUMNS). The tile is in a ring buffer."""
     tiles, full, _empty = ring
     scores = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for part in gl.static_range(PARTS):
@@ -130,7 +130,7 @@ def _issue_scores(
 
 @gluon.jit
 def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Issue sums += left * tile for the tile of a step in a ring buffer. The left operand is in registers."""
+    """Issue sums += left * tile. The left operand is in registers, and the tile in a ring buffer."""
     tiles, full, _empty = ring
     pending = ()
     for part in gl.static_range(PARTS):
@@ -173,7 +173,7 @@ def _write_gradient(
 @gluon.jit
 def _query_loop(loop):
     begin, _, num_unmasked, num_masked = loop
-    # With `maximum`, the compiler knows that the number of steps is never 0, and omits a test before the loops.
+    # `maximum` tells the compiler that there is at least one step, which saves a test.
     return begin, gl.maximum(num_unmasked + num_masked, 1)
 
 
@@ -523,7 +523,7 @@ def _consume_for_dq(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
                 scores, dp, scalars, row_bounds, begin, (begin < first_unmasked) | (begin > last_unmasked), v_empty, count,
                 log2_scale, dtype, CONSUMER, CONFIG,
             )  # fmt: skip
-            # Few registers are left, so the number of the step is not a variable of its own.
+            # A separate variable for the step would spill registers.
             for start in range(begin + STEP_KEYS, begin + (end_step - first_step) * STEP_KEYS, STEP_KEYS):
                 sync_at(CONSUMER)
                 pending = _issue_sums(ds, sums, k_ring, count, PARTS, CONFIG.k_slots)

@@ -26,7 +26,6 @@ from ringattn.kernels.triton.common import load_tile
 
 MAX_DIM = 256
 
-# Gluon's names of the dtypes of q, k and v, and of all dtypes that TMA copies.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 TMA_DTYPES = DTYPES | {torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
@@ -82,7 +81,7 @@ class KernelConfig:
 
 @gluon.constexpr_function
 def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
-    """Return the register layout of a wgmma product (64, columns) of operands with `bits` per element."""
+    """Return the register layout of a wgmma result (64, columns). The operands have `bits` per element."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
@@ -95,7 +94,7 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return contiguous (delta, out, dout, dlse) for a kernel that reads delta, or computes delta from the others."""
+    """Return contiguous (delta, out, dout, dlse). Either delta or the other three are None."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
@@ -152,7 +151,7 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    # PyTorch may report a stride that TMA rejects for a dimension of size 1. The stride is never used.
+    # TMA may reject the unused stride of a dimension of size 1.
     unit = 16 // dtype.itemsize
     strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(
@@ -177,7 +176,7 @@ def _tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-# TMA's reduce-add adds a tile in shared memory to global memory. Triton has exported reduce-add since release 3.8.
+# Triton has exported TMA's reduce-add since release 3.8.
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
@@ -200,7 +199,7 @@ def as_left(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots. Each partition arrives once, for all of its threads."""
+    """Return the barriers `full` and `empty` of SLOTS slots. One thread of each partition arrives at a barrier."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -213,8 +212,8 @@ def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: g
 def load_work_tile(work_tiles, index):
     """Load the entry `index` of `Intervals.work_tiles`. Return (batch entry, head, first row, end of the rows, loop).
 
-    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). If `end` is 0, the program has no more work tiles. Every
-    partition loads the entry itself, so that the producer can be ahead of the consumers.
+    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). If `end` is 0, the program has no more work tiles. The
+    producer may be several work tiles ahead, so every partition loads the entry.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)
@@ -253,7 +252,7 @@ def execute(ASSEMBLY: gl.constexpr):
 
 @gluon.jit
 def sync_at(CONSUMER: gl.constexpr):
-    # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
+    # Triton 3.6 accepts an f-string as an argument only if it is a named constant.
     SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     execute(SYNC)
 

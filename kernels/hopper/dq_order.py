@@ -29,8 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# In memory, two integers precede the progress of all work tiles. The first integer counts the programs that have started, and
-# the second integer is unused.
+# Two integers precede the progress of all work tiles. The first counts the programs that have started. The second is unused.
 HEADER = gl.constexpr(2)
 
 # The progress of a work tile counts finished steps, plus PER_HEAD for each finished query head. PER_HEAD is larger than the
@@ -42,19 +41,16 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one. The kernel uses the number of earlier programs in place of the
-    program's index in the grid.
-    """
+    """Return how many programs have started before this one. The result replaces the program's index in the grid."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton broadcasts the program's number to all threads through shared memory. Without the barrier, a fast thread would
-    # overwrite the program's number before other threads have read it.
+    # Triton broadcasts the number through shared memory. Without the barrier, a fast thread would overwrite it too early.
     hopper_common.thread_barrier()
     return number
 
 
 @gluon.jit
 def _load_progress(pointer):
-    """Load the progress of a work tile with acquire semantics, so that this warp's later memory accesses follow the load."""
+    """Load with acquire semantics."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -62,13 +58,13 @@ def _load_progress(pointer):
 
 @gluon.jit
 def _publish(pointer, progress):
-    """Store the progress of a work tile after everything that this warp has sent is added to dq.
+    """Wait until this warp's additions to dq are complete. Then store the progress of the work tile.
 
-    The release is required, because the instruction `wait_group` alone does not order the store after the additions. Without
-    the release semantics of the store, the last bits of dq changed in almost every test.
+    The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Without
+    them, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # Only one thread has sent the additions to dq and has waited for them, but all threads store the progress of the work tile.
+    # All threads store the progress, but only one thread has waited for the additions to dq.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -94,8 +90,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # The first dQ of a program is computed from uninitialised memory, and writer 0 discards it. The two writers alternate, so a
-    # writer starts each query head with step `skip`, which is 0 or 1.
+    # Writer 0 discards the first dQ of a program, which is uninitialised. The writers alternate, so `skip` is a writer's first
+    # step (0 or 1) of a query head.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):
@@ -109,7 +105,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # A writer waits only for even steps of the predecessor, or only for odd ones.
+            # One writer waits for even steps of the predecessor, and the other for odd steps.
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)
             for step in range(skip, num_steps, 2):
@@ -128,7 +124,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add the dQ of both consumers to the sums in global memory, and release the staging buffers for the next dQ."""
+    """Start the addition of both consumers' dQ, and release the staging buffers."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

@@ -19,7 +19,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# The kernel sets the sign bit of l in each row that has overflowed.
+# The sign bit of l marks a row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 
@@ -32,8 +32,7 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Transfer a K or V buffer of a state stage to the consumer whose o the buffer holds. The barrier `full` signals the
-    transfer.
+    """Give a K or V buffer of a state stage to the consumer whose o it holds. The barrier `full` signals this.
 
     The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER holds part NUMBER % o_parts of the o of consumer
     NUMBER // o_parts. If the call returns an output, TMA loads one part of the incoming o into the buffer.
@@ -92,7 +91,7 @@ def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def split_columns(tile):
-    """Split an accumulator into its left half and its right half without moving numbers between threads."""
+    """Split an accumulator into left and right halves. No data moves between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
 
@@ -132,7 +131,7 @@ def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
 @gluon.jit
 def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     left, right = _state_views(buffers, CONSUMER, CONFIG)
-    # The stores need a fence, because TMA accesses shared memory through another proxy.
+    # TMA accesses shared memory through another proxy, so a fence is needed.
     if CONFIG.o_parts == 1:
         left.store(o)
         fence_async_shared()
@@ -187,8 +186,7 @@ def _write_result(
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
     if CONFIG.final:
-        # A row that attends to no key has l = o = 0 and the output 0. One division per row takes fewer instructions than one
-        # division per element.
+        # A row that attends to no key has l = o = 0 and the output 0. Dividing once per row saves instructions.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
     if first_row + ROWS <= end:
@@ -199,7 +197,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # Do not store by TMA, which would also write rows of another work tile.
+        # TMA would also write rows of another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -213,28 +211,25 @@ def update_scalars(
     The retry pass recomputes all rows, but must update only the rows that have overflowed. Therefore the first pass only sets
     the sign bit of l in rows that have overflowed. The retry pass updates only rows whose l has the sign bit.
 
-    Return (written, alpha, beta, stays). Set o to o * alpha + state_o * beta in the rows of the mask `written`. The mask
-    `stays` selects rows in which alpha and beta have no effect.
+    Return (written, alpha, beta, stays). The caller sets o to o * alpha + state_o * beta in the rows of the mask `written`.
+    In rows of the mask `stays`, o + state_o suffices.
     """
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # UPDATE_REF_MAX is true only in the retry pass. Test the sign bit instead of l < 0, because l of a row without keys may
-        # be -0.0.
+        # Only the retry pass sets UPDATE_REF_MAX. Test the sign bit instead of l < 0, because l may be -0.0.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Do not store an unchanged m, because its conversion to log2 units and back would change its last bits on every hop of a
-    # ring.
+    # Do not store an unchanged m. Converting m to log2 units and back would change its last bits on every hop.
     gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
     else:
-        # Set the sign bit by an integer operation. Triton compiles -incoming_l to 0 - incoming_l, which has no sign bit if
-        # incoming_l is 0.
+        # Set the sign bit of l as an integer. Triton computes -l as 0 - l, so -0.0 would be lost.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # The o of an incoming row without keys is 0, so its beta does not matter.
+    # For an incoming row without keys, o is 0, so beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 
@@ -248,7 +243,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA can add o to the state only for all 64 rows at once, and without a factor.
+    # TMA can only add all 64 rows of o at once, without factors.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:

@@ -42,7 +42,7 @@ def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, tar
 @gluon.jit
 def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
     if CONFIG.has_state and CONFIG.dim > 64:
-        # Merge 64 columns at a time. The whole incoming o would need as many registers as o itself.
+        # Merge 64 columns at a time, because the whole incoming o would not fit into registers.
         left, right = split_columns(o)
         if CONFIG.dim == 128:
             _merge_part(left, 0, alpha, beta, index, rows, source, target, CONFIG)
@@ -62,7 +62,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
     """Add o to the target (B, Nq, Hq, Dv). An atomic addition needs no registers for the old value.
 
-    The sums are deterministic, because no two threads add to the same number.
+    No two threads add to the same number, so the sums are deterministic.
     """
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)

@@ -24,15 +24,15 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# With Triton 3.8, the assembler would serialise all matrix products of a kernel that uses `fence_softmax`.
+# With Triton 3.8, `fence_softmax` would serialise all matrix products.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# K and V of a head group have at most L2_BYTES bytes, so that K, V and the output stay in the L2 cache. For calls with an
-# incoming state or with head dims above 128, a limit of 16 MiB was faster on an H100.
+# Limit for K and V of a head group, so that K, V and the output stay in the L2 cache. For an incoming state or head dims above
+# 128, 16 MiB was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
-# Calls with at most FEW_ROWS non-empty rows, over all heads and batch entries, use TILES_FEW_ROWS.
+# A call has few rows if its heads and batch entries have at most FEW_ROWS non-empty rows in total.
 FEW_ROWS = 2**16
 
 
@@ -62,12 +62,12 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     q_slots: ClassVar[int] = 1  # slots of Q in shared memory
     tails: ClassVar[int] = 0  # slots of the ring of tails
-    state_stages: ClassVar[int] = 0  # stages that hold the o of a state at the end of a work tile
+    state_stages: ClassVar[int] = 0  # state stages per work tile
     stores_by_tma: ClassVar[bool] = False  # whether TMA stores the results
-    loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile during its last product
+    loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile
     stages_per_step: ClassVar[int] = 1  # stages that a consumer releases per step
-    extra_steps: ClassVar[int] = 0  # steps in which a consumer takes turns, in addition to those of the KV loop
-    skips_steps: ClassVar[bool] = False  # whether a consumer skips steps to whose keys none of its rows attends
+    extra_steps: ClassVar[int] = 0  # additional ping-pong turns per work tile
+    skips_steps: ClassVar[bool] = False  # whether consumers skip fully masked steps
     programs: ClassVar[int] = 1  # programs per SM
 
     @property
@@ -76,7 +76,7 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     @property
     def partitions(self) -> gl.tuple:
-        """Return the numbers of the consumers and the producer as constants, over which Gluon can iterate."""
+        """Return the numbers of the partitions as constants, because Gluon iterates only over constants."""
         return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
 
     @property
@@ -105,21 +105,19 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def q_in_registers(self) -> bool:
-        """Return whether a consumer keeps the Q of a work tile in registers.
-
-        Keeping Q in registers saves reads from shared memory, whose bandwidth limits S = Q K^T with 64 keys per step. A Q with
-        128 columns does not fit into the registers.
+        """Shared memory bandwidth limits S = Q K^T with 64 keys per step. Keeping Q in registers saves reads. A Q with 128
+        columns does not fit into the registers.
         """
         return self.columns == 96
 
     @property
     def q_slots(self) -> int:
-        """Q has at most two slots, because one bit selects the slot and the phase of the slot's barriers."""
+        """Q has at most two slots, because one bit selects the slot."""
         return 2 if self.final else 1
 
     @property
     def o_parts(self) -> int:
-        """Return how many buffers of a K or V tile the fp32 o of one consumer occupies."""
+        """One consumer's fp32 o occupies this number of K or V buffers."""
         return 2 * ROWS.value // self.keys
 
     @property
@@ -212,12 +210,11 @@ TILES = {
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
-# In short calls, work tiles of 128 rows instead of 192 leave fewer SMs idle.
+# With few rows, work tiles of 128 rows leave fewer SMs idle than work tiles of 192 rows.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# If every 64 consecutive queries attend to at most SHORT_KEYS keys, `forward_short` is faster at head dims up to 64, but not
-# at 128.
+# Up to SHORT_KEYS keys per 64 consecutive queries, `forward_short` is faster at head dims up to 64.
 SHORT_KEYS = 192
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
 
@@ -253,7 +250,7 @@ def configure(
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
         return Fp8Config(dims[0], **call, **FP8_TILES[dims[0]], **FP8_SETTINGS)
-    # If the reference max is not updated, probabilities may reach OVERFLOW_LIMIT, which fp16 cannot represent.
+    # Without updates of the reference max, probabilities may exceed the range of fp16.
     call["update_ref_max"] = dtype != torch.bfloat16
     if max(dims) > NARROW_DIM:
         key_dim, dim = hopper_common.padded_wide_dims(*dims)
@@ -263,8 +260,8 @@ def configure(
         return ShortConfig(64, **call, columns=columns, **TILES_SHORT)
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # While the consumers use the state stages, the producer loads keys of the next work tile into another stage. If Q has only
-    # one slot, shared memory has room for two additional stages.
+    # One stage receives keys of the next work tile while the consumers use the state stages. With one Q slot, two additional
+    # stages fit into shared memory.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -363,6 +360,6 @@ def _assign_work_tiles(
         num_heads, heads_per_group = num_heads // config.group, heads_per_group // config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms) * config.programs
-    # An update in place does not change rows that attend to no key.
+    # In-place updates leave rows without keys unchanged.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

@@ -86,9 +86,9 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
 
     Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds, steps).
     row_bounds is (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the
-    initial reference max. all_initialised states whether the first step of the consumer sets the reference max of every row
-    that attends to any key. steps is (first, end), the steps whose keys the consumer's rows attend to. With `skips_steps`, the
-    consumer computes only the steps from first to end, and at least one step.
+    initial reference max. all_initialised states whether the consumer's first step sets the reference max of every row with
+    keys. steps is (first, end). In all other steps, the consumer's rows attend to no key. With `skips_steps`, the consumer
+    computes only the steps from first to end, and at least one step.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -106,8 +106,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
         first_step = gl.minimum(gl.maximum(first_lo - begin, 0) // CONFIG.keys, end_step - 1)
         end_step = gl.maximum(gl.minimum((last_hi - begin + CONFIG.keys - 1) // CONFIG.keys, end_step), first_step + 1)
     start = step_start(loop, first_step, CONFIG.keys)
-    # Bounds never decrease from row to row. If the first tile overlaps the intervals of both the first row and the last row,
-    # the tile contains a key of every non-empty interval.
+    # If the first tile overlaps the intervals of the first and the last row, it overlaps every non-empty interval.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + last_row, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -149,7 +148,7 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    # A wait for phase 1 of a new barrier returns immediately, so the producer does not wait for the first use of a stage.
+    # Waiting for phase 1 of a new barrier returns immediately, as the first use of a stage requires.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_work_tiles(LOAD, arguments, slot, position, CONFIG)
@@ -163,7 +162,7 @@ def _compute_work_tiles(
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
-    # The variable `state_stage` is the state stage that this consumer used in the previous work tile, or -1.
+    # `state_stage` is this consumer's state stage of the previous work tile, or -1.
     state_stage = gl.to_tensor(-1)
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)
@@ -183,7 +182,7 @@ def _compute_work_tiles(
             tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
         slot ^= 1
     if CONFIG.stores_by_tma:
-        # TMA must have read all results from shared memory before the program ends or a retry pass overwrites the results.
+        # TMA must read all results before the program ends or a retry pass overwrites them.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
     return slot, position, overflowed
@@ -200,8 +199,8 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # Invalid results must reach global memory before the retry pass rewrites them. The instruction below waits
-                # until TMA has written global memory, but `tma_store_wait` waits only until TMA has read shared memory.
+                # Invalid results must be in global memory before the retry pass rewrites them. `tma_store_wait` waits only
+                # until TMA has read shared memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
@@ -215,8 +214,8 @@ def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CO
 
 @gluon.jit
 def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip the next `count` steps. The consumer still releases all stages and takes all turns, because other warps wait for its
-    releases and turns.
+    """Skip the next `count` steps. The consumer still releases all stages and takes all turns, because other warps wait for
+    them.
     """
     _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step

@@ -85,7 +85,6 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
     batch, head, _ = rows
     mbarrier.expect(barriers[0], CONFIG.consumers * q.block_type.nbytes)
     load_queries(q, rows, slot, queries, barriers[0], CONFIG)
-    # TMA loads zeros beyond the last key.
     start = step_start(loop, 0, CONFIG.keys)
     heads = batch, head // CONFIG.group
     position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
@@ -156,8 +155,8 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the last part of P V, but not for the IN_FLIGHT products that were issued later. Add this part to O. Return
-    (parts of O, row sums).
+    """Wait for the last part of P V, and add it to O. IN_FLIGHT later products may be incomplete. Return (parts of O, row
+    sums).
     """
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
@@ -178,7 +177,7 @@ def _zero_parts(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """Join the parts FIRST to FIRST + NUMBER - 1 to one tensor without moving numbers between threads."""
+    """Join parts into one tensor. No data moves between threads."""
     if NUMBER == 1:
         return parts[FIRST]
     else:
@@ -190,7 +189,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # If no row of a work tile attends to a key, the block of its only step may not exist.
+    # A work tile without keys has one step, whose block may not exist.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -198,7 +197,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return a factor (64,) per row. A score in log2 units is q k^T times the row's factor times the scale of K."""
+    """Return (64,) factors. Multiply q k^T by a row's factor and the scale of K for scores in log2 units."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -217,8 +216,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # In the first unmasked step, every row attends to all keys of the tile. After this step, every ref_max is set. Later masked
-    # steps often contain the largest scores of a row.
+    # The first unmasked step sets every ref_max. Later masked steps often contain a row's largest score.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
@@ -256,7 +254,7 @@ def _overlapped_steps(
         stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
         scores = _issue_scores(query, ring, stage, CONFIG)
-        # While the tensor cores compute S, add the previous P V, which is relative to the previous reference max.
+        # Add the previous P V to O while the tensor cores compute S. Both are relative to the previous reference max.
         l = (l + row_sums) * alpha
         o = softmax.rescale(o + product, alpha)
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
@@ -296,7 +294,7 @@ def _sequential_steps(
     scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile in the pipeline order without overlap. Return (ref_max, l, parts of o, next position).
+    """Compute all steps of a work tile without overlap. Return (ref_max, l, parts of o, next position).
 
     The arguments `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head). All four threads
     of a row have the same numbers in ref_max, factors and l (64, 4).

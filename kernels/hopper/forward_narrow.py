@@ -122,7 +122,7 @@ def _step(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    # Products finish in the order in which they are issued. S is issued first, because the softmax needs only S.
+    # Products finish in the order of issue. S comes first, because the softmax needs only S.
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
@@ -136,9 +136,9 @@ def _step(
     o = wait_for_parts(pending_o, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # The previous P V is relative to the old reference max, so it is rescaled after the product.
+        # The previous P V is relative to the old reference max, so rescale O after the product.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
-    # Convert p only after the wait, because P V reads the previous p from the same registers.
+    # P V reads the previous p from the same registers until the wait ends.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
@@ -156,7 +156,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # TMA has read the previous result from shared memory during the product, so release this memory now.
+    # TMA has read the previous result from this memory by now.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -171,7 +171,7 @@ def _first_step(
 
 @gluon.jit
 def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Do the same as `forward_common.skip_tile`, but also release all state stages."""
+    """Call `forward_common.skip_tile`, and release all state stages."""
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     mbarrier.arrive(barriers[1], count=1)
@@ -182,7 +182,7 @@ def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, C
 
 @gluon.jit
 def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Do the same as `forward_common.skip_steps`, but for separate rings of K and V."""
+    """Like `forward_common.skip_steps`, for separate rings of K and V."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     stage, phase = position
     for _step_index in range(count):
@@ -234,7 +234,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # The producer needs the state stage for one of the skipped steps.
+        # Release the state stage, which one of the skipped steps needs.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)
@@ -250,13 +250,13 @@ def _compute_tile(
         mbarrier.arrive(q_empty, count=1)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
-    # While P V of the last step runs, load the scalars of the incoming state and the next work tile.
+    # Load the incoming m and l and the next work tile while the last P V runs.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     stage, phase = _skip_steps(barriers, num_steps(loop) - end_step, (stage, phase), CONSUMER, CONFIG)
-    # Sums and maxima of the four threads of a row are combined only once per work tile.
+    # Combine the sums of a row's four threads.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)
     state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)

@@ -46,14 +46,14 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return the mask of each row and thread as the bits of one word, in a tensor (64, 4). Bit i is 1 if the thread's i-th
-    column of the row is below the row's bound (64,).
+    """Return one word of bits per row and thread, (64, 4). Bit i tells whether the thread's i-th column is below the row's
+    bound.
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
     distance = gl.maximum(gl.convert_layout(bound, gl.SliceLayout(1, NUMBERS)).expand_dims(1) - first, 0)
     count = gl.minimum(2 * (distance // 8) + gl.minimum(distance % 8, 2), 32)
-    # A shift of a 32-bit word by 32 is undefined.
+    # Shifting a 32-bit word by 32 is undefined.
     return ((gl.full_like(count, 1).to(gl.int64) << count) - 1).to(gl.int32)
 
 
@@ -82,8 +82,7 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread has two rows. In every four consecutive registers of the accumulator, two registers belong to each of the
-    # thread's two rows.
+    # Of every four consecutive accumulator registers, two belong to each of the thread's two rows.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -122,8 +121,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # Each operand is a pair of numbers, one for each of the thread's two rows. The operands are the new reference max, the
-    # maximum of the thread's scores, the old reference max, and the threshold.
+    # Operands, each a pair for the thread's two rows: new reference max, maximum of the thread's scores, old reference max,
+    # threshold.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -149,15 +148,14 @@ def _raise_ref_max(ref_max, thread_max):
 
 @gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """If a row has no reference max and attends to a key of this tile, set the row's ref_max (64, 4) to its largest score."""
+    """Set ref_max (64, 4) of rows that have none and attend to this tile to their largest score."""
     row_max = gl.max(gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1), axis=1) * log2_scale
     return gl.where(ref_max == UNSET_REF_MAX, gl.maximum(row_max, UNSET_REF_MAX).expand_dims(1), ref_max)
 
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Raise the reference max of a row if a score of this tile is much larger than the reference max. Return (ref_max, alpha),
-    both (64, 4).
+    """Raise the reference max of rows with much larger scores in this tile. Return (ref_max, alpha), both (64, 4).
 
     The caller must multiply the l and o of earlier tiles by alpha.
     """
@@ -178,7 +176,7 @@ def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_M
     """Compute the first step of a consumer. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
-    If no row attends to a key, all scores are masked, so reading beyond the last key is harmless.
+    Keys beyond the last one are harmless, because their scores are masked.
     """
     lo, hi, _, ref_max = row_bounds
     if is_masked(loop, step):
@@ -207,8 +205,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # A row's first key may be in any masked step. The first unmasked step sets all remaining reference maxima, because every
-    # row attends to the keys of an unmasked step.
+    # A row's first key is in a masked step or in the first unmasked step.
     elif (step <= gl.where(num_unmasked > 0, num_masked_prefix, num_masked)) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)

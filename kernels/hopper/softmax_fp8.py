@@ -36,7 +36,7 @@ from ringattn.kernels.hopper.common import ROWS
 
 TOP = gl.constexpr(7.0)
 
-# The function `raise_ref_max` changes the reference max of a row only if the maximum is higher by more than SLACK log2 units.
+# `raise_ref_max` ignores maxima that are higher by at most SLACK log2 units.
 SLACK = gl.constexpr(1.5)
 
 # BYTES is the factor 8 in the formula for the byte of an e4m3 number, and BIAS is the constant -0.46.
@@ -47,8 +47,8 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# TOP_LEVEL is the row's largest level after `limit_levels` has lowered the levels of the row. The largest probability has the
-# most weight. At TOP_LEVEL, which represents 1.75 * 2^6, the rounding errors average to 0.
+# `limit_levels` lowers a row's largest level to TOP_LEVEL, which represents 1.75 * 2^6. There, the rounding errors average to
+# 0.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -56,7 +56,7 @@ UNIT = gl.constexpr(2.0**-24)
 
 @gluon.jit
 def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Raise the reference max (64, 4) if necessary. Return (ref_max, alpha) like `softmax.update_ref_max`.
+    """Raise the reference max (64, 4) if a probability would exceed 448. Return (ref_max, alpha) like `softmax.update_ref_max`.
 
     The positive `factors` (64, 4) convert the scores to log2 units. The exponent of the scale of V is `v_exponent`.
     """
@@ -89,8 +89,7 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
     KEYS: gl.constexpr = CONFIG.keys
-    # The scores of 32 keys have the dimensions (h, b // 2, t, b % 2). Permute the scores to the order (h, t, b // 2, b % 2) of
-    # a tile of values.
+    # Permute the scores of 32 keys from (h, b // 2, t, b % 2) to (h, t, b // 2, b % 2), the order of a tile of values.
     tile = scores.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([ROWS, KEYS])
     tile = gl.convert_layout(tile, LEFT).reshape([ROWS, KEYS // 16, 4, 2, 2])
     even, odd = gl.split(tile)
@@ -98,7 +97,7 @@ def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     second, fourth = gl.split(odd)
     NUMBERS: gl.constexpr = gl.SliceLayout(1, first.type.layout)
     slope = factors * (BYTES * UNIT)
-    # Compute BYTES * UNIT first, because the product of UNSET_REF_MAX and BYTES would be infinite.
+    # UNSET_REF_MAX * BYTES would be infinite, so compute BYTES * UNIT first.
     offset = (TOP + v_exponent - ref_max) * (BYTES * UNIT) + (ONE_LEVEL + BIAS) * UNIT
     zeros = gl.zeros_like(first)
     slope = gl.convert_layout(slope, NUMBERS).expand_dims(1) + zeros
@@ -198,8 +197,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View the words of `pack` as the left operand (64, keys) of P V. Carry the packed words through loops, because the
-    unpacked tensor would need one register per number.
+    """View the words of `pack` as the left operand (64, keys) of P V. Loops must carry the packed words, because the unpacked
+    tensor needs four times as many registers.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

@@ -17,10 +17,9 @@ from ringattn.kernels.triton.launcher import OPTIONS, launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from the result of `_interleave`."""
-    # Load every number twice. A tile without the copies would have fewer numbers than the program has threads, so each thread
-    # would load all 32 numbers that it needs. Loading 32 numbers per thread would take many instructions and, at head dim 128,
-    # too many registers.
+    """Load lse (in log2 units) and delta of ROWS rows of one head from the result of `_interleave`."""
+    # Load every number twice, so that a tile has at least one number per thread. Otherwise, each thread would load 32 numbers,
+    # which takes many instructions and registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -42,11 +41,11 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     query = load_rows(q, start, q_strides[1], num_queries, CONFIG.queries, CONFIG.dim, MASKED)
     log2_lse, delta = _load_stats(stats, start, num_queries, CONFIG.queries, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=CONFIG.precision) * log2_scale - log2_lse[None, :])
-    # If a query has no keys, its lse is -inf, so mask p instead of the scores.
+    # Mask p instead of the scores, because lse is -inf for queries without keys.
     if MASKED:
         p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
     grad = load_rows(dout, start, dout_strides[1], num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
-    # dv depends on the probabilities after dropout, and ds on the probabilities before dropout.
+    # dv needs p after dropout, and ds needs p before dropout.
     dropped = p
     if dropout is not None:
         keep = common.draw_keep_mask(dropout, head, start, num_queries, CONFIG.queries, True, MASKED)
@@ -55,7 +54,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # The factor `scale` of dq and dk is applied only once, after the loop.
+    # `scale` is applied once, after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
@@ -128,7 +127,7 @@ def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.conste
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
     pointers = base + (first + rows).to(tl.int64) * (NUM_HEADS * DIM) + columns
     mask = (rows < end - first) & (columns < DIM)
-    # No other program writes these elements, so no atomic addition is needed.
+    # No other program writes these elements.
     if ADD:
         tile += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
@@ -203,13 +202,12 @@ def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS:
 @triton.jit(do_not_specialize=["num_rows"])
 def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
     num_tiles = tl.cdiv(num_rows, ROWS)
-    before = (tl.program_id(0) // num_tiles).to(tl.int64) * num_rows * NUM_HEADS  # numbers in earlier batch entries
+    before = (tl.program_id(0) // num_tiles).to(tl.int64) * num_rows * NUM_HEADS
     rows, heads = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
     index = before + rows.to(tl.int64)[:, None] * NUM_HEADS + heads[None, :]
     mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
     log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
     deltas = tl.load(delta + index, mask=mask, other=0.0)
-    # The loads are contiguous over heads, and the stores are contiguous over queries.
     pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
     index = before + heads.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
@@ -219,8 +217,7 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
 def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
     """Combine lse (in log2 units) and delta, both (B, Nq, Hq), into one fp32 tensor (B, Hq, Nq, 2).
 
-    The inner loops of the kernels load lse and delta as pairs. In the layout (B, Nq, Hq), the numbers of one head would lie in
-    different 32-byte sectors of memory.
+    The inner loops of the kernels load lse and delta as pairs.
     """
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)

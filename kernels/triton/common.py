@@ -33,7 +33,7 @@ PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 INTERLEAVED_HEADS = tl.constexpr(8)
 
-# The stride of a token must be below 2**22 elements, because offsets inside a tile of up to 256 rows are int32.
+# Offsets inside a tile of up to 256 rows are int32, so token strides must be below 2**22 elements.
 MAX_ROW_STRIDE = 2**22
 
 
@@ -52,8 +52,7 @@ _TILES_16_BIT = {
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-# Exact fp32 products run on the CUDA cores, where a thread keeps whole rows of the operands in registers. Therefore the tile is
-# small.
+# Exact fp32 products keep whole operand rows in each thread's registers, so their tiles are small.
 _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
@@ -148,10 +147,9 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
     else:
         heads, mask, rows, columns = num_heads, intervals, config.queries, config.keys
         lists = None if blocks is None else blocks.query_lists
-    # With a block mask, tiles end where blocks end instead of where documents end.
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
-    # If all batch entries or heads share a list, the stride is 0.
+    # The stride of a shared list is 0.
     list_strides = None if lists is None else lists.expand(batch, heads, -1, -1, -1).stride()[:2]
     kernel[(num_tiles * batch * heads,)](
         *inputs, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs[:4]),
@@ -164,11 +162,10 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    The heads are processed one after another, so that concurrent programs find the operands in the L2 cache. Only the tiles of
-    the last INTERLEAVED_HEADS heads are interleaved. Among the interleaved tiles, the longest start first, and the short tiles
-    occupy the SMs at the end.
+    Concurrent programs compute the same head, so its operands stay in the L2 cache. Only the tiles of the last
+    INTERLEAVED_HEADS heads are interleaved. Among the interleaved tiles, the longest start first, and the short tiles occupy
+    the SMs at the end.
     """
-    # The tiles of `width` heads alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
     head = tl.minimum(program // num_tiles, num_sequential)
@@ -183,7 +180,7 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
     """
     PADDED: tl.constexpr = pad_dim(DIM)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    # Offsets within the tile have 32 bits, which takes fewer registers.
+    # 32-bit offsets take fewer registers.
     pointers = base + first.to(tl.int64) * stride + (rows * stride + columns)
     if MASKED or DIM != PADDED:
         return tl.load(pointers, mask=(rows < num_rows - first) & (columns < DIM), other=0.0)
@@ -201,9 +198,7 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of one block of rows. Each element of the list is a pair (block, head), in
-    which the head is one of GROUP heads.
-    """
+    """Return a pointer to the kept blocks of one block of rows, as pairs (block, head of the group)."""
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
     return block_lists + row
@@ -219,7 +214,6 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
-    # The first number of a list entry is the number of kept columns before the entry.
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
@@ -235,7 +229,7 @@ def loop_length(loop, MASKED: tl.constexpr):
 
 @triton.jit
 def loop_tile(loop, i, MASKED: tl.constexpr):
-    """Return the number, among all tiles, of the i-th masked tile or of the i-th unmasked tile."""
+    """Convert i, which counts masked or unmasked tiles, to an index that counts all tiles."""
     _, num_masked_prefix, num_unmasked, _ = loop
     return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
@@ -255,14 +249,14 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first column of step i, and the index of the step's head within a group of GROUP heads.
+    """Return the first column of step i, and the index of its head in the group.
 
     Without a block mask, all tiles of one head come before the next head. With a block mask, the argument `column` is the
     result of `load_block_column`, a pair of a block and a head.
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # The pipeline computes the first address even if the loop is empty, so the divisor must not be 0.
+        # The divisor must not be 0 even if the loop is empty, because loads are issued in advance.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:
@@ -285,7 +279,7 @@ def run_loop(
             `block_loop` and `kept_blocks`.
     """
     BLOCK: tl.constexpr = CONFIG.block
-    # One loop covers all heads, because nested loops would drain the pipeline of loads after every head and spill registers.
+    # Nested loops over heads would drain the load pipeline after every head and spill registers.
     HEADS: tl.constexpr = GROUP if blocks is None else 1
     for MASKED in tl.static_range(2):
         column = load_block_column(blocks, loop, 0, STEP, BLOCK, MASKED)
@@ -331,7 +325,7 @@ def row_delta(outputs, dlse, rows, inside):
 
 @triton.jit
 def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
-    """Return `dropout.keep_mask` for a tile of rows and STEP columns from `start` on.
+    """Return `dropout.keep_mask` for STEP columns from `start` on.
 
     `dropout` is (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed, threshold,
     factor). If TRANSPOSED, the rows are keys.
@@ -340,7 +334,6 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # Do not broadcast the arguments, so that each multiplication of Philox's first round depends only on the row or only on the
-    # column.
+    # Without broadcasting, each multiplication of Philox's first round depends on rows or columns only.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

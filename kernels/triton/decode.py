@@ -38,24 +38,22 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# A program of the second launch loads 4,096 elements of o at once: some columns of all partial states of one row.
+# The second launch loads up to 4,096 elements of o per program at once.
 MERGE_ELEMENTS = 4096
-# The kernel after the second launch can start early only if the second launch has at most four programs per SM. With more
-# programs, the second launch ends later on some SMs, and the next kernel would be distributed unevenly.
+# With more than four programs per SM, the second launch would end at different times, and delay the next kernel.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# The program that merges all partial states of a tile loads at most 8,192 elements of o at once.
+# The first launch merges with at most 8,192 elements of o per program at once.
 MAX_MERGED_ELEMENTS = 8192
 # For caches up to 48 MiB, the host may take longer than the GPU, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# With a memory bandwidth above 4 TB/s, as on an H200, an SM receives a tile as fast as one program computes it. An SM of an
-# H200 needs two programs, or one more tile in flight.
+# Above 4 TB/s, as on an H200, an SM needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
 # A program processes at least 128 keys. With fewer keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
 # The kernels receive strides in units of 8 elements, so that Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
-INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
+INTERPRETER_SMS = 8  # for Triton's interpreter; any number gives correct results
 
 _scratch = ScratchPool()  # the memory of `parts`
 
@@ -109,7 +107,7 @@ class Config:
 
 @triton.jit
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Return which key tiles the queries of a batch entry, or of a tensor of batch entries, attend to.
+    """Return which key tiles the queries of one or several batch entries attend to.
 
     The first range contains the keys [0, num_sinks), which lie in the tiles [0, sink_tiles). The second range of keys starts at
     the tile `first_tile` and ends before the key `end`. A tile of keys may belong to both ranges.
@@ -171,24 +169,19 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
-    """Return the position in the cache of tile t of a batch entry. The tiles with the attention sinks, the first keys of the
-    cache, come first."""
     _, sink_tiles, first_tile, _, _ = ranges
     return tl.where(t < sink_tiles, t, first_tile + t - sink_tiles) if HAS_SINKS else first_tile + t
 
 
 @triton.jit
 def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
-    """Return the address `x` of a head for `page` instead of page 0."""
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
 
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch ROWS rows of DIM elements from row `first` on, except for rows from `end` on. If this range is empty, prefetch
-    row 0.
-    """
+    """Prefetch up to ROWS rows of DIM elements in [first, end), or row 0 if there are none."""
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
     i = tl.arange(0, ROWS * SEGMENTS)
@@ -248,11 +241,10 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the page number of the next tile in advance. If the page number were loaded in the same iteration, Triton
-            # would wait for all earlier loads before it loads the tile.
+            # Load the next page number in advance. Otherwise, Triton would wait for all earlier loads.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
-        # Masking every tile costs no time, because memory bandwidth limits the kernel. Rows from `end_key` on may contain NaN
-        # and are not read.
+        # Memory bandwidth limits the kernel, so masking every tile costs no time. Rows from `end_key` on may contain NaN and
+        # are not read.
         operands = (
             query_tile, tile_k, tile_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key, tile_lo, tile_hi,
             head, scale * LOG2_E,
@@ -265,8 +257,7 @@ def _attend_to_tiles(
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
     """Prefetch the first tile of a run while earlier kernels may still write the bounds and the cache.
 
-    If the bounds change after this load, the kernel prefetches a wrong tile, which costs little time. The loads must bypass the
-    L1 cache.
+    Prefetching a wrong tile costs little time. The loads must bypass the L1 cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -343,10 +334,9 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 def _is_last_part(counter, num_parts):
     """Count a stored part, and return whether all parts of the batch entry are stored now.
 
-    The atomic addition has release and acquire semantics, so the program of the last part can read all parts. The program that
-    stores the last part resets the counter to 0.
+    Release and acquire semantics let the last program read all parts. It resets the counter to 0.
     """
-    # After this barrier, the release by one thread covers the stores of all threads.
+    # The barrier extends one thread's release to the stores of all threads.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
     if is_last:
@@ -414,8 +404,7 @@ def _attend_kernel(
     if CONFIG.prefetch_early:
         _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, sinks is not None, CONFIG)
     if CONFIG.pdl:
-        gdc_wait()  # Wait until earlier kernels have written the inputs.
-        # The next kernel may start now, because it waits for the end of this kernel before it reads the results.
+        gdc_wait()  # Wait for the inputs. The next kernel may start now, because it waits for the results.
         gdc_launch_dependents()
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     if counters is not None and run == 0:
@@ -459,8 +448,7 @@ def _merge_kernel(
     num_tiles = tl.sum(tl.where(entries == entry, tiles, 0), 0)
     first_run, num_parts = _find_parts(tiles_before, num_tiles, length)
     if CONFIG.pdl:
-        # The parts of `_attend_kernel` are complete only after `gdc_wait`. The intervals were complete before `_attend_kernel`
-        # started.
+        # The parts are complete only after `gdc_wait`.
         gdc_wait()
         if CONFIG.prefetch_early:
             gdc_launch_dependents()  # the next kernel may start now and prefetch its first tiles
@@ -472,7 +460,7 @@ def _merge_kernel(
 @dataclass(frozen=True)
 class _Plan:
     config: Config
-    attend: dict[str, PreparedLaunch]  # the keys are the results of the call: "state", "out" or "out and lse"
+    attend: dict[str, PreparedLaunch]  # by result: "state", "out" or "out and lse"
     merge: dict[str, PreparedLaunch]
     parts_size: int  # the number of elements of `parts`
     num_counters: int  # the number of elements of `counters`, or 0 if the second launch merges the parts
@@ -520,7 +508,7 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # The tiles of one batch entry are divided into at most `runs_per_entry` runs, because a run has a minimum length.
+    # A run has a minimum length, which limits the runs per batch entry.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
     num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
@@ -528,12 +516,11 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # A batch entry may start and end in the middle of a run, and then has one more part.
+    # A batch entry that starts and ends in the middle of runs has one more part.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # If there are at least as many batch entries as runs, most batch entries have one part, which a second launch would only
-    # copy.
+    # With many batch entries, most have a single part, and a second launch would only copy it.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -568,7 +555,7 @@ def _plan(
 
 def supports_pdl(device: torch.device) -> bool:
     """Return whether the device supports programmatic dependent launch, as NVIDIA GPUs since sm_90 do."""
-    # Some AMD GPUs, which also have the type "cuda", report 9.0 or more.
+    # AMD GPUs also have the type "cuda", and may report 9.0 or more.
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -578,7 +565,7 @@ def has_fast_memory(device: torch.device) -> bool:
     if not supports_pdl(device):
         return False
     properties = torch.cuda.get_device_properties(device)
-    # The memory clock is in kHz and has two transfers per cycle. The bus width is in bits.
+    # Clock in kHz, two transfers per cycle, and bus width in bits.
     return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 > FAST_MEMORY
 
 

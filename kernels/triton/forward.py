@@ -18,7 +18,7 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # Scaling the scores later is free, because the scaling is fused with the subtraction of the maximum.
+    # Later, scaling and the subtraction of the maximum are one instruction.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
@@ -32,7 +32,7 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     if dropout is not None:
         dropped = tl.where(common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
-    # The factor alpha rescales earlier sums. Passing o to tl.dot as the accumulator saves an addition.
+    # Passing o to tl.dot as the accumulator saves an addition.
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=CONFIG.precision)
     return new_m, l * alpha + tl.sum(p, 1), o
 
@@ -82,7 +82,6 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, PADDED], tl.float32)
-    # The result of the online softmax does not depend on the order of the tiles.
     operands = query, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, head, log2_scale
     m, l, o = common.run_loop(add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
     if dropout is not None:
@@ -94,12 +93,12 @@ def _forward_kernel(
     mask = row_mask[:, None] & (columns[None, :] < CONFIG.value_dim)
     row_index = (batch * num_queries + rows) * CONFIG.num_heads + head
     index = row_index[:, None] * CONFIG.value_dim + columns[None, :]
-    # The given state already contains the dropout factor, so it is merged after the multiplication above.
+    # The given state already contains the dropout factor.
     if HAS_STATE:
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
-        # The following merge is `reference.merge` with m in log2 units.
+        # `reference.merge` with m in log2 units.
         new_m = tl.maximum(m, other_m)
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
@@ -111,7 +110,7 @@ def _forward_kernel(
         tl.store(lse + row_index, (m + tl.log2(l)) * LN_2, mask=row_mask)
     else:
         if HAS_STATE:
-            tl.debug_barrier()  # several warps may load the same row of the state, and all must load it before any warp stores
+            tl.debug_barrier()  # all warps must load the state before any warp stores it
         tl.store(state_m + row_index, m * LN_2, mask=row_mask)
         tl.store(state_l + row_index, l, mask=row_mask)
         tl.store(state_o + index, o, mask=mask)

@@ -42,7 +42,7 @@ def launch(
             key += x.dtype, address % 16
             arguments.append(address)
         else:
-            # The compiled kernel depends on the dtype of each TMA descriptor, and on which operands are None.
+            # Triton compiles one kernel per set of descriptor dtypes and of None operands.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()

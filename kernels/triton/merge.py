@@ -10,7 +10,7 @@ from torch import Tensor
 from ringattn.kernels.triton.launcher import launch
 
 BLOCK = 2048  # elements per program
-MAX_PARTS = 3  # the kernel has parameters for three parts, so one launch adds at most three
+MAX_PARTS = 3  # parameters of the kernel
 
 
 @triton.jit

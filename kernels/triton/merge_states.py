@@ -11,7 +11,7 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton.launcher import launch
 
 ELEMENTS = 4096  # elements of o per program
-MAX_PARTS = 3  # the kernel has parameters for three states, so one launch merges at most three into the base
+MAX_PARTS = 3  # parameters of the kernel
 
 
 @triton.jit
@@ -55,8 +55,7 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # The attention kernel has just written the parts, so they are still in the L2 cache. The policy "evict_first" prevents the
-    # base from evicting the parts from the L2 cache.
+    # The parts are still in the L2 cache. With "evict_first", the base does not evict them.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
@@ -87,7 +86,7 @@ def merge_states(
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # If `dtype` is None, only tokens that a part covers are changed.
+    # Without `dtype`, only tokens with parts change.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:

@@ -77,7 +77,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Rotate a tile, and return the result times sqrt(DIM), split into parts of PART columns."""
+    """Return sqrt(DIM) times the rotated tile, as parts of PART columns."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)
@@ -159,7 +159,7 @@ def _quantize_kernel(
     index = tl.program_id(0)
     num_q = batch * tl.cdiv(num_queries, BLOCK) * Q_HEADS
     num_k = batch * tl.cdiv(num_keys, BLOCK) * K_HEADS
-    # The strides of q and k may have different types, so no variable may hold both.
+    # Strides of q and k may have different types, so no variable may hold both.
     q_strides, k_strides = (q_batch, q_token, q_head), (k_batch, k_token, k_head)
     if index < num_q + num_k:
         if index < num_q:
@@ -175,9 +175,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the rotation matrix of each part of a row. Each rotation matrix is a Hadamard matrix of 1 and -1 times the random
-    signs of the rotation.
-    """
+    """Return one rotation matrix per part of a row: a Hadamard matrix times the random signs."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 32 * 2**20  # long calls need more scratch memory, and their allocation takes no noticeable time
+MAX_KEPT_BYTES = 32 * 2**20  # larger memory is not kept
 MAX_COUNTERS = 4096  # per call
 CHUNK_COUNTERS = 2**18  # the counters of captured calls are allocated in chunks of this size (1 MiB)
 
@@ -36,8 +36,8 @@ class ScratchPool:
         self._chunks = CounterChunks()
 
     def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
-        """Return the key to pass to `give_back`, and scratch memory with `size` numbers and `num_counters` counters. The
-        argument `stream` is the address of the current stream, or None on a CPU.
+        """Return a key for `give_back`, and scratch memory with `size` numbers and `num_counters` counters. The argument
+        `stream` is the address of the current stream, or None on a CPU.
         """
         if stream is None:
             counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
@@ -72,8 +72,8 @@ class CounterChunks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: list[Tensor] = []  # captured graphs use the memory of these chunks
-        self._unused: dict[int, Tensor] = {}  # the unused counters of the newest chunk, by the index of the GPU
+        self._chunks: list[Tensor] = []
+        self._unused: dict[int, Tensor] = {}  # by GPU: the unused counters of the newest chunk
 
     def reserve(self, like: Tensor) -> None:
         with self._lock:

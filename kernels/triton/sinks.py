@@ -14,7 +14,7 @@ ELEMENTS = 4096  # elements of `out` per program
 
 @triton.jit
 def _keys_share(lse, sink):
-    """Return the share of the softmax that belongs to the keys. The rest belongs to the sink."""
+    """Return the keys' share of the softmax. The sink has the rest."""
     return 1 / (1 + tl.exp(sink - lse))
 
 
@@ -48,8 +48,7 @@ def _backward_kernel(
     x = tl.load(out + element, mask=mask, other=0.0).to(tl.float32)
     dx = tl.load(dout + element, mask=mask, other=0.0).to(tl.float32)
     tl.store(new_dout + element, (dx * share[:, None]).to(new_dout.dtype.element_ty), mask=mask)
-    # The derivative of the keys' share with respect to lse is share * (1 - share). The derivative for the sink is -share * (1 -
-    # share).
+    # d share / d lse = share * (1 - share), and d share / d sink = -share * (1 - share).
     grad = tl.sum(x * dx, 1) * share * (1 - share)
     from_lse = tl.load(dlse + row, mask=inside, other=0.0) if dlse is not None else tl.zeros_like(share)
     tl.store(new_dlse + row, grad + from_lse * share, mask=inside)
