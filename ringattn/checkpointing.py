@@ -85,10 +85,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
 
 class _Context:
-    """This base class is a context manager for the attention calls of a checkpointed function.
-
-    Every backward pass over the same graph enters the context of the recomputation once.
-    """
+    """This base class is a context manager for the attention calls of a checkpointed function."""
 
     def __init__(self, saved: SavedAttention) -> None:
         self.saved = saved
@@ -113,14 +110,14 @@ class _Save(_Context):
         results = self.run_outside(attend)
         if not self.saved.keeps:
             return results
-        # The autograd graph refers to this context object. Saved tensors that refer to the graph would therefore form a cycle.
+        # The autograd graph refers to this object. Tensors with a graph would form a reference cycle.
         detached = _detached(results)
         self.saved.calls.append((detached, _versions(detached)))
         return results
 
 
 class _Reuse(_Context):
-    """During the recomputation, this context returns the saved results in the order of the calls."""
+    """Returns the saved results in the order of the calls."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -142,7 +139,7 @@ class _Reuse(_Context):
 
 
 def _check_unchanged(results: tuple[Any, ...], versions: list[int]) -> None:
-    # Raise an error if the forward pass has modified its results in place, because they share memory with the saved tensors.
+    # In-place changes of the results would also change the saved tensors.
     if _versions(results) != versions:
         raise RuntimeError(
             "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
@@ -151,11 +148,10 @@ def _check_unchanged(results: tuple[Any, ...], versions: list[int]) -> None:
 
 
 def _versions(results: tuple[Any, ...]) -> list[int]:
-    """Return the version counter of each tensor. A version counter also counts in-place changes of detached tensors."""
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 
-# Several threads may run checkpoints, so every thread has its own innermost context.
+# Several threads may run checkpoints.
 _innermost: ContextVar["_Context | None"] = ContextVar("_innermost", default=None)
 
 

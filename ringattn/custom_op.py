@@ -78,7 +78,7 @@ def register(
         return backward_operator(saved, dout, dlse, *to_flat(ctx.spec))
 
     def results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # autograd has already recorded this call, so the Autograd kernel of the operator must not record it again.
+        # autograd has already recorded this call.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *to_flat(spec))
 
@@ -87,10 +87,10 @@ def register(
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
             saved = to_save(q, k, v, out, lse, extra, spec)
-            # lse rarely has a gradient, and a gradient of zeros would cost an allocation, a kernel and a read.
+            # lse rarely has a gradient, and zeros would cost an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*extra)
-            # Because the tensors of the spec are saved, autograd raises an error if a caller modifies them before the backward.
+            # autograd raises an error if a saved tensor of the spec is modified before the backward.
             ctx.save_for_backward(*saved, *[x for x in to_flat(spec) if isinstance(x, Tensor)])
             ctx.spec, ctx.count, ctx.shape = spec, len(saved), out.shape
             return out, lse, *extra
@@ -100,8 +100,8 @@ def register(
             saved = ctx.saved_tensors  # activation checkpointing allows only one access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
-            # With create_graph=True, second derivatives must raise an error instead of being zeros. If q, k and v are not
-            # saved, only `leaf` connects the gradients to the autograd graph.
+            # Second derivatives must raise an error instead of being zeros. If q, k and v are not saved, only `leaf` connects
+            # the gradients to the autograd graph.
             with torch.no_grad():
                 grads = gradients(ctx, saved, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
@@ -114,10 +114,10 @@ def register(
         return out, lse, extra
 
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # A compiler must see the operator. In eager mode, the dispatcher would only add time and call `differentiable`.
+        # Only a compiler needs the operator. In eager mode, the dispatcher would add time.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *to_flat(spec))
-        # With a dispatch mode such as FakeTensorMode, the spec may contain real tensors, which the mode rejects.
+        # Modes such as FakeTensorMode reject real tensors in the spec.
         if torch._C._len_torch_dispatch_stack():
             q, k, v, *settings = _to_fake_mode((q, k, v, *to_flat(spec)))
             spec = unflatten(spec_type, settings)
@@ -219,10 +219,8 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd must record a call. Recording a call in the autograd graph takes as long as a kernel for few
-    queries.
-
-    Calls under forward-mode differentiation or `torch.func` are recorded too, because only a recorded call raises an error.
+    """Return whether autograd must record a call. Recording takes as long as a kernel for few queries. Under forward-mode
+    differentiation or `torch.func`, only a recorded call raises an error.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -230,10 +228,10 @@ def _is_recorded(*tensors: Tensor) -> bool:
 
 
 def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert real tensors, such as the documents of a mask, because an active fake-tensor mode rejects real tensors."""
+    """Convert real tensors, which an active fake-tensor mode rejects."""
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # The option make_constant=True lets a fake tensor keep its values, which the FLOP formulas read.
+    # The FLOP formulas read values, which make_constant=True keeps.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)

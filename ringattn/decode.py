@@ -1,6 +1,6 @@
 """Let a few new queries attend to a cache that is sharded over the ranks. All ranks have the same queries.
 
-Every rank computes the partial state of the queries for its shard. Each rank then receives and merges the states of all ranks
+Each rank computes attention of all queries to its own shard. The ranks then exchange and merge these partial results
 (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
@@ -81,15 +81,12 @@ class KVCache:
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # The attribute `_checked` holds the arguments of the latest call, and `_decode` its prepared function. Equal arguments
-        # skip the checks.
+        # `_checked` holds the arguments of the latest call, which need no further checks, and `_decode` its prepared function.
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy. Leave out the prepared decoding function, because it refers to the memory of the
-        original cache.
-        """
+        """Leave out the prepared decoding function, which refers to the memory of the original cache."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -101,7 +98,7 @@ class KVCache:
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
-        check_fit(k, k, v)  # the queries will have the dtype and the head dim of the keys
+        check_fit(k, k, v)
         check_layout(layout)
         if self.length:
             raise ValueError(f"the cache holds {self.length} tokens, but prefill requires an empty cache: create a new one")
@@ -158,7 +155,7 @@ class KVCache:
             self.shard[0][:, stored], self._v[:, stored], self._positions[stored] = k, v, positions
 
     def _assign(self, owners: Tensor) -> None:
-        """Choose the ranks of the next tokens, and write them to `owners`, int32 (N,)."""
+        """Write the rank of each next token to `owners`, int32 (N,)."""
         continued = min(len(owners), self.block - self._received)
         owners[:continued] = self._owner
         self.rows[self._owner] += continued
@@ -166,8 +163,7 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Each block goes to the rank with the fewest tokens, and among several such ranks to the lowest. Before rank r receives
-        # its j-th block, it holds rows[r] + j * block tokens.
+        # Before rank r receives its j-th block, it holds rows[r] + j * block tokens. Ties go to the lowest rank.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -227,20 +223,18 @@ class KVCache:
         return *self.shard[:2], None
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Check that new tokens suit the cache. Allocate memory if the cache has none, or is empty with fewer than `rows`
-        rows.
-        """
+        """Check that new tokens suit the cache. Allocate memory if necessary."""
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
             rows = max(rows, self.capacity if self.ranks == 1 else -(-self.capacity // self.ranks) + self.block)
-            # Unused rows must be zeros: some backends load them before masking, and 0 * NaN is NaN.
+            # Some backends load unused rows before masking, and 0 * NaN is NaN.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
                 if self.ranks > 1:
                     self._owners = torch.zeros(self.capacity, dtype=torch.int32, device="cpu")
-            self._checked, self._decode = (), None  # the prepared function refers to the earlier memory
+            self._checked, self._decode = (), None
         check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
 
 
@@ -408,7 +402,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the result of `_rows_of_window` for a cache on one rank, where row i has position i."""
+    """Do the work of `_rows_of_window` on one rank, where row i has position i."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
@@ -422,16 +416,16 @@ def _check_num_queries(num_queries: int, num_tokens: int) -> None:
 
 
 def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | None, int]:
-    """Return the sinks and the window, limited to `length`, because both may exceed int64."""
+    """Limit the sinks and the window to `length`, because both may exceed int64."""
     return min(sinks, length) if sinks and window else None, min(window or length, length)
 
 
-@cached_on_device(maxsize=8)  # on several ranks, all layers of a model use the same bounds
+@cached_on_device(maxsize=8)  # shared by all layers
 def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
-    # Kernels are launched faster if addresses are multiples of 16 bytes.
+    # Kernels launch faster with addresses that are multiples of 16 bytes.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")
     numbers[2] = sinks or 0
@@ -441,7 +435,7 @@ def _upload(
 
 
 def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport, sink_logits: Tensor | None) -> Tensor:
-    """Merge the states of all ranks and of the sinks, and return the output (B, N, Hq, Dv) in `dtype` on every rank."""
+    """Merge the states of all ranks and of the sinks. Return the output (B, N, Hq, Dv) in `dtype`."""
     own, shape = _packed(*state), state[2].shape
     hop = transport.watchdog.start("decoding", 0, 1, ())
     gather = partial(transport.messages.all_gather, own)

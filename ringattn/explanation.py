@@ -65,7 +65,6 @@ def explain(
     joined = joined.with_route(route)
     rank = this_rank if rank is None else as_integer("rank", rank, high=layout.ranks - 1, remedy=", a rank of the layout")
     mask.check(layout.seq_len, q.shape[0])
-    # The plan is on the CPU, so `explain` needs no GPU.
     plan = get_plan(mask, layout, rank, torch.device("cpu"))
     lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
@@ -123,7 +122,7 @@ def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
-    # Communication adds time only if communication takes longer than computation.
+    # Only communication that takes longer than computation adds time.
     exposed = cost.communication - cost.compute
     hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
     return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

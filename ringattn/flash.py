@@ -93,7 +93,7 @@ def flash_attention(
     if seed is None:
         seed = _draw_seed(q.device) if dropout_p else 0
     seed = validation.as_integer("seed", seed)
-    # If k has a wrong number of dimensions, `check_attention` raises an error later.
+    # `check_attention` later rejects a wrong number of dimensions.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
@@ -117,7 +117,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's default generator on the CPU. Activation checkpointing restores the state of the generator."""
+    """Use torch's default generator on the CPU, because activation checkpointing restores its state."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):
@@ -129,7 +129,7 @@ def _draw_seed(device: torch.device) -> int:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-# The cache is small, because it keeps intervals in GPU memory. Tensors are hashed by identity.
+# The cached intervals occupy GPU memory. Tensors are hashed by identity.
 @lru_cache(maxsize=8)
 def _intervals(
     numbers: tuple[int, ...], reach: tuple[int, int], num_queries: int, num_keys: int, device: torch.device
@@ -144,8 +144,7 @@ def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The dictionary `_block_masks` caches recent block masks by the id and the version of `keep`. A cached block mask keeps `keep`
-# alive, so no other tensor can have the same id.
+# Recent block masks, by the id and the version of `keep`. A cached mask keeps its tensor alive, so the id stays unique.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 
@@ -171,7 +170,7 @@ def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, query_positions, key_positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
-    # Keep these tensors alive, because the caches could release them before a replay of a CUDA graph reads them.
+    # A CUDA graph may read these tensors after the caches have dropped them.
     keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options
@@ -186,7 +185,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, ...]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
-    # dout and dlse of queries without keys may be NaN, for example after `torch.logaddexp` of two lse. 0 * NaN would be NaN.
+    # For queries without keys, dout and dlse may be NaN, and 0 * NaN is NaN.
     if spec.keep is not None or q.shape[1] > k.shape[1]:
         has_no_keys = lse == float("-inf")
         dout = dout.masked_fill(has_no_keys[..., None], 0.0)

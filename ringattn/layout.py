@@ -106,7 +106,7 @@ class Layout:
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # The decorators ensure that the result is an ordinary tensor with values, even in inference mode or under a compiler.
+    # Even in inference mode or under a compiler, the cached result must be an ordinary tensor.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
@@ -247,7 +247,7 @@ def _check_dim(x: Tensor, dim: int) -> None:
         raise ValueError(f"dim={shown(dim)}: it must be an integer from {-x.dim()} to {x.dim() - 1}, the dimension of the rows")
 
 
-@cached(maxsize=16)  # every call of a layer parses the same few strings
+@cached(maxsize=16)
 def _chunks(kind: str) -> tuple[int, list[int]]:
     """Parse "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
@@ -256,18 +256,17 @@ def _chunks(kind: str) -> tuple[int, list[int]]:
 
 @cached(maxsize=16)
 def _chunk_starts(kind: str, ranks: int) -> list[np.ndarray]:
-    """Return the first positions of the chunks of each rank."""
     rows, owners = _chunks(kind)
     order = np.array(owners).argsort(kind="stable")
     return np.split(rows * order, np.bincount(owners, minlength=ranks).cumsum()[:-1])
 
 
-# The function `_rows` is global, because torch.compile can trace calls of global functions.
+# torch.compile can trace global functions.
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
-        # The slices of a shard with `whole` rows differ in length by at most one row.
+        # Slices of a shard differ in length by at most one row.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
         size, owners = _chunks(layout.kind)
@@ -275,6 +274,6 @@ def _rows(layout: Layout, rank: int) -> int:
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":
-        # (S - r) / P rounded up, the number of the positions r, r + P, r + 2P, ... below S
+        # number of positions r, r + P, r + 2P, ... below S
         return max(0, -((rank - layout.seq_len) // layout.ranks))
     return sum(end - begin for begin, end in layout._bounds(rank))

@@ -19,9 +19,9 @@ from ringattn.mask import Mask, check_mask, intervals_at
 from ringattn.runs import RowsBefore, positions_of_rows, reduce_by_rank
 
 TILE = 128
-MAX_CHUNKS = 64  # per rank; this is enough to balance the work, and the assignment takes milliseconds
+MAX_CHUNKS = 64  # per rank; enough to balance the work within milliseconds
 MIN_CHUNKS = 8  # per rank: with fewer, the memory of the ranks could differ too much
-# The busiest rank of a balanced layout may have 1.04 times an equal share of the work.
+# A layout is balanced if its busiest rank has at most 1.04 times an equal share of the work.
 SLACK = 1.04
 
 
@@ -31,7 +31,7 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
     first, last = map(np.concatenate, zip(*ends, strict=True))
     num_tiles = np.array([len(first) for first, _ in ends])
-    # The bounds never decrease, so the first query of a tile has its smallest lo, and the last query has its largest hi.
+    # The first query of a tile has the smallest lo, and the last query has the largest hi.
     lo, _ = intervals_at(mask, layout.seq_len, first)
     _, hi = intervals_at(mask, layout.seq_len, last)
     before_lo, before_hi = (RowsBefore(layout, x.astype(np.int32)) for x in (lo, hi))
@@ -84,7 +84,7 @@ def _balanced_layout(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: 
         mask.check(seq_len)
     candidates = [Layout(kind, seq_len, ranks) for kind in ("contiguous", "zigzag", "striped")]
     if ranks == 1:
-        return candidates[0]  # All candidates are equal.
+        return candidates[0]
     if seq_len >= MIN_CHUNKS * TILE * ranks:
         candidates.insert(2, _assign_chunks(layers, seq_len, ranks))
     tiles = [[count * work(mask, layout) for mask, count in layers] for layout in candidates]
@@ -102,14 +102,14 @@ def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
 def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: int) -> Layout:
     tiles_per_chunk = _tiles_per_chunk(seq_len, ranks)
     costs = np.concatenate([count * _chunk_costs(mask, seq_len, tiles_per_chunk) for mask, count in layers], 1)
-    # The sort is stable, so that all ranks compute the same order.
+    # A stable sort gives all ranks the same order.
     order = (-costs.sum(1)).argsort(kind="stable")
     load, owners = np.zeros((costs.shape[1], ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # Every rank gets one chunk per round, so only deviations from the round's mean cost matter.
+        # Only deviations from the round's mean cost matter.
         excess = costs[chunks] - costs[chunks].mean(0)
-        taken = 0.0 * load[0]  # infinite for ranks that already have a chunk of this round
+        taken = 0.0 * load[0]  # infinite for ranks with a chunk of this round
         for i in (-(excess**2).sum(1)).argsort(kind="stable"):
             rank = (excess[i] @ load + taken).argmin()
             owners[chunks[i]] = rank
@@ -119,9 +119,7 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """For each chunk, count the tiles of its queries and the tiles of its keys, as if the sequence were one shard: fp64
-    (chunks, 2).
-    """
+    """Count the tiles of each chunk's queries and keys, fp64 (chunks, 2), as if the sequence were one shard."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)

@@ -27,14 +27,13 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry, or a single tuple for all batch entries.
-
-    Empty documents are left out, because collators pad cu_seqlens by repeating its last entry.
+    """Return one tuple of lengths per batch entry, or one for all. Empty documents are left out, because collators repeat the
+    last entry of cu_seqlens.
     """
     if documents is None:
         return None
     try:
-        entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
+        entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)
         if not entries or not all(isinstance(entry, Sequence) for entry in entries):
             entries = (entries,)
         if isinstance(documents, (Set, Mapping)) or any(bool in map(type, entry) for entry in entries):
@@ -105,7 +104,7 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
     pieces: tuple[Pieces, ...] | None = None
 
-    # The attributes are not fields, because code that copies a mask, such as FSDP, passes all fields to the constructor.
+    # FSDP copies a mask by passing all fields to the constructor, so these attributes are not fields.
     reach = (UNLIMITED, UNLIMITED)
     totals: tuple[int, ...] = ()  # torch.compile guards on them
 
@@ -294,7 +293,7 @@ def check_mask(mask: Mask) -> None:
 
 
 @lru_cache(maxsize=8)
-@unset_fake_temporarily()  # the cached tensors must be real tensors, because a later call may need their values
+@unset_fake_temporarily()  # cache real tensors, because later calls need values
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
     """Return `Mask.intervals` as cached tensors, which must not be modified."""
     first = _first_query(mask, seq_len, num_queries)
@@ -331,7 +330,7 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
         document = edges[1:-1].searchsorted(positions, side="right")
         np.maximum(edges[document], positions - before, out=lo[i])
         np.minimum(edges[document + 1], positions + (after + 1), out=hi[i])
-    # For causal queries at negative positions, hi would be negative.
+    # At negative positions, a causal hi would be negative.
     return lo, np.maximum(hi, 0, out=hi)
 
 
@@ -354,9 +353,7 @@ def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _transpose(pieces: Pieces) -> Pieces:
-    """Return, for each key, the interval of queries that attend to the key. Neither end of the interval decreases from one key
-    to the next.
-    """
+    """Return the interval of queries that attend to each key."""
     positions = np.arange(pieces.start[-1])
     lo, hi = pieces.at(positions)
     return Pieces.of(hi.searchsorted(positions, side="right"), lo.searchsorted(positions, side="right"))

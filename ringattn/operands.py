@@ -76,17 +76,16 @@ class QuantizedOperands:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    # Some releases of PyTorch cannot send e4m3 tensors.
     return x.view(torch.uint8)
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """Return the exponent of the scale of every row, uint8 (B, C * 128, H), from the scales (B, C, H)."""
+    """Convert scales (B, C, H) to one exponent per row, uint8 (B, C * 128, H)."""
     return scales.to(torch.float8_e8m0fnu).view(torch.uint8).repeat_interleave(BLOCK, 1)
 
 
 def _scales(exponents: Tensor) -> Tensor:
-    """Return the scales (..., B, C, H) in fp32 from the exponents of the rows (..., B, N, H)."""
+    """Convert one exponent per row (..., B, N, H) to fp32 scales (..., B, C, H)."""
     return exponents[..., ::BLOCK, :].contiguous().view(torch.float8_e8m0fnu).float()
 
 
@@ -96,7 +95,6 @@ def _queries(data: Tensor, exponents: Tensor) -> QuantizedRows:
 
 def _keys(k: Tensor, v: Tensor, exponents: Tensor) -> tuple[QuantizedRows, QuantizedValues]:
     batch, rows, heads, value_dim = v.shape
-    # The rows of one batch entry of v are contiguous in memory.
     tiles = v.flatten(1).view(batch, rows // BLOCK, heads, value_dim, BLOCK).transpose(1, 2)
     k_scales, v_scales = _scales(exponents.movedim(2, 0))
     return QuantizedRows(k.view(fp8.DTYPE), k_scales), QuantizedValues(tiles.view(fp8.DTYPE), v_scales)

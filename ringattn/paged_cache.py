@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.kernels.validation import as_integer, check_dense, check_fit, check_new_tokens, check_rows, shown
 from ringattn.spec import autocast
 
-PAGE_UNIT = 64  # page sizes are multiples of this, so that each tile of keys in a kernel lies within one page
+PAGE_UNIT = 64  # each tile of keys in a kernel must lie within one page
 
 
 class PagedKVCache:
@@ -68,8 +68,7 @@ class PagedKVCache:
         self._num_pages = [0] * batch  # the number of pages of each sequence
         with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
-            # One extra page receives the tokens of rows without a page. Unused cells of the page table contain the number of
-            # the extra page.
+            # Unused cells of the page table contain the number of an extra page, for the tokens of rows without a page.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._table
@@ -113,7 +112,7 @@ class PagedKVCache:
         Raises:
             ValueError: too few pages are free, or a length exceeds the capacity. After an error, no sequence has taken a page.
         """
-        lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths  # accepts tensors and arrays as well
+        lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
         if not isinstance(lengths, Sequence) or len(lengths) != len(self.lengths):
             raise ValueError(f"lengths={shown(lengths)}: it must be a list of {len(self.lengths)} lengths, one per sequence")
         self._reserve({i: as_integer("a length", length) for i, length in enumerate(lengths)})

@@ -78,10 +78,10 @@ def run_schedule(
         RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
-    # The examples determine the shapes and dtypes of the receive buffers.
+    # Examples for the shapes and dtypes of receive buffers.
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
-    blocks: dict[int, Tensors] = {rank: circulating}  # in the current step, by owner
-    results: dict[int, Tensors] = {}  # to send in one of the next steps, by owner
+    blocks: dict[int, Tensors] = {rank: circulating}  # by owner, in the current step
+    results: dict[int, Tensors] = {}  # by owner, to send later
     arrivals: Arrivals = []
     for t, step in enumerate(steps):
         outgoing = [results.pop(m.owner) if m.kind == "result" else blocks[m.owner] for m in step.outgoing]
@@ -89,8 +89,7 @@ def run_schedule(
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
-                # The function `compute` must return new tensors, because a result for another rank is still being sent in a
-                # later step.
+                # `compute` must return new tensors, because results for other ranks are sent in later steps.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
@@ -98,7 +97,7 @@ def run_schedule(
                     # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
-        # Without `cancel`, the watchdog would end the process after the timeout. BaseException includes KeyboardInterrupt.
+        # Otherwise, the watchdog would end the process after the timeout.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
@@ -127,7 +126,7 @@ def _merge_states(a: Tensors, b: Tensors) -> Tensors:
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
-    """Add the arrived gradients to this rank's own gradients, and append the sums to `sums`, in the dtypes of `like`."""
+    """Append own plus arrived gradients to `sums`, in the dtypes of `like`."""
     for i, (own_part, like_part) in enumerate(zip(own, like, strict=True)):
         parts = [(rows.start, block[i]) for rows, block in arrivals]
         sums.append(dispatch.sum_partials(own_part, parts, like_part.dtype))
@@ -164,7 +163,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
             for x, y in zip(results, chunk, strict=True):
                 head_chunk(x, count, i).copy_(y)
-            del chunk, x, y  # so that the next chunk can reuse the memory
+            del chunk, x, y
         return results
 
     return run_chunks
@@ -190,7 +189,7 @@ class Ring:
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
-        """Return a ring for a chunk of the heads. The chunk begins at head `first_head` of this ring."""
+        """Return a ring for the heads from `first_head` on."""
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
@@ -205,8 +204,8 @@ class Ring:
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether a CUDA graph may replay a pass. The shard must be short, and all calls must run the same pass."""
-        # A captured pass cannot use the dropout seed or the tables of a fixed plan, because both change between calls.
+        """Return whether a CUDA graph may replay a pass, which must be short and the same in all calls."""
+        # The dropout seed and the tables of a fixed plan change between calls.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
         flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks
@@ -257,14 +256,13 @@ class Ring:
         """The circulating queries attend to the resident keys."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("state", results=True, row_multiple=operands.row_multiple)
-        # A row that no local step covers keeps the empty state, which is finalised to out = 0 and lse = -inf.
+        # Rows without local steps keep the empty state, which becomes out = 0 and lse = -inf.
         own_state = PartialState.empty(q, v.shape[-1])
         results: list[Tensor] = []
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            # The epilogue of the kernel can merge only a contiguous state. A slice of rows is contiguous only if there is one
-            # batch entry.
+            # The kernel's epilogue merges only contiguous states. A slice of rows is contiguous only for a single batch entry.
             incoming = into if q.shape[0] == 1 else None
             state = operands.attend(block, None, intervals, self.spec.scale, incoming, **options)
             if into is None:
@@ -272,7 +270,7 @@ class Ring:
             if incoming is None:
                 return _merge_states(into, state)
             for x, y in zip(into, state, strict=True):
-                if x.data_ptr() != y.data_ptr():  # if the backend returns new tensors
+                if x.data_ptr() != y.data_ptr():
                     x.copy_(y)
             return into
 
@@ -287,7 +285,7 @@ class Ring:
         """The kernels update the state of the resident queries in place."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
-        # The last local step also divides o by l, because a separate kernel would read and write the whole state once more.
+        # The last local step also divides o by l, which saves a pass over the state.
         last = schedule.last_owner(self.transport.rank)
         result: Any = None  # the state (m, l, o); after the last local step, (out, lse)
 
@@ -325,7 +323,7 @@ class Ring:
             nonlocal dk, dv
             q, dout, lse, delta = block
             intervals, options = prepared[local_step]
-            # A slice of rows of one batch entry is contiguous, so the kernel can accumulate into the slice.
+            # For a single batch entry, the slice is contiguous, and the kernel can accumulate into it.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.spec.scale, dq, dk, dv, grad_dtype=dtype, **options
@@ -345,7 +343,7 @@ class Ring:
         """Keys and values circulate. dk and dv return to their owner, and dq accumulates on this rank."""
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
-        # Work that does not depend on the keys, such as the computation of delta, is done only once.
+        # Compute delta and other results that do not depend on the keys only once.
         plain, scale = not self.spec.dropout_p, self.spec.scale
         kernel = dispatch.IncrementalBackward(q, v, dout, lse, (out, dlse), scale, plain=plain, **self.kernel_options)
 
@@ -362,8 +360,7 @@ class Ring:
         return kernel.finish(), *grads
 
 
-# At 4,096 tokens per rank, even 10 us on the host matter. Looking up a plan by plain values needs neither a mask nor a layout
-# object.
+# At 4,096 tokens per rank, 10 us on the host matter. Plain values as keys need neither a mask nor a layout object.
 @lru_cache(maxsize=4)
 def _cached_plan(
     reach: tuple[int, int],

@@ -46,9 +46,7 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """For each run, count the pairs of a row of the run and a column of `rank` that the mask allows, summed over the batch:
-        int64 (R,).
-        """
+        """Count the allowed pairs of each run's rows and the columns of `rank`, over all batch entries: int64 (R,)."""
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -80,7 +78,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # In a slice of a striped shard, the number of rows before a position grows unevenly. Each row is therefore a run.
+        # Each row of a split striped shard is a run, because the number of rows before a position grows unevenly.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))
@@ -101,22 +99,20 @@ class RowsBefore:
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for each position, the number of its piece, the offset in the piece, and the rank that holds the piece."""
+        """Return each position's piece, offset in the piece, and rank."""
         begin, owner, _, size = _piece_tables(self.layout, self.positions.dtype)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
 
     @cached_property
     def _by_owner(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sort the flat indices of the positions by the rank that holds each position. Return the sorted indices and the first
-        index of each rank.
-        """
+        """Sort the positions by rank. Return their flat indices, and where each rank starts."""
         _, _, owner = self._pieces
         order = owner.ravel().astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
         return order, owner.ravel()[order].searchsorted(np.arange(self.layout.ranks + 1))
 
     def rows(self, rank: int | np.ndarray) -> np.ndarray:
-        """Return the number of rows of `rank` before each position."""
+        """Count the rows of `rank` that come before each position."""
         if self.layout.ranks == 1:
             return self.positions
         if self.layout.stride == 1:
@@ -125,7 +121,7 @@ class RowsBefore:
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
-        """For each run, return the sum of `rows` over the bounds of all rows of the run: int64 (B, R).
+        """Sum `rows` over the bounds of all rows of each run: int64 (B, R).
 
         The positions of this object must be the bounds lo or hi of the runs, (2, B, R). The argument `count` contains the
         number of rows of each run.
@@ -133,7 +129,7 @@ class RowsBefore:
         rows = self.rows(rank)
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
             return rows.sum(0) * count // 2
-        # For each position, sum the number of rows over all earlier positions.
+        # sums of `rows` over all earlier positions
         _, offset, _ = self._pieces
         sums = self._at_piece(1, rank) + self._at_piece(0, rank) * offset
         first, last = self._add_own(sums, rank, offset * (offset - 1) // 2)
@@ -147,7 +143,7 @@ class RowsBefore:
         return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
     def _add_own(self, values: np.ndarray, rank: int | np.ndarray, extra: np.ndarray) -> np.ndarray:
-        """Add `extra` in place to the values of positions that `rank` holds."""
+        """Add `extra` in place to the values of positions on `rank`."""
         if isinstance(rank, int):
             order, first = self._by_owner
             own = order[first[rank] : first[rank + 1]]
@@ -164,9 +160,8 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
 
     Returns:
         The first position and the rank of each piece, (pieces,), then two tables (2, ranks, pieces), and the length of the
-        pieces, or 0 if their lengths differ. The first of the two tables contains the number of rows of each rank before each
-        piece. The second table contains the sums of the first table over all positions before each piece, which may overflow in
-        int32.
+        pieces, or 0 if their lengths differ. The first table counts each rank's rows before each piece. The second table sums
+        these counts over all positions before each piece, which may overflow in int32.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))
@@ -190,7 +185,7 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
 
 @lru_cache(maxsize=8)
 def _strided_pieces(layout: Layout) -> np.ndarray:
-    """Return the begin and the count of the only piece of every rank of a striped layout: int64 (2, ranks)."""
+    """Each rank of a striped layout has one piece. Return (begin, count), int64 (2, ranks)."""
     table = np.zeros((2, layout.ranks), dtype=np.int64)
     for rank in range(layout.ranks):
         table[:, rank] = [x.sum() for x in layout.pieces(rank)]
@@ -198,7 +193,7 @@ def _strided_pieces(layout: Layout) -> np.ndarray:
 
 
 def positions_of_rows(layout: Layout, rank: int, rows: np.ndarray) -> np.ndarray:
-    """Return the positions in the sequence of the rows `rows` of `rank`, as int64 of the same shape."""
+    """Convert rows of `rank` to positions in the sequence, int64 of the same shape."""
     begin, count = layout.pieces(rank)
     first = count.cumsum() - count
     piece = first.searchsorted(rows, side="right") - 1

@@ -41,7 +41,7 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
     if sink_logits is None:
         return out, lse
     sinks = sink_logits.to(lse.dtype)
-    # A compiler fuses the operations of the PyTorch version, so use the kernel only in eager mode.
+    # Use the kernel only in eager mode. A compiler fuses the operations of the PyTorch version.
     is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
     if is_eager and out.is_cuda:
         return _AddSinks.apply(out, lse, sinks)

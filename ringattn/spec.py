@@ -93,7 +93,7 @@ class AttentionSpec(NamedTuple):
         shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.numbers.tolist())}
         settings = {name: getattr(self, name) for name in ("layout", "seq_len", "schedule", "route", "scale", "dropout_p")}
         settings |= {"is_causal": self.after == 0, "window": None if self.mask.pieces else self.mask.window}
-        # If there is no dropout, ranks may pass different seeds and first heads.
+        # Without dropout, seeds and first heads may differ.
         settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
         return shapes | settings | {"FP8 forward": self.precision == "fp8"} | others
@@ -106,7 +106,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
         ValueError: the scale is not a number, or is a tensor that requires a gradient.
     """
     if scale is None:
-        # `check_attention` raises an error for a q without dimensions or with head dim 0.
+        # `check_attention` later rejects a q without dimensions or with head dim 0.
         return ((q.shape[-1] if q.ndim else 1) or 1) ** -0.5
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale requires a gradient, which attention does not compute: multiply q by scale and pass scale=1.0")
@@ -115,7 +115,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Cast the tensors to the dtype of an enabled `torch.autocast`, except fp64, as torch's own attention does."""
-    if not torch._C._is_any_autocast_enabled():  # ten times as fast as `under_autocast`, which matters in decoding
+    if not torch._C._is_any_autocast_enabled():  # ten times as fast as `under_autocast`
         return tensors
     device = tensors[0].device
     if not under_autocast(device):
@@ -188,7 +188,7 @@ def check_attention(
 
 
 def _check_tokens_come_first(q: Tensor, k: Tensor, mask: Mask, seq_len: int) -> None:
-    """Raise ValueError if the mask proves that q and k are (batch, heads, tokens, head dim)."""
+    """Raise ValueError if the mask only fits q and k of shape (batch, heads, tokens, head dim)."""
     if seq_len not in mask.totals and q.shape[2] == k.shape[2] and q.shape[2] in mask.totals:
         raise ValueError(
             f"q is {tuple(q.shape)}, and the mask is for {q.shape[2]} tokens: pass (batch, tokens, heads, head dim), which is "

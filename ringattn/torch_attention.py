@@ -53,14 +53,14 @@ def sdpa(
     num_queries, num_keys = q.shape[1], k.shape[1]
     mask: Mask | None = None
     if is_causal:
-        # If there are as many keys as queries, aligning the first ones also aligns the last ones.
+        # With equal numbers of queries and keys, both alignments are the same.
         mask, k, v = Mask.causal(), k[:, :num_queries], v[:, :num_queries]
     if attn_mask is not None:
         mask = _recognise(attn_mask, leading, num_queries, num_keys)
     if num_queries > k.shape[1] and mask is not None:
         if is_causal:
             mask = Mask.from_intervals([0] * num_queries, [min(i + 1, num_keys) for i in range(num_queries)])
-        # Additional keys, to which no query attends, align the last query with the last key.
+        # Append masked keys, to align the last query with the last key.
         k, v = (pad(x, (0, 0, 0, 0, 0, num_queries - x.shape[1])) for x in (k, v))
     out = flash_attention(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
     assert isinstance(out, Tensor)
@@ -100,7 +100,7 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
         allowed = allowed[..., 0, :, :].expand(*leading[:-1], num_queries, num_keys)
     count = allowed.sum(-1)
     lo = allowed.int().argmax(-1) if num_keys else torch.zeros_like(count)
-    # A query without keys gets an empty interval at the end of the previous query's interval.
+    # Queries without keys get an empty interval where the previous interval ends.
     hi = torch.where(count > 0, lo + count, 0).cummax(-1).values
     lo = torch.where(count > 0, lo, hi)
     keys = torch.arange(num_keys, device=allowed.device)
@@ -115,7 +115,6 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
 
 
 def _allowed(attn_mask: Any, remedy: str) -> Tensor:
-    """Return `attn_mask` as a bool mask."""
     if not isinstance(attn_mask, Tensor) or attn_mask.ndim < 2:
         raise ValueError(f"attn_mask is a {type(attn_mask).__name__}: it must be a tensor with at least two dimensions")
     if torch.compiler.is_compiling() or attn_mask.is_meta:

@@ -111,7 +111,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # Use the mean number of tokens per rank, so that all ranks of the ring use the same number of chunks.
+        # Ranks with different numbers of tokens must use the same number of chunks, so use the mean.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -128,7 +128,7 @@ class UlyssesSpec(NamedTuple):
     ulysses_group: str
     with_lse: bool  # whether this rank receives lse
     recompute_all_to_all: bool
-    chunks: int  # number of chunks of a rank's heads
+    chunks: int  # head chunks per rank
     key_heads: int  # number of key heads before they were copied
     attention: AttentionSpec
 
@@ -210,8 +210,7 @@ def _forward_in_chunks(
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # While attention runs, other chunks are sent. A transport that uses SMs therefore shares them with the attention
-        # kernels.
+        # A transport that uses SMs shares them with attention, because other chunks are in flight.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
@@ -241,7 +240,7 @@ def _backward_in_chunks(
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
-        # Without dlse, this rank sends zeros, because all ranks must exchange dlse.
+        # All ranks must exchange dlse, so send zeros in its place.
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
         dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec, transport).chunk(spec.chunks, 2)]
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
@@ -249,7 +248,7 @@ def _backward_in_chunks(
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
     for chunk, (*block, upstream) in enumerate(heads.receive(outputs, *inputs, dout)):
         *saved_block, out, lse = chunks[chunk]
-        # q, k and v were received in this pass (`block`) or saved in the forward pass.
+        # q, k and v come from `block`, or were saved in the forward pass.
         block = block or saved_block
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk])
@@ -260,7 +259,7 @@ def _backward_in_chunks(
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return a tensor with the shape of the output and almost no memory."""
+    """Return an expanded tensor with the shape of the output."""
     return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
 
 
@@ -270,9 +269,7 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Convert lse from all tokens of this rank's heads, (B, sum of tokens, Hq / U), to this rank's tokens of all heads,
-    (B, N, Hq).
-    """
+    """Send lse (B, sum of tokens, Hq / U), and receive lse (B, N, Hq) of this rank's tokens."""
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)
@@ -293,7 +290,6 @@ def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]
     chunk = results if spec.recompute_all_to_all else [*block, *results]
     lse = q.new_empty(q.shape[:3] if spec.with_lse else 0, dtype=lse_dtype)
-    # The outputs of an operator must not share memory.
     return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(spec.chunks) for x in chunk]
 
 

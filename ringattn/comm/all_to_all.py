@@ -107,7 +107,7 @@ class _PointToPointExchange:
             put(y, rank).copy_(take(x, rank))
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
         targets = [(put(y, peer), peer) for peer in peers for y in self.into]
-        # Slices are strided, but messages must be contiguous.
+        # Messages must be contiguous.
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in targets]
         wait = self._start(sent, received)
 
@@ -120,7 +120,7 @@ class _PointToPointExchange:
         self.completions.append(complete)
 
     def _start(self, sent: Addressed, received: Addressed) -> Wait:
-        # For the watchdog, the start of an exchange is a separate hop, which ends when all messages are issued.
+        # The watchdog regards the start of an exchange as a separate hop.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:

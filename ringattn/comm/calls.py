@@ -15,7 +15,7 @@ Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
 WINDOW = 128  # number of the newest calls that a rank publishes
-# A rank also publishes up to 64 older calls, one of every 128, so that the logs overlap if one rank is far ahead.
+# Every 128th of the older calls, up to 64, is published too. The logs then overlap even if one rank is far ahead.
 MILESTONES = 64
 MAX_SETTINGS = 64  # maximum number of cached settings
 
@@ -27,7 +27,7 @@ class CallLog:
         self._recent: deque[Entry] = deque(maxlen=WINDOW)
         self._milestones: deque[Entry] = deque(maxlen=MILESTONES)
         self._count = self._fingerprint = 0
-        self._settings: dict[tuple[Any, ...], tuple[str, int]] = {}  # the settings as JSON, and their checksum, by key
+        self._settings: dict[tuple[Any, ...], tuple[str, int]] = {}  # by key: the settings as JSON, and their checksum
 
     def record(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
         """Append a call to the log. Equal keys mean equal settings, so `describe` is called only for a new key.
@@ -74,7 +74,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
-    If the logs no longer contain the first different call, the sentence only says that an earlier call differs.
+    If the first different call is no longer in the logs, the sentence only says that an earlier call differs.
     """
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:
@@ -87,8 +87,7 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # A fingerprint covers all earlier calls. If the settings of this call are equal on both ranks, an earlier call must
-        # differ.
+        # A fingerprint covers all earlier calls. Equal settings of this call mean that an earlier call differs.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"

@@ -96,10 +96,10 @@ def connect(
     key = group_name, device, transport
     with _locks.setdefault(key, threading.Lock()):
         if key not in _connections or _connections[key][0] is not group:
-            if key in _connections:  # an earlier group, which has been destroyed, had the same name
+            if key in _connections:  # a destroyed group had the same name
                 _connections[key][1].close()
-            # Record this call in the logs of all other connections of the group. If another rank makes the same call over one
-            # of these connections, the logs differ, and the run ends.
+            # Record this call in the logs of the group's other connections. If another rank uses a different connection for
+            # this call, the logs differ and the run ends.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -163,7 +163,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     name = "nvlink" if wanted != "p2p" and not reason else backend
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
     one_host = len({rank.host for rank in ranks}) == 1
-    # The slowest rank determines the speed. All ranks must choose the same schedule.
+    # All ranks must assume the same speed, so that they choose the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
     log.info("group of %d ranks over %s (%s)", group.size(), name, why)
     watchdog = Watchdog(store, group.rank(), group.size(), device, lambda: group in _world.pg_map)
@@ -185,13 +185,13 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     store = _get_process_group_store(group)
-    # A clone has its own connection, so a watchdog that waits never delays other users of the store.
+    # A clone has its own connection, so a waiting watchdog delays no other user of the store.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
-    """Return a name that is the same on all ranks of this handshake, and different in every other handshake.
+    """Return a name that is unique to this handshake, and equal on all its ranks.
 
     The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, reads the
     numbers of all ranks, and publishes the list. Ranks whose lists are equal take part in the same handshake.
@@ -226,9 +226,7 @@ def _identity(device: torch.device, transport: str) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. A rank that runs `explain` makes no call, so it has no settings to
-    compare.
-    """
+    """Raise ValueError if the calls of the ranks differ. A rank that runs `explain` has no settings to compare."""
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -240,7 +238,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU. Raise ValueError if two ranks share a GPU and the group uses NCCL."""
+    """Return whether two ranks share a GPU. Raise ValueError if they do and the group uses NCCL."""
     users: dict[tuple[str, str], list[int]] = {}  # the ranks that use each GPU
     for number, rank in enumerate(ranks):
         if rank.gpu != "none":
@@ -265,7 +263,7 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
     store.set(keys[group.rank()], json.dumps(value))
     try:
         store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:  # the class of the error depends on the kind of store
+    except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
@@ -274,7 +272,7 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
-    """Return why the ranks cannot write into each other's memory, or "" if this rank knows no reason."""
+    """Return why the ranks cannot write into each other's memory, or "" if this rank sees no obstacle."""
     hosts, gpus = {rank.host for rank in ranks}, [rank.gpu for rank in ranks]
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
@@ -284,7 +282,7 @@ def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
         return f"the ranks are on {len(hosts)} hosts"
     if len(set(gpus)) < len(gpus) and not sharing_is_allowed():
         return f"two ranks use the same GPU and {SHARE_GPUS} is not 1"
-    # CUDA_VISIBLE_DEVICES may differ between processes, so GPUs are compared by UUID.
+    # Indices of GPUs depend on CUDA_VISIBLE_DEVICES, so compare UUIDs.
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if not set(gpus) <= set(local):
         return "not every rank can see the GPUs of all others"

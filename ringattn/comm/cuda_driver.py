@@ -49,7 +49,7 @@ class _Copy2D(ctypes.Structure):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    # The driver is loaded only when it is needed, because machines without a GPU have none.
+    # Load the driver lazily, because machines without a GPU have none.
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, stream, uint = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
     # Without `argtypes`, ctypes would pass addresses as 32-bit integers.
@@ -75,7 +75,7 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
     # For contiguous rows, a plain copy is faster than a strided copy, on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # The cached description is shared by all calls, so modify only a copy of the description.
+    # Copy the cached description before changing it.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
@@ -83,14 +83,13 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """Describe a copy without its addresses."""
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
     """Write a flag after all earlier work of the stream has finished and is visible to every device."""
-    # The number of a hop can exceed 32 bits, so write only its lower 32 bits.
+    # Hop numbers can exceed 32 bits.
     _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 
 
@@ -104,8 +103,7 @@ def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
     _run_in_order(_waits(tuple(addresses)), stream)
 
 
-# The result is cached, because a ring uses the same flags in every pass, and creating operations takes as long as a driver
-# call.
+# Every pass uses the same flags, and creating operations takes as long as a driver call. Cache the operations.
 @lru_cache(maxsize=4096)
 def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])

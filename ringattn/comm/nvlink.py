@@ -48,14 +48,13 @@ KINDS = ("block", "result")
 # Each step has one flag per kind of message and purpose. Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Results of at most MAX_KEPT_RESULT_BYTES per pass stay in the receive buffer, and one kernel sums them at the end.
+# Up to this size, the results of a pass stay in the receive buffer, and one kernel sums them at the end.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Messages up to MAX_TRIPLE_SLOT_BYTES use three slots in turn, so that a message may arrive two steps early. Larger messages
-# use two.
+# Messages up to this size use three slots in turn, and may arrive two steps early. Larger messages use two slots.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads is sent and returned
 MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
-_POLL = 0.001  # seconds between two queries of CUDA events after an exception
+_POLL = 0.001  # polling interval after an exception, in seconds
 ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple
 
 
@@ -74,8 +73,8 @@ class ReceiveBuffer:
     def __init__(self, transport: "NvlinkTransport", user: str, before_release: Callable[[], None] = lambda: None) -> None:
         self.transport, self.user, self.before_release = transport, user, before_release
         self.memory: Tensor | None = None
-        self.addresses: list[int] = []  # the addresses in this process of the buffers of all ranks
-        self._kept: set[Tensor] = set()  # memory that is never released, because a CUDA graph contains its address
+        self.addresses: list[int] = []  # addresses of all ranks' buffers
+        self._kept: set[Tensor] = set()  # memory that CUDA graphs use
 
     def reserve(self, count: int) -> None:
         """Make the buffer at least `count` bytes long. All ranks must make the same calls in the same order."""
@@ -86,7 +85,7 @@ class ReceiveBuffer:
                 f"{self.user} has not run with these shapes yet, so its memory cannot be part of a CUDA graph: call it once "
                 "before the capture"
             )
-        self.transport.synchronise()  # after this call, no rank writes into the old memory
+        self.transport.synchronise()
         self.before_release()
         self.memory = None
         count = max(1, -(-count >> 21)) << 21  # a whole number of pages of 2 MiB
@@ -102,7 +101,7 @@ class ReceiveBuffer:
 
 class Send(NamedTuple):
     message: Message
-    # A block waits for the receiver's ready flag. If the pass has used the slot before, a message waits for the credit flag.
+    # Blocks wait for the receiver's ready flag. Messages in a used slot wait for the credit flag.
     wait_flags: list[int]
     targets: list[int]
     arrived: int
@@ -112,7 +111,7 @@ class Send(NamedTuple):
 class RouteStep:
     """A `RouteStep` lists the messages and flags of this rank in one step of a pass."""
 
-    # This rank sets these flags after its earlier local steps: ready flags in step 0, and credit flags in later steps.
+    # flags to set first: ready flags in step 0, credit flags in later steps
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     received: list[Tensors] = field(default_factory=list)  # views of the receive buffer
@@ -123,7 +122,7 @@ class RouteStep:
         return any(send.message.kind == "result" for send in self.sends)
 
 
-Route = tuple[list[RouteStep], bool]  # the steps of one rank in a pass, and whether the pass keeps all results
+Route = tuple[list[RouteStep], bool]  # RouteSteps of one rank, and whether all results are kept
 
 
 class Slots:
@@ -155,7 +154,7 @@ class Slots:
             self.total_bytes += self.counts[kind] * size
 
     def tensor_offsets(self, message: Message) -> list[int]:
-        """Return the offsets of the tensors of a message within a slot, followed by the end of the last tensor."""
+        """Return each tensor's offset in the slot, followed by the end of the last tensor."""
         sizes = (padded_bytes(x, len(message.rows)) for x in self.templates[message.kind])
         return list(accumulate(sizes, initial=0))
 
@@ -180,15 +179,15 @@ class NvlinkTransport(Transport):
         self.graphs = PassGraphs(self)
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._forget_addresses)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
-        # recorded when a pass has computed all tensors that it sends next
+        # recorded when the tensors to send have been computed
         self.computed = torch.cuda.Event()
-        # recorded at the beginning of the call with the number `_started_call`
+        # recorded at the start of call `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
-        # An unfinished all-to-all may still write into these tensors after an exception, so they must not be freed.
+        # After an exception, an unfinished all-to-all may still write into these tensors.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The flags form a table with one column per writer. The first rows of the flag table belong to ring passes. Further
-        # rows of the flag table belong to the sends of an all-to-all. The last row contains the ready flags of all-to-alls.
+        # The table of flags has one column per writer. Its first rows belong to ring passes, the next rows to the sends of an
+        # all-to-all, and the last row to the ready flags of all-to-alls.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -200,7 +199,7 @@ class NvlinkTransport(Transport):
         self.graphs.clear()
 
     def begin_replay(self) -> None:
-        """Record the start of a replayed call, because a replay does not call `start_event`."""
+        """Record the start of a replayed call, which does not call `start_event`."""
         self._started_call = self.recovery.call
         self.started.record(torch.cuda.current_stream(self.device))
 
@@ -218,10 +217,9 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        # The streams of this rank may wait for flags that another rank did not set before its exception. This rank then sets
-        # the missing flags itself. The streams of this rank then send invalid data, which no rank uses. The invalid data must
-        # not overwrite messages of earlier calls. All ranks therefore first wait until every rank's main stream has begun the
-        # failed call or is idle.
+        # This rank's streams may wait for flags that another rank never sets. This rank sets these flags, and its streams then
+        # send invalid data, which no rank uses. Messages of earlier calls must not be overwritten. All ranks therefore first
+        # wait until every rank's main stream has begun the failed call or is idle.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)
@@ -239,7 +237,7 @@ class NvlinkTransport(Transport):
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
         """Write all flags of this rank from the host."""
-        # Other streams may be waiting for the flags. Use a copy, because a kernel could block while its code is loaded.
+        # Use a copy instead of a kernel. Loading a kernel could block while streams wait for the flags.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()
@@ -263,14 +261,13 @@ class NvlinkTransport(Transport):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address, in the memory of `rank`, of the flag for the message that `writer` sends or reads in step `t`."""
+        """Return the address of a flag in the memory of `rank`. `writer` sends or reads the flag's message in step `t`."""
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address, in the memory of `rank`, of the flag that `writer` sets for send `number` of an all-to-all.
-
-        For `number` = MAX_SENDS, this is the ready flag.
+        """Return the address of a flag in the memory of `rank`, which `writer` sets for send `number` of an all-to-all.
+        MAX_SENDS selects the ready flag.
         """
         return self._flag_addresses[rank] + 4 * ((self._ring_rows + number) * self.size + writer)
 
@@ -371,7 +368,7 @@ class _NvlinkPass:
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
-    """Copy the given rows of x (B, N, ...) to address `target`."""
+    """Copy some rows of x (B, N, ...) to the address `target`."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if not x.numel():
         return  # for an empty batch, only the flag is sent

@@ -21,7 +21,7 @@ from ringattn.comm.nvlink import MAX_SENDS, NvlinkTransport, padded_bytes
 from ringattn.comm.transport import Tensors
 from ringattn.comm.watchdog import Hop
 
-READY = MAX_SENDS  # the row of the table of flags that contains the ready flags
+READY = MAX_SENDS  # row of the ready flags in the table of flags
 
 
 class StridedCopy(NamedTuple):
@@ -46,7 +46,7 @@ Sizes = tuple[int, ...]
 def _strided_copies(
     take: Slice, put: Slice, shape: Sizes, strides: Sizes, heads: Sizes, lengths: Sizes, element_size: int, rank: int
 ) -> list[list[StridedCopy]]:
-    """Return the copies that send the slices of a tensor to each rank, one copy per batch entry.
+    """Return the copies that send slices of a tensor to each rank.
 
     Args:
         take, put: as for `Exchange.send`.
@@ -59,7 +59,7 @@ def _strided_copies(
     def offset_and_pitch(x: Tensor, entry: int) -> tuple[int, int]:
         return int(x[entry].storage_offset()) * element_size, x.stride(1) * element_size
 
-    # Tensors on the meta device have offsets and strides, but no memory.
+    # Meta tensors have offsets and strides, but no memory.
     source_tensor = torch.empty_strided(shape, strides, device="meta")
     copies = []
     for peer, length in enumerate(lengths):
@@ -75,9 +75,9 @@ class NvlinkAllToAll:
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
-        # The local stream copies this rank's own slices into the region, and finished regions into ordinary tensors.
+        # The local stream copies within this GPU.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
-        self.computed = torch.cuda.Event()  # recorded when the tensors of the next send have been computed
+        self.computed = torch.cuda.Event()
         self.num_sends = self.total_bytes = 0
         self.sent: list[Tensors] = []  # keeps the tensors alive until `finish`
 
@@ -85,7 +85,7 @@ class NvlinkAllToAll:
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
-            # All ranks use the same offsets. Every region must be large enough for the rank with the most tokens.
+            # All ranks use the same offsets, so every region has room for the longest shard.
             self.total_bytes += padded_bytes(x, max(lengths))
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
@@ -118,14 +118,14 @@ class _NvlinkExchange:
     ) -> None:
         self.all_to_all, self.into, self.lengths, self.offsets = all_to_all, into, lengths, offsets
         self.num_sends = sends
-        self.awaited: list[int] = []  # the numbers of the sends that this exchange has started
+        self.awaited: list[int] = []  # numbers of the started sends
         self.complete = torch.cuda.Event()
         self.hop: Hop | None = None
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
-        # A strided copy requires that the heads of each token are contiguous.
+        # Strided copies require contiguous heads.
         block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
@@ -143,7 +143,7 @@ class _NvlinkExchange:
                 for target, target_pitch, source, source_pitch, width, count in of_tensor[peer]:
                     cuda_driver.copy_rows(region + target, target_pitch, tensor + source, source_pitch, width, count, stream)
 
-        # Every rank starts with the rank after it, so that no two ranks write to the same GPU at the same time.
+        # Start with the next rank, so that no two ranks write to the same GPU at the same time.
         for peer in (*others[transport.rank :], *others[: transport.rank]):
             copy_to(peer, stream)
         cuda_driver.set_flags([transport.all_to_all_flag(peer, number, transport.rank) for peer in others], stream)
@@ -154,10 +154,10 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Issue the copies from the region into the tensors. Each copy starts only after all messages have arrived."""
+        """Copy the region into the tensors after all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
-        # Hops must finish in the order in which they start, and exchanges finish in the order of their last sends.
+        # Hops must finish in the order of their starts. Exchanges finish in the order of their last sends.
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
         flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)

@@ -24,9 +24,9 @@ from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 _UNUSED_TAG = 1  # a tag that no message has
-# The minimum timeout of gloo in seconds. The watchdog ends a wait earlier if RINGATTN_TIMEOUT is shorter.
+# Minimum timeout of gloo in seconds. For a shorter RINGATTN_TIMEOUT, the watchdog ends a wait.
 MIN_GLOO_TIMEOUT = 60
-CLOSE_TIMEOUT = 10  # seconds that the end of a process waits for the last messages
+CLOSE_TIMEOUT = 10  # seconds that a process waits for its last messages when it ends
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
@@ -53,7 +53,7 @@ class P2PTransport(MessageTransport):
         watchdog: Watchdog,
     ) -> None:
         self.device, self.store, self.interconnect, self.watchdog = device, store, joined, watchdog
-        self.group: Any = group  # or a ProcessGroupGloo, which has the same methods but another base class
+        self.group: Any = group  # or a ProcessGroupGloo, with the same methods
         self.rank, self.size = group.rank(), group.size()
         self._communicator: Any = None
         self._uses_gloo = backend_name(group, device.type) == "gloo"
@@ -66,7 +66,7 @@ class P2PTransport(MessageTransport):
         NCCL cannot close a communicator while a CUDA graph contains its messages. Destroying the user's group would therefore
         hang if the captured passes used the group's communicator.
         """
-        # Attention fills all SMs, so NCCL's kernels would wait until attention ends, or until four neighbouring SMs are free.
+        # Attention fills all SMs. By default, NCCL's kernels would wait until four neighbouring SMs are free.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.cga_cluster_size = 1
         options._timeout = self.group._get_backend(self.device).options._timeout
@@ -75,7 +75,7 @@ class P2PTransport(MessageTransport):
         self.group = dist.ProcessGroup(store, self.rank, self.size)
         self.group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self.group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._communicator)
-        # With expandable segments, which NCCL registers during a capture, a replay cannot send to a rank that does not replay.
+        # NCCL registers expandable segments during a capture. A replay could then only send to ranks that replay too.
         if "expandable_segments:True" not in "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
             self.graphs = PassGraphs(self)
         atexit.register(self.close)
@@ -92,7 +92,7 @@ class P2PTransport(MessageTransport):
             torch.cuda.synchronize(self.device)
             communicator.abort()
 
-        # If another rank has ended, the last messages of the communicator never arrive.
+        # The last messages never arrive if another rank has ended.
         thread = threading.Thread(target=send_and_close, daemon=True)
         thread.start()
         thread.join(CLOSE_TIMEOUT)
@@ -121,7 +121,7 @@ class P2PTransport(MessageTransport):
 
     def interrupt(self) -> None:
         if self._uses_gloo:
-            # This message never arrives. When the wait for this message exceeds its timeout, gloo also ends all other waits.
+            # This message never arrives. When its wait times out, gloo also ends all other waits.
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
@@ -135,10 +135,9 @@ class P2PTransport(MessageTransport):
         return wait
 
     def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        if self._uses_gloo:  # collective calls of gloo have no tags, which would reveal ranks that make different calls
+        if self._uses_gloo:  # without tags, gloo's collectives cannot detect ranks that make different calls
             return super().all_gather(own)
         gathered = own.new_empty(self.size, *own.shape)
-        # `dist.all_gather_into_tensor` accepts only groups that torch knows.
         options = AllgatherOptions()
         options.asyncOp = True
         work = self.group._allgather_base(gathered.view(-1), own.view(-1), options)
@@ -159,7 +158,7 @@ class P2PTransport(MessageTransport):
         sent, received = ([(_empty_on_host(x), peer) for x, peer in messages] for messages in (sends, receives))
         for (x, _), (copy, _) in zip(sends, sent, strict=True):
             copy.copy_(x, non_blocking=True)
-        # If several ranks share a GPU, a wait takes long, so the host waits only once for all copies.
+        # Waits are slow on a shared GPU, so wait only once for all copies.
         if any(x.is_cuda for x, _ in sends):
             torch.cuda.current_stream().synchronize()
         wait_for_messages = self._exchange(sent, received)
@@ -191,8 +190,8 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent only some of the messages of this exchange. Set a number of exchanges that no other rank has, so
-            # that the next call raises an error.
+            # NCCL has sent only some of these messages. No other rank has this number of exchanges, so the next call raises an
+            # error.
             self.num_exchanges = -1 - self.rank
             raise
         finally:
@@ -200,7 +199,7 @@ class P2PTransport(MessageTransport):
         return work.wait
 
     def _wait(self, works: list[dist.Work]) -> None:
-        # The watchdog reads how long this rank has been waiting if another rank has left the call.
+        # The watchdog reads since when this rank has been waiting.
         self.waiting_since = time.monotonic()
         for work in works:
             work.wait()

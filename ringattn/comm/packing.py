@@ -12,10 +12,10 @@ from torch import Tensor
 ALIGNMENT = 128  # bytes; every tensor starts at a cache line of the GPU
 
 Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
-Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the message, which are views of it
+Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and views of its tensors
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, because it is the key of dictionaries
+@dataclass(frozen=True, eq=False)  # compared by identity, as a dictionary key
 class Packing:
     """A `Packing` describes where the tensors of a block or of a result lie in a message."""
 
@@ -34,9 +34,9 @@ class Packing:
             size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return cls(size, tuple(parts))
 
-    @torch.inference_mode(False)  # a later pass outside of inference mode could not modify inference tensors
+    @torch.inference_mode(False)  # inference tensors could not be modified outside of inference mode
     def new_message(self, device: torch.device) -> Memory:
-        """Return new memory for a message, and the tensors of the message, which are views of this memory."""
+        """Allocate a message. Return it with views of its tensors."""
         if len(self.parts) == 1:
             ((dtype, shape, *_),) = self.parts
             message = torch.empty(shape, dtype=dtype, device=device)
@@ -46,7 +46,7 @@ class Packing:
         return message, tuple(views[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.parts)
 
     def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the message if the tensors of `block` already lie in a message with this packing. Otherwise return None."""
+        """Return the message if `block` is already packed in this way, and otherwise None."""
         first = block[0]
         if len(block) == 1:
             return first if first.is_contiguous() else None

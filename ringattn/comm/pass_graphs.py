@@ -18,8 +18,8 @@ from ringattn.comm.transport import Tensors, Transport
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# Passes with more than MAX_FORWARD_FLOPS in the forward are not captured. Longer passes take over 1 ms on an H100, and their
-# launch takes less time.
+# Passes with more than MAX_FORWARD_FLOPS in the forward are not captured. On an H100, longer passes take over 1 ms, more than
+# their launch.
 MAX_FORWARD_FLOPS = 5e11
 # Passes with more than MAX_INPUT_BYTES of q, k and v are not captured, because a captured pass keeps copies of q, k and v.
 MAX_INPUT_BYTES = 64 << 20
@@ -32,8 +32,7 @@ class PassGraphs:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = weakref.proxy(transport)
-        # The dictionary contains, for each plan and each combination of settings and shapes, the captured pass or the number of
-        # passes so far.
+        # by plan, settings and shapes: the captured pass, or the number of passes so far
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
@@ -59,12 +58,12 @@ class PassGraphs:
             before = messages.num_exchanges
             try:
                 found = CapturedPass(function, inputs)
-            except RuntimeError as error:  # for example because there is too little memory
+            except RuntimeError as error:  # for example, too little memory
                 log.warning("a ring pass cannot be captured in a CUDA graph, which would be faster: %s", error)
                 of_plan[key] = _NEVER
                 messages.num_exchanges = before
                 return function(*inputs)
-            # The capture has sent nothing. Every replay sends all messages of the pass.
+            # The capture has sent no message.
             found.num_exchanges, messages.num_exchanges = messages.num_exchanges - before, before
             of_plan[key] = found
         transport = self.transport
@@ -80,11 +79,11 @@ class PassGraphs:
 class CapturedPass:
     """A `CapturedPass` is a CUDA graph of function(*inputs), with its own memory for the inputs and the results."""
 
-    num_exchanges = 0  # of plain messages in the pass
+    num_exchanges = 0  # number of plain messages in the pass
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # Later calls write their inputs into these copies, so the copies must not be inference tensors.
+        # Later calls write their inputs into these copies, which inference tensors would not allow.
         with torch.inference_mode(False), torch.no_grad():
             copies = [x if x is None else torch.empty_like(x) for x in inputs]
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# After another rank has left the call, a rank waits PATIENCE seconds for a message. Within PATIENCE seconds, the message may
-# still arrive or fail.
+# After another rank has left a call, a message may still arrive or fail within PATIENCE seconds.
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store
 
@@ -53,11 +52,11 @@ class Recovery:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
         self.rank, self.size = transport.rank, transport.size
         self.generation = 0  # number of resets
-        self.call = 0  # number of calls that this rank has begun
-        self.depth = 0  # number of nested `in_call` contexts that are open
+        self.call = 0  # number of begun calls
+        self.depth = 0  # number of open `in_call` contexts
         self.left: Record | None = None  # the record of this rank, until the transport is reset
         self.fault: str | None = None  # why the transport cannot be used any more
-        self._seen = 0.0  # when this rank has first seen the record of another rank
+        self._seen = 0.0  # when another rank's record was first seen
         self.draining: threading.Thread | None = None
         self._lock = threading.Lock()  # held by `look` while it decides
         self.watchdog.recovery = self
@@ -73,7 +72,7 @@ class Recovery:
             self._reset()
 
     def enter(self) -> None:
-        self.depth += 1  # first, because `look` must never see the new call number outside of the call
+        self.depth += 1  # before the call number, for `look`
         if self.depth == 1:
             self.call += 1
 
@@ -89,14 +88,14 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if another rank has left a call that this rank has finished, or in which this rank is stuck."""
+        """Declare a fault if another rank has left a call that this rank has finished or cannot finish."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:
-            return  # the watchdog reports its verdict, or this rank has not reached the call yet
+            return
         with self._lock:
             if self.left is not None or self.generation != generation:
-                return  # this rank has left the call while this thread read the record
+                return
             now = time.monotonic()
             self._seen = self._seen or now
             since = self.transport.messages.waiting_since
@@ -122,7 +121,7 @@ class Recovery:
             self.rank, self.call, reason, not isinstance(error, RingFault), self.transport.messages.num_exchanges
         )
         record = json.dumps(self.left)
-        with suppress(Exception):  # the store is gone, and the exception of the call must not be replaced
+        with suppress(Exception):  # keep the exception of the call if the store is gone
             self.store.compare_set(f"left/{self.generation}", "", record)
             self.store.set(f"left/{self.generation}/{self.rank}", record)
         self.watchdog.forget_hops()
@@ -160,9 +159,8 @@ class Recovery:
             self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """Let the streams of this rank finish, although messages from other ranks are missing.
-
-        This method runs in its own thread, because the main thread may be waiting for the GPU.
+        """Let this rank's streams finish, although messages are missing. Another thread runs this method, because the main
+        thread may wait for the GPU.
         """
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
@@ -177,7 +175,7 @@ class Recovery:
         """Declare a fault unless every rank has left the same call with an exception of its own."""
         if self._is_same_exception(records):
             return
-        # The exception in the earliest call has caused the other exceptions.
+        # The exception in the earliest call caused the others.
         first, *rest = sorted(records, key=lambda record: (not record.is_own, record.call, record.rank))
         other = next(x for x in rest if (x.call, x.num_exchanges, x.is_own) != (first.call, first.num_exchanges, True))
         how = f"{other}" if other.is_own and other.call != first.call else f"rank {other.rank} did not"

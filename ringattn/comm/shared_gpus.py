@@ -10,7 +10,7 @@ ranks on one GPU, so the process group must use gloo:
 import os
 
 SHARE_GPUS = "RINGATTN_SHARE_GPUS"  # name of the environment variable that allows ranks to share GPUs
-# torch reads this variable when processes exchange the addresses of symmetric memory.
+# torch reads this variable for symmetric memory.
 _OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 

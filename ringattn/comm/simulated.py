@@ -19,11 +19,11 @@ class SimulatedRing:
 
     def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
         self.size, self.all_pairs = size, all_pairs
-        # A rank holds the semaphore while it computes, and releases the semaphore while it waits.
+        # A rank holds the semaphore while it computes.
         self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
         self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)
-        self.ended: set[int] = set()  # the ranks that will send no more messages
+        self.ended: set[int] = set()  # ranks that send no more messages
         self.changed = threading.Condition()  # notified when `messages` or `ended` changes
 
     def send(self, src: int, dst: int, number: int, message: Tensor) -> None:
@@ -59,11 +59,11 @@ class SimulatedRank(MessageTransport):
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
         self.interconnect = interconnect("simulated")._replace(all_pairs=ring.all_pairs)
-        # Messages to each rank are numbered, because several exchanges may be in flight and complete in any order.
+        # Messages have numbers, because exchanges may complete in any order.
         self.sent, self.expected = ([itertools.count() for _ in range(ring.size)] for _ in range(2))
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Send copies of the tensors at once, so the caller may modify them. The returned function receives the messages."""
+        """Send copies, so that the caller may modify the tensors. The returned function receives the messages."""
         for tensor, dst in sends:
             self.ring.send(self.rank, dst, next(self.sent[dst]), tensor.clone())
         expected = [(tensor, src, next(self.expected[src])) for tensor, src in receives]
@@ -75,7 +75,7 @@ class SimulatedRank(MessageTransport):
         return wait
 
 
-# The dictionary contains the ranks of all running simulated rings, by `group_name`.
+# The ranks of running simulated rings, by `group_name`.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
 
 
@@ -111,7 +111,7 @@ def simulate(
             with ring.compute_slots:
                 results[rank] = function(rank, group)
             ring.end([rank])
-        except BaseException as failure:  # includes SystemExit, after which the other ranks would otherwise wait forever
+        except BaseException as failure:  # including SystemExit, or the other ranks would wait forever
             failures.append(failure)
             ring.end(range(ranks))
         finally:

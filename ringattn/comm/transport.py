@@ -30,22 +30,22 @@ T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result, with rows in dimension 1
 Templates = dict[str, Tensors]  # examples of a block and of a result
 WaitForBlocks = Callable[[], list[Tensors]]
-Wait = Callable[[], object]  # waits until all messages have arrived and sent tensors may be modified
+Wait = Callable[[], object]  # waits until messages have arrived and sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver or sender)
 
-# Every result that is kept until the end of a pass needs memory. A pass with more results merges each result when it arrives.
+# A pass with more results merges each result when it arrives, to save memory.
 MAX_KEPT_RESULTS = 3
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
-    """Return views of the given rows (dimension 1) of each tensor. A tensor with exactly these rows is returned unchanged."""
+    """Return views of the given rows (dimension 1) of each tensor."""
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
 
 class RingPass(Protocol):
     """A `RingPass` executes a schedule once on one rank."""
 
-    keeps_results: bool  # whether all results that return to this rank remain valid until `end`
+    keeps_results: bool  # whether returned results remain valid until `end`
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns the
@@ -76,7 +76,7 @@ class Transport:
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
     recovery: Any = NoRecovery()  # or the `ringattn.comm.recovery.Recovery` of the transport
     messages: "MessageTransport"  # a transport between the same ranks that sends plain messages
-    waits_on_gpu: bool = False  # True if the GPU waits for messages of other ranks, False if the host waits
+    waits_on_gpu: bool = False  # whether the GPU waits for messages, instead of the host
     graphs: Any = None  # the `ringattn.comm.pass_graphs.PassGraphs` of the transport, if it has any
 
     def begin_replay(self) -> None:
@@ -91,7 +91,7 @@ class Transport:
         raise NotImplementedError
 
     def mark(self) -> tuple[Any, ...]:
-        """After an exception, record and return an event on every stream of this rank that may wait for another rank."""
+        """After an exception, record an event on every stream that may wait for another rank."""
         return ()
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
@@ -156,8 +156,8 @@ class _Outgoing(NamedTuple):
     dst: int
     rows: range
     packing: Packing
-    is_own: bool  # whether it contains rows of this rank's own block
-    is_last: bool  # whether this is the last step that sends these rows
+    is_own: bool  # whether it is this rank's own block
+    is_last: bool
 
 
 class _PlannedStep(NamedTuple):
@@ -168,7 +168,7 @@ class _PlannedStep(NamedTuple):
 
 class _MessagePlan(NamedTuple):
     steps: tuple[_PlannedStep, ...]
-    keeps_results: bool  # whether the pass keeps all results that return to the rank
+    keeps_results: bool  # whether the pass keeps all returned results
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same plan
@@ -201,10 +201,9 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The attribute `num_exchanges` counts the exchanges so far, and is 0 if the host waits for messages. If ranks leave a call
-    # after different numbers of exchanges, their GPUs wait forever.
+    # Exchanges so far, or 0 if the host waits for messages. Ranks with different numbers after a call would wait forever.
     num_exchanges = 0
-    waiting_since: float | None = None  # since when the host has waited for a message, or None
+    waiting_since: float | None = None  # start of the host's current wait, or None
 
     @property
     def messages(self) -> "MessageTransport":  # pyrefly: ignore[bad-override]  # an attribute would be a reference cycle
@@ -245,11 +244,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return memory of earlier messages for reuse in a pass of `plan`. At its end, the pass makes the memory available
-        again.
-
-        Messages follow all earlier work of the current stream, so a pass on the same stream can reuse the memory at once.
-        torch's allocator would wait for NCCL's stream.
+        """Return message buffers that a pass of `plan` may use until it ends. A pass on the same stream can reuse buffers at
+        once, because messages follow earlier work of the stream. torch's allocator would wait for NCCL's stream.
         """
         stream = 0
         if device.type == "cuda":
@@ -267,9 +263,9 @@ class _MessagePass:
     ) -> None:
         self.transport, self.device, self.spare = transport, device, spare
         self.steps, self.keeps_results = plan
-        self._own_messages: dict[range, Tensor] = {}  # packed messages of this rank's block that a later step sends again
-        self._kept: list[tuple[Packing, Memory]] = []  # memory that the pass uses until its end
-        self._in_use: deque[list[tuple[Packing, Memory]]] = deque()  # memory that the latest two steps use
+        self._own_messages: dict[range, Tensor] = {}  # own packed messages that a later step sends again
+        self._kept: list[tuple[Packing, Memory]] = []  # used until the end of the pass
+        self._in_use: deque[list[tuple[Packing, Memory]]] = deque()  # used by the latest two steps
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]

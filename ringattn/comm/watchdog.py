@@ -31,9 +31,9 @@ TIMEOUT = "RINGATTN_TIMEOUT"  # name of the environment variable with the second
 DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
-GRACE = 5.0  # seconds that a process has to end by itself after a fault, before the watchdog ends the process
+GRACE = 5.0  # seconds that a process has to end by itself after a fault
 DIFFERENCE = "ringattn: the ranks make different calls: "  # start of the message if calls differ
-_COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
+_COUNTER_RANGE = 1 << 32  # range of the counter of finished hops
 
 
 def timeout_seconds() -> float:
@@ -92,7 +92,7 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The latest heartbeat of a rank. The default values describe a rank that has not yet sent a heartbeat."""
+    """The latest heartbeat of a rank. The defaults describe a rank without a heartbeat."""
 
     clock: float = 0.0  # on the rank's clock; every heartbeat has a different value
     issued: int = 0  # number of issued hops
@@ -116,7 +116,7 @@ class Watchdog:
         group_exists: Callable[[], bool] = lambda: True,
     ) -> None:
         self.store, self.rank, self.size, self.group_exists = store, rank, size, group_exists
-        timeout_seconds()  # raises an error for an invalid timeout before the ring is used
+        timeout_seconds()  # rejects an invalid timeout early
         self.in_flight: deque[Hop] = deque()
         self.issued = 0
         self.latest: Hop | str = _Heartbeat().latest
@@ -181,7 +181,7 @@ class Watchdog:
         with self._lock:
             self.issued, self._last_finished.value, self._progress = 0, 0, (0, time.monotonic())
             self._calls = CallLog()
-            self._generation += 1  # last, so that the thread never publishes the old log for the new generation
+            self._generation += 1  # last, because the thread must not publish the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
         """Return an exception that names the rank that caused an error in `hop`. Return None if `hop` is None."""
@@ -205,7 +205,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(HEARTBEAT_INTERVAL):
-            if not self.group_exists():  # a fault in a destroyed group must not end the process
+            if not self.group_exists():  # the group has been destroyed
                 self.stop()
                 return
             with self._lock:
@@ -219,7 +219,7 @@ class Watchdog:
                     self.recovery.look()
                 if self.store.check(["verdict"]):
                     verdict = self.store.get("verdict").decode()
-                    # Unless calls differ, the main thread gets time to raise its own exception.
+                    # Give the main thread time to raise its own exception, unless calls differ.
                     time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
                     if self.group_exists():
                         self._exit(verdict)
@@ -260,7 +260,7 @@ class Watchdog:
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
-            # compare_set stores the text if there is none yet, and returns the stored text.
+            # `compare_set` keeps and returns the first text.
             difference = self._find_difference(range(self.size))
             text = f"{difference or f'ringattn: {self._find_culprit(hop)}'}; {waiting}"
             return self.store.compare_set("verdict", "", text).decode() or text
@@ -275,7 +275,7 @@ class Watchdog:
         alive: set[int] = set()
         while time.monotonic() < deadline and len(alive) < len(before):
             time.sleep(HEARTBEAT_INTERVAL)
-            self._send_heartbeat()  # `_watch` sends no heartbeats while the watchdog thread runs this loop
+            self._send_heartbeat()  # `_watch` sends no heartbeats during this loop
             alive |= {rank for rank, heartbeat in enumerate(self._read_heartbeats()) if heartbeat.clock != before[rank].clock}
         dead = [rank for rank in range(self.size) if rank not in alive and rank != self.rank]
         if dead:
@@ -296,5 +296,5 @@ class Watchdog:
 
     def _exit(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        # sys.exit would end only this thread, and the main thread may be blocked in a CUDA call.
+        # sys.exit would end only this thread.
         os._exit(1)

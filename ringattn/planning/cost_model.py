@@ -17,8 +17,7 @@ FLOPS_PER_HBM_BYTE = 150
 # Each step on a GPU has a fixed overhead, in seconds. The values are fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# Merging one byte of partial results takes as long as MERGE_FLOPS_PER_BYTE FLOPs. The value for the backward pass is fitted to
-# measurements.
+# Merging one byte of partial results takes as long as MERGE_FLOPS_PER_BYTE FLOPs. The value for the backward pass was measured.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
 # An all-to-all inside a host takes ALL_TO_ALL_FACTOR times as long as its bytes divided by the link's bandwidth. Fitted to four
@@ -37,7 +36,7 @@ class Interconnect(NamedTuple):
     """
 
     name: str
-    all_pairs: bool  # whether messages go directly to any rank, so that no rank relays blocks
+    all_pairs: bool  # whether messages go directly to any rank
     bytes_per_second: float  # per rank and direction
     latency: float  # seconds per message, in addition to the time of its bytes
     flops: float = 5e14  # of attention on one rank, FLOP/s
@@ -101,7 +100,7 @@ def hop_costs(
     compute = np.zeros(shape)
     np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
     size = (messages.stop - messages.start) * np.array(row_bytes)[messages.is_result]
-    # Links are full duplex, so only the larger of the two directions counts.
+    # Links are full duplex, so the larger direction counts.
     sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
     for i, end in enumerate((messages.src, messages.dst)):
         np.add.at(sizes[i], (messages.step, end), size)

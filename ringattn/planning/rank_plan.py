@@ -27,7 +27,7 @@ SCHEDULES = ("auto", "state", "kv")
 # hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The state ring is chosen only if it is predicted to be this much faster, because the KV ring launches fewer kernels.
+# The KV ring launches fewer kernels. The state ring must be predicted to be this much faster.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
@@ -49,7 +49,7 @@ class BlockPair:
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
-        """Return the positions of the query rows and of the key rows in the whole sequence, as two int32 tensors."""
+        """Return the positions of the query rows and of the key rows, as two int32 tensors."""
         return self._cached["positions"]
 
     @cached_property
@@ -71,7 +71,7 @@ class Plan:
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device, is_fixed: bool = False) -> None:
         self.mask, self.layout, self.rank, self.device, self.is_fixed = mask, layout, rank, device, is_fixed
-        # number of (query, key) pairs in the whole sequence, averaged over batch entries
+        # (query, key) pairs per batch entry, on average
         self.pairs = float(overlaps(mask, layout).pairs.sum())
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._block_pairs: dict[tuple[Any, ...], dict[LocalStep, BlockPair]] = {}
@@ -113,7 +113,7 @@ class Plan:
         return Requests(tuple(self._choices), tuple(tables))
 
     def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
-        """For each schedule that calls have used, return the arguments of `schedule` and the block pairs."""
+        """Return the arguments of `schedule` and the block pairs for each used schedule."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
 
@@ -123,8 +123,7 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # The plan of the requests may have fewer local steps than this plan. The tables of additional local steps are
-            # computed when they are first used.
+            # Tables of local steps that the other plan does not have are computed at their first use.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -193,7 +192,7 @@ class Plan:
         key = name, work, interconnect
         if key not in self._choices:
             self._choices[key], _ = self._choose(*key)
-            # With packed documents, the predicted times change in every training step.
+            # The predicted times of packed documents change in every training step.
             if self.layout.ranks > 1 and (work.direction, self._choices[key]) not in _logged:
                 _logged.add((work.direction, self._choices[key]))
                 log.info(self.describe_choice(*key))
@@ -274,7 +273,7 @@ class Overlaps(NamedTuple):
 
     queries: np.ndarray  # the query rows that attend to any of the keys
     keys: np.ndarray  # the key rows that any of the queries attends to
-    pairs: np.ndarray  # (ranks, ranks), number of (query, key) pairs that the mask allows, averaged over batch entries
+    pairs: np.ndarray  # (ranks, ranks), allowed (query, key) pairs per batch entry, on average
 
 
 @lru_cache(maxsize=8)
@@ -283,19 +282,17 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
-    # In the transposed mask, rows are keys, so exchange the two rank axes of `queries`.
+    # The transposed mask has the axes (key rank, query rank), so swap them in `queries`.
     return Overlaps(queries.transpose(0, 2, 1) * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """For each pair of ranks, return the range of the second rank's columns to which rows of the first rank attend: int64 (2,
-    ranks, column ranks).
-    """
+    """Return the columns of each rank that the rows of each rank attend to, as (first, end): int64 (2, ranks, column ranks)."""
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):
         (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
-        # In a stripe, there may be columns between the intervals of neighbouring rows.
+        # In a stripe, intervals of neighbouring rows may have gaps.
         visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
         start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
         stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
@@ -335,7 +332,7 @@ def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...
     wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
     last = (done + pairs).searchsorted(wanted)
     runs, wanted = runs.select(last), wanted - done[last]
-    # Find by binary search how many rows of the run lie before the split point of each rank.
+    # Find each rank's split point in the run by binary search.
     low, high = np.zeros_like(ranks), runs.count
     while (high - low > 1).any():
         middle = ((low + high) // 2).clip(min=1)
@@ -389,7 +386,7 @@ def forced_plan(reach: tuple[int, int]) -> Plan | None:
     return _forced[reach] if _forced else None
 
 
-_forced: dict[tuple[int, int], Plan] = {}  # shared by all threads, because a backward pass runs in a thread of autograd
+_forced: dict[tuple[int, int], Plan] = {}  # shared by all threads, because autograd runs backward passes in its own thread
 
 
 @lru_cache(maxsize=4)

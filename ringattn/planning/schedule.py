@@ -179,8 +179,8 @@ def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
 def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    In round s, rank r computes either with the block of rank r XOR s, or with the block of rank (r - s) modulo P. For each
-    mask, the function uses the variant that needs fewer rounds.
+    In round s, rank r computes with the block of rank r XOR s, or of rank (r - s) modulo P. The variant with fewer rounds is
+    used.
 
     Args:
         needed: needed[owner][rank] says whether the rank needs rows of the owner's block.
@@ -191,8 +191,7 @@ def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     ranks = np.arange(len(needed))
     owners = [(ranks - ranks[1:, None]) % len(needed)]
     if len(needed) & (len(needed) - 1) == 0:
-        # The XOR variant is listed first, so that min() prefers it in a tie. In the XOR variant, two ranks exchange their
-        # blocks in the same round.
+        # In a tie, min() prefers the XOR variant, in which two ranks exchange their blocks in the same round.
         owners.insert(0, ranks ^ ranks[1:, None])
     with_work = min((each[needed[each, ranks].any(1)] for each in owners), key=len)
     number, rank = needed[with_work, ranks].nonzero()
@@ -202,9 +201,7 @@ def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
 def _own_rows(
     need: Need, split_points: tuple[int, ...] | None, returns: bool
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return what ranks compute with their own blocks in the first step and in the last step, as tuples (rank, rank, start,
-    stop).
-    """
+    """Return the local steps with own blocks in the first and in the last step, as tuples (rank, rank, start, stop)."""
     first, rest = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for rank in range(len(need)):
         rows = need[rank][rank]
@@ -230,8 +227,8 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # distances[r] lists the numbers of hops after which the block of rank r reaches a rank that needs it. first[r] is the
-    # smallest, and extent[r] the largest.
+    # The block of rank r reaches a rank that needs it after each number of hops in distances[r], of which first[r] is the
+    # smallest and extent[r] the largest.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]

@@ -25,14 +25,14 @@ MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return how many copies of a key head the all-to-all sends, so that each rank has the key heads of its query heads."""
-    # The query heads of a rank must be divided evenly among its key heads.
+    """Return how many copies of each key head the all-to-all sends."""
+    # Each key head of a rank must have the same number of query heads.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return the number of chunks of a rank's heads, so that the all-to-all of one chunk overlaps with attention of another.
+    """Return the number of head chunks, so that the all-to-all of one chunk overlaps with attention of another.
 
     `rows` counts the tokens of all batch entries after the all-to-all.
     """
@@ -42,7 +42,8 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
-    """Return the bytes that a rank sends per token in a forward and a backward pass if every rank needs all blocks."""
+    """Return the bytes per token that a rank sends in a forward and a backward pass. The estimate assumes that every rank needs
+    all blocks."""
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
     # q, out, k and v are sent, and then their gradients.
@@ -108,7 +109,7 @@ def attention_seconds(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> tuple[float, float]:
-    """Return the predicted seconds of a forward and of a backward pass of one layer with `mask`, which is one of `layers`.
+    """Predict the seconds of a forward and of a backward pass of one layer with `mask`.
 
     Other arguments as for `best_ulysses_degree`.
     """
@@ -126,15 +127,16 @@ def attention_seconds(
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the seconds of both all-to-alls of a chunk of heads. Each rank sends `bytes_to_each` bytes to every other rank."""
-    inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
+    """Predict the seconds for sending one chunk of heads and returning its outputs. Each rank sends `bytes_to_each` bytes to
+    every other rank."""
+    inside = math.gcd(ulysses, host)  # smallest number of ranks of a Ulysses group in one host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
     return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Return the seconds that the all-to-alls add to attention. `attention` and `all_to_all` are seconds per chunk. The arrival
-    of the first chunk and the return of the last chunk are never hidden.
+    """Predict the seconds that the all-to-alls add to attention. `attention` and `all_to_all` are seconds per chunk. The
+    arrival of the first chunk and the return of the last chunk are never hidden.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -147,8 +149,8 @@ def _ring_seconds(
     joined: Interconnect,
     schedule: str,
 ) -> tuple[float, ...]:
-    """Return the seconds of the forward pass and of the backward pass for a chunk (q, k, v). The argument `ring` is (kind of
-    layout, number of positions, number of ranks). Other arguments as for `attention_seconds`.
+    """Predict the seconds of a forward and of a backward pass for a chunk (q, k, v). The argument `ring` is (kind of layout,
+    number of positions, number of ranks). Other arguments as for `attention_seconds`.
 
     A long sequence without documents is planned as a shorter one.
     """

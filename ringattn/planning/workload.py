@@ -28,11 +28,11 @@ class Work(NamedTuple):
     row_multiple: int = 1  # see `Plan.schedule`
 
     def query_bytes(self, own: bool, relays: bool) -> float:
-        """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
+        """Return the additional HBM traffic of the state ring in one local step, in bytes per row of circulating queries.
 
         The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. A separate kernel merges
         the results for other ranks. With direct messages, this kernel reads each result once. With relays, each merge reads two
-        states and writes one. The backward kernels clear and read the sums of dq. Afterwards, they read and write dq.
+        states and writes one. The backward kernels clear and read the sums of dq, and then read and write dq.
         """
         if self.direction == "backward":
             tensors = 4

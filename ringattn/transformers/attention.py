@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.attention import ring_attention
 from ringattn.transformers.batch import RingBatch
 
-# The keywords in NEUTRAL are passed to every attention function by transformers, and do not change the result.
+# transformers passes these keywords to every attention function. They do not change the result.
 NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict"}
 
 
@@ -23,7 +23,7 @@ class RingMask:
         self.window = window
 
     def __getitem__(self, _: object) -> "RingMask":
-        return self  # Gemma 4 selects rows of the mask here, and `attend` checks the number of queries
+        return self  # Gemma 4 selects rows of the mask
 
     def __getattr__(self, name: str) -> object:
         raise UnsupportedMaskError(f"the model reads {name} of its attention mask, which attention on a ring does not support")
@@ -92,7 +92,7 @@ def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None 
 
 
 def _captured(function: Callable[..., Any]) -> Iterator[object]:
-    """Yield all values that a function, or a function that it calls, has captured."""
+    """Yield all values that a function captures, directly or in captured functions."""
     for cell in function.__closure__ or ():
         values = cell.cell_contents if isinstance(cell.cell_contents, (tuple, list)) else [cell.cell_contents]
         for value in values:

@@ -15,8 +15,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask
 
 IGNORE = -100  # the label of tokens that do not contribute to the loss
-
-# Entries that describe packed documents for FlashAttention. Only the first one is needed.
+# Descriptions of packed documents for FlashAttention. Only the first entry is needed.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The entries in FLAGS do not depend on the tokens.

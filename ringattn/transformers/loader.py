@@ -56,7 +56,7 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
     if hasattr(sampler, "generator"):
-        # accelerate does not send the state of the generator to the other ranks if there is only one ring.
+        # For a single ring, accelerate does not send the generator's state to the other ranks.
         prepared.synchronized_generator, prepared.rng_types = sampler.generator, rng_types
     accelerator._dataloaders.append(prepared)
     return prepared

@@ -71,8 +71,7 @@ class RingMixin(Base):
         result: Any = super().compute_loss(model, arguments, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
         if self.ring_mesh is not None:
-            # Each rank has the loss of its own tokens. Report the mean loss of the ring, but keep the gradient of this rank's
-            # loss.
+            # Report the mean loss of the ring, with the gradient of this rank's loss.
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=self.ring_mesh.get_group())
             loss = loss + (mean / self.ring_size - loss.detach())
@@ -89,7 +88,7 @@ class RingMixin(Base):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         samples = [{**batch, "shift_labels": labels} for batch in batch_samples if (labels := next_labels(batch)) is not None]
         num_items = super()._get_num_items_in_batch(samples, device)
-        # The sum over all ranks counts every label `ring_size` times, because all ranks of a ring count the same labels.
+        # All ranks of a ring count the same labels.
         return None if num_items is None else num_items / self.ring_size
 
     def _prepare_loader(self, loader: DataLoader[Any], **_: object) -> DataLoader[Any]:
@@ -107,7 +106,7 @@ class RingMixin(Base):
             if x.ndim == 0:
                 return gathered
             gathered = gathered.unflatten(0, (-1, self.ring_size, len(x)))[:, 0].flatten(0, 1)
-            return gathered[:rest] if rest > 0 else gathered  # the last batch repeats rows, so that all rings have a batch
+            return gathered[:rest] if rest > 0 else gathered  # the last batch may repeat rows
 
         return tree_map(gather, data)
 
