@@ -110,7 +110,7 @@ class AdamW8bit(AdamW):
             return
         beta1, beta2 = group["betas"]
         options = torch.tensor(group["lr"], device="cpu"), beta1, beta2, group["weight_decay"], group["eps"], True, False
-        # The number of different shapes is fixed, so recompilations need no limit.
+        # Recompilations need no limit, because the number of different shapes is fixed.
         with torch._dynamo.utils.disable_cache_limit():
             for parameter, gradient in zip(group["params"], gradients, strict=True):
                 state = self.state[parameter]
@@ -200,7 +200,7 @@ def build(
         for kind, decay in ((True, config.weight_decay), (False, 0.0)):
             parameters = [p for p in decayed if decayed[p] == kind and host.get(p) == index]
             groups.append({"params": parameters, "weight_decay": decay, "host": index, "quantised": kind and moments == "8bit"})
-    # The learning rate is 0 here, because every step sets the rate that `learning_rate` returns.
+    # The learning rate is 0 here, because every step sets it.
     options: dict[str, Any] = {"lr": 0.0, "betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": True}
     optimizer = AdamW8bit(groups, compiled, **options) if moments == "8bit" else AdamW(groups, **options)
     optimizer.create_state()

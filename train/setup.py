@@ -196,7 +196,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     config = end_with_text(config, found.data, mesh)
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
-    # The configured timeout applies only from here on, because tokenising a corpus may take longer.
+    # Tokenising a corpus may exceed the configured timeout, which therefore applies only from here on.
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
@@ -307,7 +307,7 @@ def choose_device(config: Config, training: bool = False) -> tuple[torch.device,
     """
     device = pick_device(config.trainer.device)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-    # A training run also needs evaluation kernels, because it evaluates its model.
+    # A training run also evaluates its model.
     inference_kernel = choose_backend(config, device, bf16)
     return device, bf16, choose_backend(config, device, bf16, training=True) if training else inference_kernel
 

@@ -121,7 +121,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         wandb_run = WandbRun(run.config, directory, facts)
     with wandb_run:
         with sync_errors():
-            # A run that went back to an earlier step keeps its later checkpoints, so their records stay as well.
+            # A run that went back to an earlier step keeps its later checkpoints and their records.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
@@ -151,7 +151,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
         # Check the space before removing anything.
         if dist.get_rank() == 0:
             check_space(run, directory / "checkpoints", done)
-        # An old summary describes fewer steps, or steps that this run repeats.
+        # An old summary is wrong if this run adds or repeats steps.
         (directory / "summary.json").unlink(missing_ok=True)
         # Checkpoints are removed before metrics. If the run is killed between the two, the next launch resumes from the same
         # checkpoint.
@@ -169,7 +169,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             step is saved.
     """
     trainer = run.config.trainer
-    gc.freeze()  # Freeze existing objects, because collecting them would take 0.2 s while all ranks wait.
+    gc.freeze()  # Freeze existing objects. Otherwise, their garbage collection would delay all ranks by 0.2 s.
     with sync_errors():
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
@@ -200,7 +200,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if step == done + 1:
                 log.info(f"{'start-up':<12}{startup.describe()}")
                 wandb_run.add_facts(communication_facts(run))
-            # The step is saved first, so that a kill during the evaluation does not lose the step.
+            # Save first, because a kill during the evaluation must not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder, saver)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # the rest.
 MEMORY_FRACTION = 0.5
 
-# The copy of each tensor begins at a multiple of this number of bytes, which suits every dtype.
+# Each copy begins at a multiple of this number of bytes, which suits every dtype.
 ALIGNMENT = 64
 
 # An upper limit for the bytes of the random generators, the step counters and the alignment.

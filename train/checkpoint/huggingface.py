@@ -357,7 +357,7 @@ def load(path: Path, model: nn.Module) -> None:
     """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
 
     The embedding of `model` may have additional padded rows, which this function does not change. DCP's
-    HuggingFaceStorageReader cannot leave out rows, and reads files that the index does not contain, so it is not used.
+    HuggingFaceStorageReader is not used, because it cannot leave out rows.
 
     Args:
         path: the folder of the Hugging Face model.
@@ -436,7 +436,7 @@ def _open_tensors(path: Path) -> dict[str, Any]:
             listed = json.loads(index.read_text())["weight_map"]
             names = {path / name for name in listed.values()}
             for file in names:
-                # The path is not resolved, because the files of the hub's cache are links to another folder.
+                # Do not resolve the path, because the files of the hub's cache are links.
                 if path not in file.parents or ".." in file.relative_to(path).parts:
                     raise ValueError(f"{index.name} lists it, but it is outside of the model's folder")
         else:

@@ -21,13 +21,13 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
 
     If the optimizer has not taken a step, its state is filled with zeros, so that a checkpoint can be loaded into it.
     """
-    # The optimizer knows only the sharded parameters, but an evaluation leaves parameters gathered. `model_state` makes FSDP
-    # shard the parameters again, so it must come first.
+    # `model_state` comes first, because it makes FSDP shard the parameters that an evaluation has gathered. The optimizer knows
+    # only sharded parameters.
     tensors, is_new = model_state(model), not optimizer.state
     states = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(model, optimizer)["state"])
     for name, state in states.items():
         if is_new:
-            # PyTorch creates the state by taking a step with zero gradients, and counts this step.
+            # PyTorch creates the state in a step with zero gradients, and counts this step.
             state["step"].zero_()
         tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors

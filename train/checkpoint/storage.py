@@ -428,7 +428,7 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
         # The list of a network file system may lack the files of other hosts.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
-        # Some releases of torch use a copy of `metadata` as the index, so the names of the shards come from `results`.
+        # Read the names of the shards from `results`, because some releases of torch copy `metadata`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
             # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
@@ -449,7 +449,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Leaves out whether a tensor was in pinned memory, so that equal tensors have equal checkpoints."""
+    """Whether a tensor was pinned is left out, so that equal tensors give equal files."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -482,8 +482,8 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        Earlier versions saved no checksums of shards. The zip archive of a shard has its own checksums, which are then checked,
-        because torch.load ignores them.
+        Earlier versions saved no checksums of shards. For such a shard, check the checksums in its zip archive. torch.load
+        ignores them.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):

@@ -147,7 +147,7 @@ def describe_compile_error(error: BackendCompilerFailed) -> str:
 
 
 def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
-    """Exit at once. Only the first rank that fails prints `text`, because later failures follow from the first one."""
+    """Exit at once. Only the first rank that fails prints `text`."""
     if store.add("failures", 1) == 1:
         print(text, file=sys.stderr, flush=True)
         write_error_file(text)

@@ -193,7 +193,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 
 def _settings_for_inference(config: Config) -> Config:
-    """Keep the settings of the model and of the text. Settings of the machine get their defaults."""
+    """Settings of the machine get their defaults."""
     has_text = config.data.held_out is not None or config.data.eval_fraction > 0
     trainer = TrainerConfig(
         precision=config.trainer.precision,

@@ -44,8 +44,8 @@ from ringattn.train.settings.config import Config, ConfigError
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2), PR_SET_PDEATHSIG, kills the loader process (signal 9) when the training process dies, even if another
-# child has inherited the input. Only messages may go to the standard output, so anything that an import or a step prints goes
-# to the standard error.
+# child has inherited the input. The standard output carries messages, so redirect all prints of imports and steps to the
+# standard error.
 START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -114,7 +114,7 @@ class Preparation:
         """Return the micro-steps of one step. If `requests` are given, one per mask, also plan the attention of masks with
         documents.
 
-        A mask without documents is the same in all steps, so the first step creates its plan.
+        A mask without documents never changes, so the first step creates its plan.
         """
         micro_steps = []
         for batch in self.batches(consumed):
@@ -317,7 +317,7 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearra
 
 def run_loader_process(output: IO[bytes]) -> None:
     """Prepare the requested steps and write them to `output`, until the input ends."""
-    # Stop signals also reach the loader process, which must not end before the training process has completed its step.
+    # Ignore stop signals, because the training process must first complete its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

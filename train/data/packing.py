@@ -8,7 +8,7 @@ An epoch has floor((T - 1) / S) sequences, which are read in another random orde
 would often read the same long document. A document may continue in the next sequence of the stream.
 
 With several data-parallel ranks, a micro-step takes as long as its most expensive sequence. Therefore, sequences can be
-shuffled in groups, so that all ranks get sequences of similar cost. A group contains G sequences whose attention has a similar
+shuffled in groups, which give all ranks sequences of similar cost. A group contains G sequences whose attention has a similar
 cost. An incomplete group is dropped.
 
 A checkpoint stores only the number of consumed sequences.

@@ -7,10 +7,9 @@ A document contains a block of facts and, at its end, a block of queries. All ot
 
 A fact is a single token that contains a key and a value. The model reads the key of a query and must predict the value. Only
 these predictions have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A
-model that cannot attend to the facts can only guess, because the values are random and each key occurs in only one query of a
-document.
+model that cannot attend to the facts can only guess. The values are random, and a document contains one query per key.
 
-All tokens of a sequence are computed from a seed and the number of the sequence, so nothing is stored.
+A seed and the number of a sequence determine its tokens, so nothing is stored.
 """
 
 from collections.abc import Iterable
@@ -50,8 +49,8 @@ NUM_POSITIONS = 11
 class RecallDataset(NumberedSequences):
     """An endless series of training sequences. Each sequence consists of documents of one length.
 
-    The length is `seq_len` divided by a random power of two, because short documents teach the task quickly. The position of
-    the facts in a document is random.
+    The length is `seq_len` divided by a random power of two. A model learns the task quickly from short documents. The position
+    of the facts in a document is random.
 
     Attributes:
         sequences_per_epoch: the number of different sequences.
@@ -158,7 +157,7 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
     """Return `count` selections of `size` different integers below `bound`, int64 (count, size)."""
-    # Releases of numpy may differ in their permutations, so this code sorts random numbers.
+    # Sort random numbers, because releases of numpy may differ in their permutations.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]
 

@@ -368,7 +368,7 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
                 position += _skip_line(stream) - 1
             start = position
             while end is None or position < end:
-                # The length is limited, because a file without line breaks may be larger than the memory.
+                # Limit the length, because a file without line breaks may exceed the memory.
                 line = stream.readline(limit + 2)
                 if not line:
                     break
@@ -477,7 +477,7 @@ def _cannot_read_file(file: str, error: Exception) -> ConfigError:
 def library_files() -> list[str]:
     found = list[str]()
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        # Excluded folders must not be searched, because site-packages may contain many thousand files.
+        # Skip excluded folders, because site-packages may contain thousands of files.
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
         found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)

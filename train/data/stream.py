@@ -192,7 +192,7 @@ class StreamDataset(NumberedSequences):
 
     @property
     def splits(self) -> dict[str, int]:
-        """The number of rows of a split is unknown, so return a number that no split exceeds."""
+        """The number of rows is unknown, so return a number that no split exceeds."""
         names = (self.config.split, self.config.eval_split or "train")
         return {re.split(r"\W", name)[0]: 2**40 for name in names}
 

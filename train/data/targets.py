@@ -167,7 +167,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # A block is at the end of its part of the text, so that many tokens precede the block.
+        # Each block ends its part of the text, so many tokens precede the block.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)

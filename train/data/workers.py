@@ -28,7 +28,7 @@ FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter
 
 
 class Stopped(Exception):
-    """Another process has failed, so no result of this process is needed."""
+    """Another process has failed, so stop."""
 
 
 class Progress:

@@ -4,8 +4,8 @@ A layer without a window needs all keys, so its cache is sharded over the ranks.
 keys. If the window is shorter than a shard of all keys, every rank stores the whole window in a local cache. Decoding then
 sends no messages.
 
-A local cache with R rows stores the token at position p in row p % R, over a token that has left the window. The order of the
-rows does not matter, because keys are rotated before they are stored. On one rank, all caches are local.
+A local cache with R rows stores the token at position p in row p % R, over a token that has left the window. Keys are rotated
+before they are stored, so the rows may have any order. On one rank, all caches are local.
 """
 
 from collections.abc import Iterable

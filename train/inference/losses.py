@@ -70,7 +70,7 @@ def evaluate(run: InferenceRun) -> dict[str, float]:
 def default_lengths(seq_len: int, source: str) -> list[int]:
     """Return the default lengths of an evaluation: SHORTEST_LENGTH times powers of 4, and `seq_len`.
 
-    For the recall task, return only `seq_len`, because this task has its own evaluation.
+    For the recall task, which has its own evaluation, return only `seq_len`.
     """
     lengths = [SHORTEST_LENGTH]
     while lengths[-1] < seq_len:

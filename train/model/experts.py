@@ -79,7 +79,7 @@ class Experts(nn.Module):
 class _Permute(torch.autograd.Function):
     """Return x[order // copies], where `order` is a permutation of `copies` copies of all rows.
 
-    The gradient is exact to the last bit in every run, because no two threads add to the same row.
+    The gradient is deterministic, because no two threads add to the same row.
     """
 
     @staticmethod

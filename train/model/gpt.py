@@ -1,6 +1,6 @@
 """Define the GPT, which has rotary position embeddings, grouped query heads and gated feed-forward networks.
 
-The model receives attention as a function, so it uses no process group and runs on any shard of a sequence:
+The model receives attention as a function. It therefore runs on any shard of a sequence without a process group:
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 

@@ -31,8 +31,8 @@ def cross_entropy(
 ) -> Tensor:
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
-    The sum of these parts over all ranks and micro-steps is the mean loss of all valid tokens. The gradients are computed
-    together with the loss, because the logits of a chunk are freed before the next chunk.
+    The sum of these parts over all ranks and micro-steps is the mean loss of all valid tokens. The loss and its gradients are
+    computed together, before the logits of a chunk are freed.
 
     Args:
         hidden: (B, N, dim).

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# A pair of dimensions keeps its frequency if it makes more rotations than this within the training length. The frequency of a
+# A pair of dimensions keeps its frequency if it rotates more often than this within the training length. The frequency of a
 # pair with at least one rotation, but fewer than this number, is interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 

@@ -164,7 +164,7 @@ class ModelGraphs:
         with torch.autograd.set_multithreading_enabled(False):
             with use_plans(plans):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the attention plans.
-                # Autograd binds the parameters of a call to its stream, so this call uses copies of the parameters.
+                # Use copies of the parameters, because autograd binds parameters to the stream of this call.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = [PlanSlots(plan, device) for plan in plans]
@@ -205,7 +205,7 @@ class ModelGraphs:
         """
         for slots, each in zip(self.slots, packed, strict=False):
             slots.write(each)
-        # Watchdogs do not see the hops of a graph, so they regard a whole micro-step as one hop.
+        # Watchdogs regard a whole micro-step as one hop, because they do not see the hops of a graph.
         self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
         replay: Any = self._model.replay
         return replay(tokens, positions, labels)

@@ -1,7 +1,7 @@
 """Separate the attempts of a job in the key-value store of torchrun.
 
-If a rank dies, `torchrun --max-restarts` starts all ranks again. Each start is an attempt. The store of torchrun survives all
-attempts, so it still contains the keys of earlier attempts.
+If a rank dies, `torchrun --max-restarts` starts all ranks again. Each start is an attempt. The store of torchrun still contains
+the keys of earlier attempts.
 """
 
 import time

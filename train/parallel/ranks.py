@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 def connect_ranks(share_gpus: bool = False) -> Launch:
     """Initialise the default process group. Without torchrun, this process is its only rank.
 
-    The group has a backend for GPUs (NCCL) and for CPUs (gloo), because the device of the run is not known yet.
+    The device of the run is not known yet, so the group has backends for GPUs (NCCL) and CPUs (gloo).
 
     Args:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo on GPUs

@@ -1,6 +1,6 @@
 """Prepare a model for training: shard its parameters (FSDP2), add activation checkpointing, and apply torch.compile.
 
-Everything is sharded over all ranks, so a larger ring does not increase the memory of the parameters on a rank.
+Everything is sharded over all ranks, so the size of the ring does not affect the memory for parameters.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.
 
     Whole FSDP groups are moved to host memory, until they contain the last `host_blocks` blocks. Parameters outside the blocks
-    stay on the device, because the next forward pass needs them first. Return the model and the groups in host memory.
+    stay on the device, because the next forward pass begins with them. Return the model and the groups in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
     # If the argument is None, FSDP frees the gathered parameters of all modules except the root after the forward pass.
@@ -50,7 +50,7 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
             continue
         fully_shard(list[nn.Module](group), mesh=mesh.all, mp_policy=precision, reshard_after_forward=reshard)
         root = cast("FSDPModule", group[0])
-        # The loss of every rank is already divided by the tokens of all ranks, so gradients are summed, not averaged.
+        # Gradients are summed, not averaged, because each rank's loss is already divided by the tokens of all ranks.
         root.set_gradient_divide_factor(1.0)
         root.set_force_sum_reduction_for_comms(True)
         if is_on_host:

@@ -221,7 +221,7 @@ def _exposed_copies(
         (plan.offloaded_blocks - both, 1, 0),
         (plan.host_blocks - both, 0, 1),
     ):
-        # The two directions overlap, so each pass takes as long as the direction with more bytes.
+        # Copies in both directions overlap, so the direction with more bytes determines the time.
         sizes = max(w * weights, x * saved), max(w * (weights + accumulated) + x * saved, w * weights)
         exposed += count * sum(max(n / HOST_LINK - t, 0) for n, t in zip(sizes, (forward, backward), strict=True))
     return exposed

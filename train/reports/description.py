@@ -190,7 +190,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
     schedules, exposed = dict[str, list[str]](), 0.0
     for window, mask in masks.items():
-        # The schedules are only predicted, so a plan on the CPU suffices.
+        # A plan on the CPU suffices to predict the schedules.
         plan = Plan(mask, layout, connection.rank, torch.device("cpu"))
         for work in _attention_work(run, plan):
             chosen = plan.choose_schedule(parallel.schedule, work, joined)

@@ -1,7 +1,7 @@
 """Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
 
-The error of a loss is half the width of its 95% interval, from a bootstrap over documents. The error of a difference between
-two lengths is much smaller, because both losses are means over the same tokens.
+The error of a loss is half the width of its 95% interval, from a bootstrap over documents. Both losses of a difference are
+means over the same tokens, so its error is much smaller.
 """
 
 from collections.abc import Mapping

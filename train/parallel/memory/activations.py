@@ -23,7 +23,7 @@ from ringattn.train.parallel.memory.pinned import empty_pinned
 # The size in bytes of each host buffer, which must be a multiple of 4.
 BUFFER_BYTES = 2**28
 
-# Smaller tensors stay on the GPU, because launching their copies would take longer than the copies.
+# Smaller tensors stay on the GPU, because the launch of a small copy takes longer than the copy.
 MIN_BYTES = 2**20
 
 Results = tuple[Tensor, Tensor | None]  # of `Block.forward`

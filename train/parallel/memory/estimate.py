@@ -17,8 +17,8 @@ from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
 # parameters again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
-# FSDP gathers consecutive blocks together, until their parameters reach this many bytes. For a smaller all-gather, the launch
-# on the host would take longer than the transfer.
+# FSDP gathers consecutive blocks together, until their parameters reach this many bytes. Launching a smaller all-gather would
+# take longer than its transfer.
 GROUP_BYTES = 2**28
 
 

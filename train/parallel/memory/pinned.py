@@ -29,7 +29,7 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
     Raises:
         InsufficientMemory: the memory cannot be pinned.
     """
-    # The mapping has pages of its own, because no page can be pinned twice.
+    # Map new pages, because no page can be pinned twice.
     memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)  # Larger pages are pinned and updated faster.
