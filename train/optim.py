@@ -21,7 +21,7 @@ class AdamW(torch.optim.AdamW):
 
     Updating the DTensors themselves gives the same results, but takes the host several times as long.
 
-    A parameter group with an entry "host" contains parameters in host memory. The value is the index of their FSDP group.
+    A parameter group with an entry "host" contains parameters in host memory. The entry contains the index of the FSDP group.
     """
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class AdamW(torch.optim.AdamW):
                 self._update(group, [parameter.grad for parameter in group["params"]])
 
     def update_host_group(self, index: int, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Update the parameters of FSDP group `index`, which are in host memory. `gradients` are those of the local shards."""
+        """Update FSDP group `index`, which is in host memory. `gradients` maps each parameter to its local gradient."""
         for group in self.param_groups:
             if group.get("host") == index:
                 self._update(group, [gradients[parameter] for parameter in group["params"]])
@@ -75,7 +75,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(AdamW):
-    """AdamW whose moments of matrices have 8 bits per element, computed by torchao. All other moments are fp32.
+    """AdamW with 8-bit moments of matrices, computed by torchao. All other moments are fp32.
 
     A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
     moment consists of two tensors: codes, uint8 with the shape of the parameter, and scales, fp32 (rows, blocks per row). Both
@@ -161,7 +161,7 @@ def squared_norms(model: nn.Module, host_norms: Mapping[Tensor, Tensor] | None =
     `host_norms` contains the norms of the parameters whose gradients are in host memory.
     """
     norms, host_norms = iter(torch._foreach_norm(gradients) if (gradients := local_gradients(model)) else ()), host_norms or {}
-    # A fixed order keeps the rounding errors of the sum the same.
+    # Sum in a fixed order, so that the rounding errors are always the same.
     ordered = [next(norms) if p.grad is not None else host_norms[p] for p in model.parameters()]
     return torch.stack(ordered) ** 2
 

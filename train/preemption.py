@@ -111,7 +111,7 @@ def request_stop() -> None:
 def stop_requested(time_limit_s: float | None) -> bool:
     """Return whether this rank must stop: after a signal, after `request_stop`, or `time_limit_s` seconds after the launch.
 
-    Any thread may call this function. It notices signals even during a long system call of the main thread.
+    Any thread may call this function. The function notices signals even during a long system call of the main thread.
     """
     if _signal_pipe is not None:
         with suppress(BlockingIOError):  # The pipe is empty.

@@ -326,7 +326,7 @@ def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
 
 
 def choose_fastest_mesh(config: Config) -> Config:
-    """Return the settings with the `parallel.ring` and `parallel.ulysses` of the mesh with the highest predicted tokens/s.
+    """Choose the mesh with the highest predicted tokens/s. Return the settings with its `parallel.ring` and `parallel.ulysses`.
 
     All ranks call this function.
 
@@ -361,7 +361,7 @@ def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> backends.Choice:
-    """Return the attention kernels for training steps, or for evaluation and generation, and the reason for the choice.
+    """Choose the attention kernels for training, or for evaluation and generation. Return the kernels and the reason.
 
     Raises:
         ConfigError: the kernels do not support the device, the precision or the head dim.

@@ -164,7 +164,7 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
 
 
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
-    """Clip the gradients, whose norm is `grad_norm`, update the parameters, clear the gradients, and return the learning rate.
+    """Clip the gradients, update the parameters, clear the gradients, and return the learning rate.
 
     The host does not wait for the GPU. A thread later updates the parameters in host memory. If FSDP keeps parameters gathered,
     gather the parameters of its root group again.

@@ -222,7 +222,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
 
 
 def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
-    """Return the tokens and the epochs of each source of a mixture after `step`, and log which texts begin a new epoch.
+    """Log which texts begin a new epoch. Return the tokens and the epochs of each source after `step`.
 
     `consumed` is the number of sequences that earlier steps consumed.
     """

@@ -61,7 +61,7 @@ class OneTensorPerExpert:
 
 
 class JoinedExperts:
-    """Reads a weight or bias of gpt-oss as (experts, out, in) or (experts, out), also for some experts only.
+    """Reads a weight (experts, out, in) or a bias (experts, out) of gpt-oss, for all or some experts.
 
     Args:
         slices: the tensor, or the blocks and the scales of MXFP4.
@@ -104,7 +104,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def exported_tensors(parameters: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-    """Combine parameters into the tensors that an export writes. `parameters` lists the parameters of each name."""
+    """Combine parameters into exported tensors. `parameters` maps each name to its parameters."""
     tensors: dict[str, Tensor] = {}
     for name, parts in parameters.items():
         base, colon, part = name.partition(":")

@@ -63,7 +63,7 @@ OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/
 
 
 def is_model(path: Path) -> bool:
-    """Return True if `path` is a folder in Hugging Face's format, and False if it is a checkpoint of this package."""
+    """Return True for a folder in Hugging Face's format, and False for a checkpoint of this package."""
     return (path / "config.json").is_file()
 
 
@@ -181,7 +181,7 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def describes(config: dict[str, Any], model: ModelConfig) -> bool:
-    """Return whether a config.json describes exactly the settings of a model, except for rounding."""
+    """Return whether config.json and `model` have equal settings, except for rounding."""
     try:
         settings = settings_from_config(config)
     except ConfigError:
@@ -298,7 +298,7 @@ def _period(types: list[str]) -> list[str]:
 
 
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
-    """Describe the settings that differ between the run and the model in a folder, or return "" if none does.
+    """Compare the run's settings with the model in a folder. Return the differences, or "" if there are none.
 
     `vocab_size` counts the tokens of the run's tokenizer.
 
@@ -328,7 +328,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
 
 
 def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
-    """Return a warning if the sequences of a run are longer than the model in the folder can use, or ""."""
+    """Return a warning if the run's sequences are too long for the model in the folder, or ""."""
     settings, config = declared_settings(path), json.loads((path / "config.json").read_text())
     positions = config.get("max_position_embeddings")
     has_other_scaling = model.rope_factor is not None and model.rope_factor != settings["rope_factor"]

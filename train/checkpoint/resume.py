@@ -98,8 +98,8 @@ def read_run_meta(path: Path) -> dict[str, Any]:
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is a checkpoint of this run, every launch goes back to it. If it is a checkpoint of another run, the run
-    only starts from this checkpoint. Later launches resume from this run's own checkpoints.
+    If `trainer.resume` is a checkpoint of this run, every launch starts from this checkpoint. If it is a checkpoint of another
+    run, the run only starts from this checkpoint. Later launches resume from this run's own checkpoints.
 
     Returns:
         The checkpoint, or None for a new run, and the path of the checkpoint of another run if this run branched from it.
@@ -214,7 +214,7 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
 
 
 def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """Describe the settings that differ between a run and the checkpoint that it resumes, or return "" if none does.
+    """Compare a run's settings with the checkpoint that it resumes. Return the differences, or "" if there are none.
 
     Arguments as in `apply_saved_settings`.
 
@@ -255,7 +255,7 @@ def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None
 
 
 def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
-    """Describe the model settings that differ between a new run and the checkpoint of its initial weights.
+    """Compare the model settings of a new run with the checkpoint of its initial weights. Return the differences.
 
     Raises:
         ConfigError: the number of heads differs. Weights for other numbers of heads may have the same shapes, which loading

@@ -426,7 +426,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # The list of a network file system may lack the files of other hosts.
+        # On a network file system, the list may lack the files of other hosts.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
         # Read the names of the shards from `results`, because some releases of torch copy `metadata`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
@@ -509,7 +509,7 @@ def _read_index(path: Path) -> Metadata:
             raise ValueError(f"the file is missing, or its size is not {meta['files'][name]} bytes")
     with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
-        # Without a saved checksum of the index, the comparison always succeeds.
+        # An index without a saved checksum is not checked.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
         return parse_index(content, files=meta["files"])

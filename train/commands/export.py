@@ -172,7 +172,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
-    """Return the folder in Hugging Face's format of the model that a run has trained, or None.
+    """Return the Hugging Face folder of the model that a run has trained, or None.
 
     For a run that started from `trainer.init_from`, the folder is `trainer.init_from`. For other runs, the folder is that of
     the tokenizer. The config.json in the folder must describe weights with the shapes of the run's model.
@@ -220,7 +220,7 @@ def _with_stop_token(config: dict[str, Any], token: int) -> dict[str, Any]:
 
 
 def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
-    """Copy a folder, except for files and subfolders whose names match a pattern in `left_out`."""
+    """Copy a folder, except for the names that match a pattern in `left_out`."""
     for path in source.iterdir():
         if any(path.match(pattern) for pattern in left_out):
             continue

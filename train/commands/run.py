@@ -70,7 +70,7 @@ def main() -> NoReturn:
 
 
 def run_command_line() -> int:
-    """Join the other ranks, run all jobs of the command line, and return the exit status."""
+    """Run all jobs of the command line together with the other ranks. Return the exit status."""
     logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
     launch = connect_ranks()
     startup.end_part("connection")
@@ -254,7 +254,7 @@ def _common_settings(*, _root_: DictConfig) -> str:
 
 
 def select_recipe() -> None:
-    """Add `recipe=gpu` to the command line on a GPU, unless it selects a recipe or an experiment."""
+    """On a GPU, add `recipe=gpu` to the command line unless it selects a recipe or an experiment."""
     chosen = [argument for argument in sys.argv if argument.startswith(("recipe=", "experiment=", "+experiment="))]
     if torch.cuda.is_available() and not chosen and "trainer.device=cpu" not in sys.argv:
         sys.argv.insert(1, "recipe=gpu")

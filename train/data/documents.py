@@ -87,7 +87,7 @@ def random_order(random: np.random.Philox, count: int) -> np.ndarray:
 
 
 def group_by_cost(random: np.random.Philox, order: np.ndarray, group_size: int, costs: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return sequences in groups of `group_size` with similar costs. Sequences that fill no group are dropped."""
+    """Return sequences in groups of `group_size` with similar costs. An incomplete group is dropped."""
     if group_size == 1:
         return order
     order = order[: len(order) - len(order) % group_size]

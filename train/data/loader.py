@@ -263,8 +263,8 @@ def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
         requests.close()
 
 
-# A message is a header with the sizes of its parts, a pickle, and the memory of its arrays. Every part starts at a multiple of
-# 16 bytes, because arrays must be aligned.
+# A message consists of a header with the sizes of its parts, a pickle, and the memory of its arrays. Every part starts at a
+# multiple of 16 bytes, because arrays must be aligned.
 def _encode(message: Any) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
     parts = [pickle.dumps(message, protocol=5, buffer_callback=buffers.append), *(x.raw() for x in buffers)]

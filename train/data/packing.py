@@ -333,7 +333,7 @@ def _once_per_host(prepare: Callable[[], str]) -> str:
         ConfigError: on all ranks of a host whose first rank raises this error.
     """
     store, rank = _get_default_store(), dist.get_rank()
-    # Without torchrun, the host of a rank is not known, and every rank finds its own result.
+    # Without torchrun, the hosts of the ranks are unknown, so every rank computes the result.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     name, result, error = f"corpus/{next(_corpus_numbers)}/{rank - local_rank}", "", "the first rank of this host has failed"
     if local_rank == 0:

@@ -88,7 +88,7 @@ class RecallDataset(NumberedSequences):
 
 
 def document_lengths(seq_len: int) -> list[int]:
-    """Return the possible lengths of documents: `seq_len` divided by powers of two, from the longest to MIN_LENGTH."""
+    """Return the lengths of documents: `seq_len` divided by powers of two, down to MIN_LENGTH."""
     return [seq_len >> halvings for halvings in range(seq_len.bit_length()) if seq_len >> halvings >= MIN_LENGTH]
 
 

@@ -142,7 +142,7 @@ class RecordDataset(TokenisedDocuments):
         return np.where(stored < 0, ~stored, stored), np.where(labels < 0, IGNORE, labels)
 
     def random_records(self, key: int = EVALUATION) -> np.ndarray:
-        """Return the numbers of the records that are not dropped, in a random order that does not depend on `seq_len`."""
+        """Return the numbers of all records that fit, in a random order that does not depend on `seq_len`."""
         order = random_order(np.random.Philox(key=[self.seed, key]), len(self.lengths))
         return order[self.lengths[order] <= self.seq_len]
 

@@ -358,7 +358,7 @@ def _read_text(file: str, limit_mb: int) -> str:
 
 
 def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
-    """Read the lines of a file that begin between bytes `begin` and `end` - 1. A compressed file is read as a whole."""
+    """Read the lines that start at byte `begin` or later, but before byte `end`. A compressed file is read as a whole."""
     limit, read = config.max_document_mb * 10**6, _json_text if config.format == "text" else _json_record
     number, position = 0, begin
     try:

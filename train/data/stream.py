@@ -67,7 +67,7 @@ class Position(NamedTuple):
 
 
 class Reader:
-    """Reads the sequences that some pieces of a corpus give.
+    """Reads some pieces of a corpus, and packs them into sequences.
 
     Args:
         stream: the stream.
@@ -156,7 +156,7 @@ class Reader:
             yield (epoch, 0, 0), None
 
     def _check(self, content: sources.Content) -> str:
-        """For a faulty entry, raise its error, or count it and return ""."""
+        """If the entry is faulty, raise its error, or count the entry and return ""."""
         if not isinstance(content, ConfigError):
             return str(content or "")
         if self._stream.config.on_error == "raise":

@@ -20,7 +20,7 @@ from ringattn.comm.connect import Group, rank_and_size
 
 
 class Place(NamedTuple):
-    """Holds the row of a local cache for a token, and the rows to which the token attends."""
+    """Holds the row of a token in a local cache, and the rows to which the token attends."""
 
     rows: Tensor  # int64 (1,)
     bounds: tuple[Tensor, Tensor]  # (lo, hi), as in `decode_attention`

@@ -101,7 +101,7 @@ class Block(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream after the layer, and the routing of `Experts.forward` if the layer has experts."""
+        """Return the residual stream after the layer, and the routing if the layer has experts."""
         options = {} if self.sinks is None else {"sink_logits": self.sinks}
         return self.after(x, attend(*self.before(x, cos, sin), **options))
 

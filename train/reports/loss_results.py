@@ -78,7 +78,7 @@ def from_metrics(values: Mapping[str, Any], name: str = "eval_loss_at") -> dict[
 
 
 def loss_table(losses: Losses) -> str:
-    """Return the losses as a Markdown table with one row per length, followed by a paragraph of explanation."""
+    """Return a Markdown table of the losses by length, followed by an explanation."""
     lengths, means, errors, count = losses.lengths, losses.means, losses.errors(), len(losses.tokens)
     own, differences = errors or (None, None)
     rows = [["sequence length", "target tokens", "loss", f"difference to {lengths[0]:,} tokens"], ["---"] * 4]

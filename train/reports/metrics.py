@@ -224,7 +224,7 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
 
 
 def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
-    """Plot the time of every step, and the part of this time that was spent waiting for data, as a PNG file."""
+    """Plot the time of every step and the time spent waiting for data as a PNG file."""
     from matplotlib.figure import Figure
 
     records = [record for record in read(path) if "data_wait_s" in record]

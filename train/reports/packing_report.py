@@ -49,7 +49,7 @@ def describe_packing(facts: Mapping[str, float]) -> str:
 
 
 def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
-    """Plot histograms of the lengths of all documents, and of their parts in sequences, as a PNG file."""
+    """Plot histograms of document lengths as a PNG file: of whole documents, and of their parts in sequences."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -24,7 +24,7 @@ MAX_MEMORY_EVENTS = 200_000
 
 
 def profiled_steps(trainer: TrainerConfig, done: int) -> range:
-    """Return the steps that this launch profiles, if earlier launches completed `done` steps."""
+    """Return the steps that this launch profiles. Earlier launches have completed `done` steps."""
     if (bounds := trainer.profiled_range) is not None:
         return range(max(bounds[0], done + 1), bounds[1] + 1)
     if not trainer.is_profiled:
@@ -45,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Generator[None]:
-        """If `step` is a profiled step, profile the work in this context. Write the files after the last profiled step."""
+        """Profile the work in this context if `step` is profiled. Write the files after the last profiled step."""
         if step not in self._steps:
             yield
             return

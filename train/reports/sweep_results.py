@@ -225,7 +225,7 @@ def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
 
 
 def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
-    """Log the table and the picture of the sweep to a W&B run in the same group as the runs of the jobs.
+    """Log the table and the picture of a sweep to a W&B run. The runs of the jobs have the same W&B group.
 
     A sweep that is launched again continues the W&B run. If W&B is offline, log the command that uploads all runs. If W&B is
     off, do nothing.

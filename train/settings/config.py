@@ -475,7 +475,7 @@ class TrainerConfig(Frozen):
     # step, but interrupts an evaluation or a step of several micro-steps. None: no limit.
     time_limit_s: float | None = None
     # "auto" (the latest checkpoint of this run), "never", or the path of a checkpoint. If the checkpoint belongs to another
-    # run, this run branches from that run. If the checkpoint belongs to this run, every launch goes back to it.
+    # run, this run branches from that run. If the checkpoint belongs to this run, every launch starts from this checkpoint.
     resume: str = "auto"
     # A checkpoint, or the folder of a Hugging Face model, from which a new run takes its weights. Steps, optimizer and data
     # start from the beginning. None: random weights.
@@ -714,7 +714,7 @@ def _check_unused(config: Config) -> Iterator[str]:
 
 
 def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
-    """Yield the name and the value of each setting that other settings make useless, and the reason."""
+    """Yield the name, the value and the reason of each setting without effect."""
     model, data, optim = config.model, config.data, config.optim
     for names, is_unused, reason in (
         (

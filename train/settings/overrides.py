@@ -20,7 +20,7 @@ PATHS = ("trainer.resume", "trainer.init_from", "data.path", "data.eval_path", "
 
 
 def quote_paths(arguments: Iterable[str]) -> list[str]:
-    """Quote paths that Hydra could not read, such as the directory seq_len=64,lr=0.1.
+    """Quote paths that Hydra could not read, such as seq_len=64,lr=0.1.
 
     In a sweep, the value of a path setting may be a list of paths. Values that begin with a quote are not changed.
     """

@@ -33,7 +33,7 @@ def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = N
 
 
 def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the varied settings and their values in one job. Arguments as in `job_directory`.
+    """Return the settings that the sweep varies, with their values in one job. Arguments as in `job_directory`.
 
     A setting has its short name, such as "seq_len", unless the sweep varies another setting with the same short name.
     """

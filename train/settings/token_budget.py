@@ -18,7 +18,7 @@ SOURCES = {"accumulate": "tokens_per_step", "steps": "total_tokens"}
 
 
 def resolve_token_budget(config: Config, world_size: int) -> Config:
-    """Return the settings with the `trainer.accumulate` and `trainer.steps` that follow from numbers of tokens.
+    """Compute `trainer.accumulate` and `trainer.steps` from numbers of tokens. Return the new settings.
 
     Raises:
         ConfigError: a setting is outside its range, or `trainer.tokens_per_step` is not a whole number of micro-steps.

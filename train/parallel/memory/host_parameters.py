@@ -103,7 +103,7 @@ class HostGroup:
             self.pending = None
 
     def fetch(self, weights: Tensor, start: int) -> Tensor:
-        """Copy weights, which begin at element `start` of the group, to the device."""
+        """Copy weights to the device. The weights begin at element `start` of the group."""
         self.wait()
         if self._device.type == "cpu":
             return weights

@@ -63,7 +63,7 @@ def begin_host_thread(device: torch.device) -> None:
 
 
 def resident_bytes() -> int:
-    """Return how many bytes of host memory this process occupies, or 0 if unknown."""
+    """Return the bytes of host memory in use by this process, or 0 if unknown."""
     with suppress(OSError):  # The file exists only on Linux.
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
