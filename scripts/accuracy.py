@@ -1,7 +1,7 @@
 """Compute attention in float64, and define how large the errors of kernels and rings may be.
 
 There are two measures of error. The function `row_error` measures every row separately, and is for short sequences. The
-function `group_error` measures 64 rows together, and is for long causal sequences, in which single rows may be very small.
+function `group_error` measures 64 rows together, for long causal sequences with very small rows.
 """
 
 import torch
@@ -37,7 +37,7 @@ def float64_results(
 ) -> dict[str, Tensor]:
     """Compute attention and its gradients in float64 with `ringattn.kernels.reference`.
 
-    To save memory, the function computes one key head and a limited number of queries at a time.
+    To save memory, the function computes few heads and queries at a time.
 
     Args:
         q: (B, N, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv), any floating-point dtype. Hkv divides Hq.
@@ -111,7 +111,7 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 
 @torch.no_grad()
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest relative error of any group of GROUP consecutive rows, as a float64 scalar.
+    """Return the largest relative error of any GROUP consecutive rows, as a float64 scalar.
 
     The relative error of a group is the norm of the group's errors divided by the norm of its expected values. A single row has
     no useful scale: the gradient of a query with one key is zero.

@@ -76,7 +76,7 @@ def rank_variables(store: dist.TCPStore, rank: int, ranks: int) -> dict[str, str
 def describe_run(
     module: str, argv: list[str], gpus: int, ranks: int | None = None, packages: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return a dict that describes a measurement on CUDA devices: the date, the machine, the versions, and the command.
+    """Describe a measurement on CUDA devices: the date, the machine, the versions, and the command.
 
     Args:
         module: the name of the benchmark module, such as "scripts.bench.ring".

@@ -82,7 +82,7 @@ class Implementation(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A decoding problem: `queries` new tokens in each of `batch` sequences attend to `keys` tokens."""
+    """A decoding problem with `queries` new tokens per sequence."""
 
     batch: int
     keys: int
@@ -171,7 +171,7 @@ def flashinfer(case: Case, q: Tensor) -> Implementation:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
-    # Tensor cores make decoding faster for several query heads per key head, and slower for a single query head per key head.
+    # Tensor cores make decoding faster only for several query heads per key head.
     grouped = case.heads > case.key_heads
     kernel = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped, backend="fa2")
     num_pages = case.batch * case.keys // PAGE_SIZE
@@ -203,7 +203,7 @@ def with_bounds(case: Case, q: Tensor) -> Implementation:
 
 
 def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
-    """Return the float64 output (2, Nq, D) of the first query head, for the first and the last sequence."""
+    """Return the float64 output (2, Nq, D) of one query head in two sequences."""
     k, v, _ = cache.shard
     ends = [case.keys - case.queries + 1 + i if causal else case.keys for i in range(case.queries)]
     hi = torch.tensor([ends], dtype=torch.int32, device=q.device)

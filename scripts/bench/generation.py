@@ -1,8 +1,8 @@
 """Time the generation of tokens after a long context, and compare it with `generate` of Hugging Face transformers.
 
 The command `scripts.bench.decode --model NAME` calls this module. All weights, keys and values are random, and nothing is
-downloaded. The caches are filled directly, because only the time per new token is measured. Both implementations select the
-most likely token, and copy every token to the host before the next step.
+downloaded. The caches are filled directly, without a prompt. Both implementations select the most likely token, and copy every
+token to the host before the next step.
 """
 
 import statistics
@@ -111,7 +111,7 @@ def time_transformers(config: ModelConfig, context: int, num_tokens: int, device
     with device:
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     cache = transformers.StaticCache(config=model.config, max_cache_len=total)
-    # Fill the cache with all tokens of the prompt except the last one, which `generate` processes itself.
+    # The call of `generate` processes the last token of the prompt.
     k, v = (x.transpose(1, 2) for x in random_keys(config, context - 1, device))
     for layer in range(config.layers):
         cache.update(k, v, layer)

@@ -3,8 +3,7 @@
     python -m scripts.bench.hops --queries 16384 4096
 
 A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. Inputs are bf16, with B
-= 1, 16 heads and head dim 128. In each hop, all queries attend to another block of keys. A block has as many keys as there are
-queries.
+= 1, 16 heads and head dim 128. In each hop, all queries attend to another block of keys. A block has as many keys as queries.
 
 - In a hop of the KV ring, the attention kernel merges its result into the state of the resident queries.
 - In a hop of the state ring, the attention kernel writes a new state, and a second kernel merges it. In the row "eager merge",
@@ -84,7 +83,7 @@ class Problem:
         return dict(zip((*HOPS, *PASSES), (*hops, self.kv_pass, self.state_pass), strict=True))
 
     def check(self) -> None:
-        """Compare the first head of the outputs of all passes with float64.
+        """Compare the first head with float64.
 
         Raises:
             SystemExit: an error exceeds the tolerance.

@@ -2,8 +2,8 @@
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-The benchmark `scripts.bench.kernels` writes the report after every suite. The command above writes the report again from the
-file rows.json in the directory, and needs no GPU.
+The benchmark `scripts.bench.kernels` writes the report after every suite. The command above writes the report again from
+rows.json, and needs no GPU.
 """
 
 import argparse
@@ -91,8 +91,8 @@ class Report:
         cell: Callable[[Case, dict[str, Any]], str],
         extra: dict[str, Callable[[Case], str]] | None = None,
     ) -> str:
-        """Return a table with one line per case and one column per implementation. The dict `extra` maps the name of each
-        additional column to a function that returns its text.
+        """Return a table with one line per case and one column per implementation. The dict `extra` maps additional columns to
+        functions that return their text.
         """
         extra = extra or {}
         lines = []

@@ -3,9 +3,9 @@
     python -m scripts.bench.memory
     python -m scripts.bench.memory --cases '124m 65536 1' '1.4b 65536 2 parallel.ulysses=2'
 
-Each case is a job of a few steps with one document per sequence. By default, the script skips cases that need more GPUs than
-this machine has. The measured peak memory comes from torch's allocator. If a job fails, the table contains its error message.
-The script writes README.md to --output.
+Each case trains a few steps with one document per sequence. By default, the script skips cases that need more GPUs than this
+machine has. The measured peak memory comes from torch's allocator. If a job fails, the table contains its error message. The
+script writes README.md to --output.
 """
 
 import argparse

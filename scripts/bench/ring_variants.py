@@ -1,4 +1,4 @@
-"""Define the attention problems that `scripts.bench.ring` measures, and the timed calls of each variant.
+"""Define the problems and the timed calls of `scripts.bench.ring`.
 
 - Variants such as `nvlink-auto` and `p2p-kv` call `ring_attention` with the named transport and schedule.
 - The variant `ulysses-4` calls `ulysses_attention` with Ulysses groups of 4 ranks and a ring across the groups.
@@ -91,7 +91,7 @@ def transport_of(variant: str) -> str:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether ringattn sends messages in this variant. Results of other variants are not checked."""
+    """Return whether ringattn sends messages in this variant."""
     return "local" not in variant and variant != "context_parallel"
 
 

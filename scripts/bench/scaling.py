@@ -4,9 +4,9 @@
     python -m scripts.bench.scaling --ranks 2 4 --jobs ring ulysses --rounds 3
 
 Every job trains on packed documents of the default corpus. The jobs `one GPU`, `ring`, `ulysses` and `data-parallel` train on
-sequences of 32,768 tokens, so their tokens/s can be compared. Jobs with other names train on longer sequences. Jobs run one
-after the other, and rates are measured in the second half of the steps. Every reported rate is the median over all rounds. The
-script writes README.md, scaling.json and scaling.png to --output.
+sequences of 32,768 tokens, so their tokens/s can be compared. Jobs run one after the other, and rates are measured in the
+second half of the steps. Every reported rate is the median over all rounds. The script writes README.md, scaling.json and
+scaling.png to --output.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from scripts.tables import markdown_table
 
 TOKENS = 32_768
 Row = dict[str, Any]
-# The settings of each job. In a setting, {ranks} becomes the number of ranks, and {long} becomes 32,768 times this number.
+# The settings of each job. In a setting, {ranks} is the number of ranks, and {long} is 32,768 tokens per rank.
 SHARED = {
     "ring": (f"data.seq_len={TOKENS}",),
     "ulysses": (f"data.seq_len={TOKENS}", "parallel.ulysses={ranks}"),
@@ -94,7 +94,7 @@ def median_rows(rows: list[Row]) -> list[Row]:
 
 
 def relative_speed(row: Row, rows: list[Row]) -> float | None:
-    """Return the tokens/s of a job relative to one GPU. Return None if the job trains on longer sequences."""
+    """Return the tokens/s of a job relative to one GPU, or None for longer sequences."""
     one = next((other for other in rows if other["ranks"] == 1 and other["job"] == "ring" and "failed" not in other), None)
     return row["tokens_per_s"] / one["tokens_per_s"] if one and row["job"] in SHARED else None
 

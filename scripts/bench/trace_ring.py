@@ -70,7 +70,7 @@ def device_events(trace: dict[str, Any]) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Return the kind of each event of one rank. Kinds are keys of KINDS. The events must be sorted by start time. One stream
+    """Return the kinds of one rank's events. Kinds are keys of KINDS. The events must be sorted by start time. One stream
     copies circulating blocks, and another stream copies partial results. The first copy of a pass is a block, and identifies
     the stream for blocks.
     """

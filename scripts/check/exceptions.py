@@ -3,8 +3,8 @@
     python -m scripts.check.exceptions --calls 1000 --ranks 2
     python -m scripts.check.exceptions --calls 1000 --ranks 4 --transport p2p
 
-The script starts its own ranks, without torchrun. The ranks use the GPUs of the machine, which they may share, or gloo on CPUs.
-Every rank calls the state ring, the KV ring, Ulysses and decoding, forward and backward. There are four kinds of calls:
+The script starts its own ranks, without torchrun. The ranks use the GPUs of the machine, or gloo on CPUs. Every rank calls the
+state ring, the KV ring, Ulysses and decoding, forward and backward. There are four kinds of calls:
 
     no exception        the results must be exact
     same kernel         the same kernel raises an exception on all ranks; the next call must be exact
@@ -239,7 +239,7 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
 
 
 class Episode:
-    """The processes of all ranks. The ranks make calls until all calls are done, or until a call ends the processes."""
+    """The processes of all ranks."""
 
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments
@@ -259,7 +259,7 @@ class Episode:
         ]
 
     def wait(self, end: float) -> int:
-        """Wait until all ranks have ended. Return the number of ranks that had to be killed."""
+        """Wait until all ranks have ended. Return the number of killed ranks."""
         first_end = None
         while any(process.poll() is None for process in self.processes):
             now = time.monotonic()
@@ -307,7 +307,7 @@ def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> st
 
 
 def run_all(arguments: argparse.Namespace) -> bool:
-    """Run all episodes and print the table. Return whether all calls passed and all processes ended."""
+    """Run all episodes and print the table. Return True if all calls passed and all processes ended."""
     few_different = different_may_fail(arguments.transport)
     events = draw_events(arguments.calls, arguments.ranks, arguments.faults, few_different, arguments.seed)
     results, end, first, left = Counter(), time.monotonic() + arguments.timeout, 0, 0

@@ -6,9 +6,9 @@
 
 The script prints a table of the largest errors of a row, relative to the scale of the row. For comparison, the table also
 contains the errors of PyTorch's scaled_dot_product_attention (SDPA) in the same dtype. The exit status is 1 if an error exceeds
-its limit. With --time, the script also prints a table of TFLOP/s. The table compares calls that return final results with calls
-that read and write partial results, as on a ring. A forward pass counts as 4 B H S S D FLOPs, or half as many with a causal
-mask. A backward pass counts as 2.5 forward passes.
+its limit. With --time, the script also prints a table of TFLOP/s. The table compares calls with final results and calls with
+partial results, as on a ring. A forward pass counts as 4 B H S S D FLOPs, or half as many with a causal mask. A backward pass
+counts as 2.5 forward passes.
 """
 
 import argparse
@@ -99,10 +99,9 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Measure two forwards and two backwards in TFLOP/s. The first forward returns outputs, and the second forward reads and
-    writes a state. The first backward returns bf16 gradients, and the second backward accumulates fp32 gradients. A call that
-    fails gives the name of its error. The calls are timed in turn in several rounds, because a GPU has a higher clock after a
-    pause.
+    """Measure two forwards and two backwards in TFLOP/s. The second forward reads and writes a state. The second backward
+    accumulates fp32 gradients. A call that fails gives the name of its error. The calls are timed in turn in several rounds,
+    because a GPU has a higher clock after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5

@@ -4,20 +4,19 @@
 
 The script first trains a reference run without interruptions. Every other run is killed and restarted `--kills-per-run` times.
 A run is killed at a random moment, while it saves a checkpoint, or while it evaluates its model. Afterwards, the run finishes,
-and its results are compared with the reference. Runs are killed and restarted in five ways:
+and the script compares its results with the reference. Runs are killed and restarted in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
     restart        one worker is killed, and torchrun restarts all workers (--max-restarts)
     two launchers  like "restart", with two torchruns that each start half of the workers
     fork           all ranks are killed, and the same command is launched again. The ranks are forked from this script instead
-                   of started by torchrun. Forked ranks start within a second, so a check of many kills takes minutes instead of
-                   hours.
+                   of started by torchrun. Forked ranks start within a second.
 
 Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
 checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
-complete checkpoint, so it repeats only the steps after this checkpoint. All processes of a run must have ended 60 seconds after
-the end of the run. If a run fails one of these checks, the exit status is 1.
+complete checkpoint. All processes of a run must have ended 60 seconds after the end of the run. If a run fails one of these
+checks, the exit status is 1.
 """
 
 import hashlib
@@ -182,7 +181,7 @@ def saves(run: Run) -> set[str]:
 
 
 def evaluations(run: Run) -> set[str]:
-    """Return the step that is being evaluated, if any."""
+    """Return the step of an unfinished evaluation, if any."""
     *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 

@@ -166,7 +166,7 @@ def likely_tests(path: Path) -> tuple[str, ...]:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
-    """Run quick tests in a copy of the repository. Return the first failed test, or "" if all tests pass."""
+    """Run quick tests in a copy of the repository. Return the first failed test, or ""."""
     options = ["--exitfirst", f"--timeout={TEST_TIMEOUT}", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
     # Python does not notice a second change of a file within one second. Therefore Python must not write bytecode.

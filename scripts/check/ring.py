@@ -87,7 +87,7 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
 
 
 def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision: str = "ieee") -> dict[str, Tensor]:
-    """Run the forward and the backward on this rank's shards. Return the tensors of NAMES."""
+    """Compute attention and its gradients on this rank's shards. Return the tensors of NAMES."""
     mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
     options = dict(schedule=way.schedule, transport=way.transport, precision=precision, return_lse=True)

@@ -1,7 +1,6 @@
 """Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
 
-Bytes are counted as for a GPU kernel, which keeps a tile of queries on the chip and loads one tile of keys and values after the
-other.
+Like a GPU kernel, the counter keeps a tile of queries on the chip and loads the tiles of keys in turn.
 """
 
 from collections.abc import Callable, Generator
@@ -70,7 +69,7 @@ def counted_loads() -> Generator[Loads]:
 
 
 def predicted_loads(intervals: Intervals, heads: int, head_dim: int, tile: TileSize) -> dict[str, int]:
-    """Predict the bytes that the tiles load in the forward and in the backward, for fp32 inputs with B = 1."""
+    """Predict the bytes that the tiles load in both passes, for fp32 inputs with B = 1."""
     keys = heads * total_loop_rows(intervals, *tile)
     queries, row = heads * intervals.num_rows, head_dim * FP32_BYTES
     # The backward loads q, dout, dq, lse and delta for each query, and k, v, dk and dv for each key.

@@ -97,8 +97,8 @@ def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) ->
 
 
 def text_of_steps(steps: int, tokens: int, vocabulary: int) -> Tensor:
-    """Return the tokens of Python's standard library, one per byte, as int64 (steps, tokens + 1). The last token of a row is
-    the first token of the next row.
+    """Return the tokens of Python's standard library, one per byte, as int64 (steps, tokens + 1). Consecutive rows share one
+    token.
     """
     text = b""
     for path in sorted(Path(os.__file__).parent.glob("*.py")):

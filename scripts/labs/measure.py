@@ -17,7 +17,7 @@ from scripts.plots import plt, save_plot
 OUTPUT = command.ROOT / "outputs" / "labs"
 CPU_REPEATS = 5
 MIB = 2**20
-# The first number in /proc/self/statm is the size of the process's virtual memory, in pages. Only Linux has such a file.
+# The first number in /proc/self/statm is the virtual memory in pages. Only Linux has such a file.
 MEMORY_FILE = Path("/proc/self/statm")
 
 
@@ -57,8 +57,7 @@ def describe_machine(device: torch.device) -> str:
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Return the time of a call in milliseconds. The first call is not timed.
 
-    On a GPU, the result is the median time of many calls. On a CPU, the result is the shortest time of a few calls, because
-    other programs on the machine can only increase the time.
+    On a GPU, the result is the median time of many calls. On a CPU, the result is the shortest time of a few calls.
     """
     if device.type == "cuda":
         import triton

@@ -119,7 +119,7 @@ def results_table(points: list[Point]) -> str:
 
 
 def draw_map(axes: plt.Axes, points: list[Point], values: list[float], title: str) -> None:
-    """Draw one number per tile size as a heat map with logarithmic colours. Small numbers have light colours."""
+    """Draw a heat map with logarithmic colours, one number per tile size. Small numbers have light colours."""
     queries, keys = (sorted({p.tile[i] for p in points}) for i in (0, 1))
     numbers = np.zeros((len(queries), len(keys)))
     for point, value in zip(points, values, strict=True):

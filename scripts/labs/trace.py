@@ -195,7 +195,7 @@ class _Observer:
 def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
     """Trace the query through the hops of a state ring. Each rank relays queries and states to its neighbour.
 
-    The layout is contiguous. Every rank adds its own keys tile by tile, starting from the empty state.
+    The layout is contiguous. Every rank adds its own keys tile by tile.
 
     Args:
         problem: the tokens.

@@ -11,8 +11,8 @@ _finish_kernel. The command `python -m scripts.labs.counted_bytes` runs the prof
 
 The first command prints the prediction. In the second command, ncu writes one line per kernel and counter to bytes.csv. A
 sector has 32 bytes. The profiler empties the caches before every kernel, so the inputs are read from DRAM at least once.
-Results that are still in the L2 cache when a kernel ends are not counted as written to DRAM. Without --predict, the script
-requires a CUDA device, and ncu requires the permission to read the counters.
+Results that stay in the L2 cache are not counted as written to DRAM. Without --predict, the script requires a CUDA device, and
+ncu requires the permission to read the counters.
 """
 
 import sys
@@ -156,7 +156,7 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
     """Return how often a loop's operands are read from DRAM. Operands that fit into L2 are read once, and others once per wave
-    of tiles. With a mask, the result is an upper bound.
+    of tiles. With a mask, the real number may be smaller.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

@@ -16,8 +16,7 @@ A Ulysses all-to-all of one chunk of heads overlaps with attention of another ch
 last chunk are always exposed.
 
 To save time, the script plans long sequences with 32,768 positions and large rings with 64 ranks. Each position then represents
-several tokens, and each planned rank represents several ranks. Planning with fewer positions and ranks changes times and bytes
-by less than 3%.
+several tokens, and each planned rank represents several ranks. The error of this approximation is less than 3%.
 
 The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
 keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
@@ -211,7 +210,7 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 
 
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
-    """Return the cost of one ring pass with the schedule that ringattn would choose."""
+    """Return the cost of one ring pass."""
     plan, scale, group = planned_ring(layer)
     # A planned rank represents `group` ranks, and a step represents `group` hops.
     work = work.scaled(scale / group)
@@ -280,8 +279,7 @@ COLUMNS = (
 
 
 def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
-    # The forward pass has two matrix products per (query, key) pair, and the backward pass has five. Each product costs 2 FLOPs
-    # per element of a head.
+    # The forward pass has two matrix products per (query, key) pair, and the backward pass has five.
     flops = 2 * 7 * layer.heads * layer.dim * layer.batch * layer.pairs
     return [
         f"{layer.ranks:,}",

@@ -4,9 +4,9 @@
     python -m scripts.tools.plan_training --model 8b --seq-len 262144 --gpus 2 --gpu h100 --host-gib 500 trainer.float8=true
 
 For each number of GPUs, the script prints the mesh (data parallel, ring, Ulysses) with the highest predicted tokens/s. The
-output also contains the memory plan, the memory, the seconds per step and the MFU of this mesh. If the fastest mesh trains
-several sequences per step, the script also prints the fastest mesh with one sequence. If no mesh fits into memory, the script
-prints how many GPUs, which length or how much host memory would be enough. The same code chooses the memory plan of a run
+script also prints the memory plan, the memory, the seconds per step and the MFU. If the fastest mesh trains several sequences
+per step, the script also prints the fastest mesh with one sequence. If no mesh fits into memory, the script prints how many
+GPUs, which length or how much host memory would be enough. The same code chooses the memory plan of a run
 (`train/parallel/memory`).
 
 All figures are predictions for bf16 with torch.compile, for sequences of one document. They follow from these measurements:
@@ -17,7 +17,7 @@ All figures are predictions for bf16 with torch.compile, for sequences of one do
 - copies to the host at 51 GB/s per direction and GPU, and updates of 4.3e9 parameters/s on 16 cores: one H200
 - memory: the peaks of runs on H100s and H200s (tests/train/parallel/memory/test_estimate.py)
 
-The speed of the network between hosts is an assumption (40 GB/s per GPU), and so are figures of GPUs other than H100 and H200.
+The speed of the network between hosts (40 GB/s per GPU) and the figures of GPUs other than H100 and H200 are assumptions.
 Further arguments are settings of train/run.py, such as memory.optimizer=keep.
 """
 
