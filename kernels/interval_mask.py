@@ -297,7 +297,7 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of the masks whose bounds and tables are the given tensors, in the order of `sides`."""
+    """Copy the masks, and replace their bounds and tables by the given tensors, in the order of `sides`."""
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:

@@ -171,8 +171,8 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot contains the keys of two work tiles ago, which the first step of the previous work tile reads.
-                    # With more than one step, the first step has finished.
+                    # The slot contains the keys of two work tiles ago, which the first step of the previous work tile reads. If
+                    # the previous work tile has only one step, wait for this step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)

@@ -49,7 +49,7 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_blocks, num_queries, CONFIG: tl.constexpr):
-    """Pack lse (in log2 units) and delta of PREPARED_ROWS queries of one head, like `_prepare_kernel`.
+    """Like `_prepare_kernel`, pack lse (in log2 units) and delta for PREPARED_ROWS queries.
 
     The results log2_lse and row_delta are (B * Hq, num_blocks * PREPARED_ROWS).
     """

@@ -229,7 +229,7 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def num_steps(loop):
-    """Return the number of steps of the KV loop. Even a work tile whose rows attend to no key has one step."""
+    """Count the steps of the KV loop. Even a work tile without keys has one step."""
     _, _, num_unmasked, num_masked = loop
     return gl.maximum(num_masked + num_unmasked, 1)
 

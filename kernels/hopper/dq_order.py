@@ -50,7 +50,7 @@ def take_number(progress):
 
 @gluon.jit
 def _load_progress(pointer):
-    """Load with acquire semantics."""
+    """Load the progress of a work tile with acquire semantics."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -60,8 +60,8 @@ def _load_progress(pointer):
 def _publish(pointer, progress):
     """Wait until this warp's additions to dq are complete. Then store the progress of the work tile.
 
-    The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Without
-    them, the last bits of dq changed in almost every test.
+    The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Otherwise,
+    the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
     # All threads store the progress, but only one thread has waited for the additions to dq.

@@ -49,7 +49,6 @@ def allocate_overflow(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until every consumer has reported its overflows, and return whether any row has overflowed."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     CONSUMERS: gl.constexpr = CONFIG.consumers

@@ -130,10 +130,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Issue two matrix products with P of one stage: P times a tile of ones, and P V. Add P V to O, except for the last part of
-    the columns.
-
-    Return the parts of O, the last part of P V, and the row sums. The last part of P V may still be in flight.
+    """Issue two matrix products with P of one stage: P times a tile of ones, and P V. Add all parts of P V except the last one
+    to O. Return the parts of O, the last part of P V, which may still be in flight, and the row sums.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts

@@ -205,7 +205,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # A row's first key is in a masked step or in the first unmasked step.
+    # A row attends to its first key in a masked step or in the first unmasked step.
     elif (step <= gl.where(num_unmasked > 0, num_masked_prefix, num_masked)) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)

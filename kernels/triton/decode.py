@@ -280,7 +280,7 @@ def _find_parts(tiles_before, num_tiles, length):
 
 @triton.jit
 def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
-    """Load the partial states of some rows of a key head, and merge them. Return m (in log2 units) and l, both (rows,), and o
+    """Load the partial states of some rows of a key head, and merge them. Return m (rows,) in log2 units, l (rows,) and o
     (rows, columns).
     """
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
@@ -332,9 +332,8 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a stored part, and return whether all parts of the batch entry are stored now.
-
-    Release and acquire semantics let the last program read all parts. It resets the counter to 0.
+    """Count a stored part. If it is the last part of the batch entry, reset the counter to 0 and return True. The program of
+    the last part can read all parts, because the atomic addition has release and acquire semantics.
     """
     # The barrier extends one thread's release to the stores of all threads.
     tl.debug_barrier()
@@ -516,7 +515,7 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # A batch entry that starts and ends in the middle of runs has one more part.
+    # One more part, because a batch entry may start in the middle of a run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles

@@ -44,7 +44,6 @@ def _scales(largest):
 
 @triton.jit
 def _largest(x):
-    """Return the largest magnitude of a finite element of x."""
     x = tl.abs(x)
     return tl.max(tl.where(x < float("inf"), x, 0.0))
 
