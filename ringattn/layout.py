@@ -249,7 +249,6 @@ def _check_dim(x: Tensor, dim: int) -> None:
 
 @cached(maxsize=16)
 def _chunks(kind: str) -> tuple[int, list[int]]:
-    """Parse "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
     return int(rows), [int(owner) for owner in owners.split(",")]
 

@@ -242,7 +242,7 @@ def as_window(window: object) -> int | None:
 
 
 def causal_window(window: Window) -> int | None:
-    """Return the number of newest keys in a window of a causal mask. Errors as for `Mask.causal`."""
+    """Return the window of a causal mask as a number of keys. Errors as for `Mask.causal`."""
     _, _, (left, _) = _resolve_window(True, window)
     return None if left == UNLIMITED else left + 1
 
@@ -267,7 +267,6 @@ def _resolve_window(is_causal: bool, window: Window) -> tuple[bool, Window, tupl
 
 
 def _as_intervals(lo: Any, hi: Any) -> np.ndarray:
-    """Return `lo` and `hi` as int64 (B, 2, S). Errors as for `Mask.from_intervals`."""
     values = f"lo={shown(lo)}, hi={shown(hi)}"
     try:
         first, last = (np.atleast_2d(np.asarray(x)) for x in (lo, hi))

@@ -191,7 +191,6 @@ class PagedKVCache:
         self._store(k, v, self._flat_rows(self.operands[2], rows.expand(k.shape[:2])))
 
     def _flat_rows(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Convert rows of the sequences (B, N) to rows of the pool (B * N,)."""
         pages = table.gather(1, rows // self.page_size).long()
         return (pages * self.page_size + rows % self.page_size).flatten()
 

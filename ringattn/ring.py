@@ -133,7 +133,6 @@ def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arr
 
 
 def _zeros(*like: Tensor) -> Tensors:
-    """Return zeros with the shapes of the given tensors and the dtype of states."""
     sizes = [x.numel() for x in like]
     flat = torch.zeros(sum(sizes), dtype=state_dtype(like[0].dtype), device=like[0].device)
     return tuple(part.view(x.shape) for part, x in zip(flat.split(sizes), like, strict=True))

@@ -55,7 +55,7 @@ class Runs:
 
     @cached_property
     def num_runs(self) -> np.ndarray:
-        """Return the number of runs of each rank, int64 (ranks,)."""
+        """Count the runs of each rank, int64 (ranks,)."""
         return np.bincount(self.rank, minlength=self.layout.ranks)
 
     def select(self, index: np.ndarray | slice) -> "Runs":

@@ -68,7 +68,6 @@ def sdpa(
 
 
 def _with_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[list[Tensor], torch.Size]:
-    """Return q, k and v as (B, N, H, D), and the leading dims of the output."""
     tensors = [x.reshape(*[1] * (4 - x.ndim), *x.shape) for x in (q, k, v)]
     grouped = enable_gqa and tensors[0].shape[-3] != tensors[1].shape[-3]
     shared = 3 if grouped else 2  # the number of last dims that are not broadcast

@@ -190,8 +190,8 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save. For each chunk of heads, save q, k and v (unless the all-to-all is recomputed),
-    out and lse.
+    """Return out, lse and the tensors to save. Each chunk of heads saves out and lse. If the all-to-all is not recomputed, it
+    also saves q, k and v.
     """
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))

@@ -238,7 +238,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks share a GPU. Raise ValueError if they do and the group uses NCCL."""
+    """Return whether two ranks share a GPU. With NCCL, shared GPUs raise ValueError."""
     users: dict[tuple[str, str], list[int]] = {}  # the ranks that use each GPU
     for number, rank in enumerate(ranks):
         if rank.gpu != "none":
@@ -258,7 +258,6 @@ def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool
 
 
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list[Any]:
-    """Exchange the values of all ranks as JSON over the store, and return the values by rank."""
     keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
     store.set(keys[group.rank()], json.dumps(value))
     try:

@@ -14,8 +14,8 @@ in turn. A *credit* flag tells the sender that the receiver has read a slot. Bef
 tells the sender that the receiver has read all messages of the previous pass. Results need no ready flag, because a rank
 receives results only after it has started the pass.
 
-Every message has its own flag, which is 0 or 1. The stream that waits for a flag clears it, so CUDA graphs can be replayed. The
-work of step t waits only for work that other ranks issue in step t or earlier. Therefore, no deadlock is possible, even if a
+Every message has its own flag, which is 0 or 1. The stream that waits for a flag clears it, so CUDA graphs can be replayed. In
+step t, a rank waits only for work that other ranks issue in step t or earlier. Therefore, no deadlock is possible, even if a
 GPU runs its streams one after the other.
 """
 

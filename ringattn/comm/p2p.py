@@ -149,7 +149,6 @@ class P2PTransport(MessageTransport):
         return gathered, wait
 
     def _exchange_through_host(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Exchange copies of the tensors in host memory, because gloo cannot read GPU memory."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "messages of GPUs over gloo pass through host memory, so they cannot be part of a CUDA graph: use "

@@ -44,8 +44,8 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """A `Recovery` publishes the exceptions of one rank, and resets the transport of this rank. The watchdog calls `look` with
-    every heartbeat.
+    """A `Recovery` publishes the exceptions of one rank, and resets its transport. The watchdog calls `look` with every
+    heartbeat.
     """
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
@@ -184,7 +184,6 @@ class Recovery:
         self._declare_fault(first, how)
 
     def _meet(self, name: str, thread: threading.Thread | None = None) -> None:
-        """Wait until `thread` has ended and all ranks have called this method with the same name."""
         if thread is not None:
             self._wait_until(lambda: not thread.is_alive(), [])
         self.store.set(f"{name}/{self.generation}/{self.rank}", "")
@@ -199,7 +198,6 @@ class Recovery:
         return keys
 
     def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
-        """Wait until the condition holds. `keys` contains one key per rank."""
         end = time.monotonic() + timeout_seconds()
         while True:
             for key in ("fault", "verdict"):

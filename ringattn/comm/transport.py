@@ -300,7 +300,6 @@ class _MessagePass:
         return packed
 
     def _allocate(self, packing: Packing, until_end: bool) -> Memory:
-        """Return memory for a message. The memory stays valid for two steps, or until the end of the pass."""
         memory = self.spare[packing].pop() if self.spare.get(packing) else packing.new_message(self.device)
         (self._kept if until_end else self._in_use[-1]).append((packing, memory))
         return memory

@@ -227,7 +227,6 @@ class Watchdog:
                 self._exit(self._diagnose(hop))
 
     def _overdue_hop(self) -> Hop | None:
-        """Return the oldest hop in progress if no hop has finished within the timeout."""
         last, now = self._last_finished.value, time.monotonic()
         while self.in_flight and (last - self.in_flight[0].number) % _COUNTER_RANGE < _COUNTER_RANGE // 2:
             self.in_flight.popleft()
@@ -245,7 +244,6 @@ class Watchdog:
         self.store.set(f"calls/{self._generation}/{self.rank}", self._calls.encode())
 
     def _find_difference(self, ranks: Iterable[int]) -> str | None:
-        """Return one sentence about the first call that differs between this rank and one of `ranks`, or None."""
         generation, own = self._generation, self._calls.entries
         for rank in ranks:
             if self.store.check([key := f"calls/{generation}/{rank}"]):

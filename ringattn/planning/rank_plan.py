@@ -199,7 +199,6 @@ class Plan:
         return self._choices[key]
 
     def _choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
-        """Return the chosen schedule and the reason."""
         if name != "auto":
             return name, "as requested"
         if self.layout.ranks == 1:
@@ -302,7 +301,7 @@ def _visible_columns(runs: Runs) -> np.ndarray:
 
 @lru_cache(maxsize=16)
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
-    """Return need[owner][rank], the rows of the owner's "queries" or "keys" that the rank needs under the mask."""
+    """Return need[owner][rank], the rows of the owner's "queries" or "keys" that the rank needs."""
     queries, keys, _ = overlaps(mask, layout)
     first, end = (queries if circulating == "queries" else keys.transpose(0, 2, 1)).tolist()
     return tuple(tuple(map(range, *row)) for row in zip(first, end, strict=True))

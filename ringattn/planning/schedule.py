@@ -114,7 +114,7 @@ class Schedule:
         return tuple(map(RankStep, self._local_steps(self.local_steps.rank == rank), *sides))
 
     def last_owner(self, rank: int) -> int | None:
-        """Return the owner of the last block that `rank` computes with."""
+        """Return the owner of the block that `rank` uses last."""
         local_steps = [local_step for step in self.by_rank[rank] for local_step in step.local_steps]
         return local_steps[-1].owner if local_steps else None
 

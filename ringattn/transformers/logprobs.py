@@ -78,7 +78,7 @@ def _replaced_head(head: nn.Module, labels: Tensor, chunk: int) -> Generator[lis
 
 
 def _logprobs(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probabilities (N,) of labels (N,) from hidden states (N, dim)."""
+    """Return log-probabilities (N,) for labels (N,) and hidden states (N, dim)."""
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     picked = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0] - logits.logsumexp(-1)

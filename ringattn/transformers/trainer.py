@@ -156,7 +156,6 @@ def _create_mesh(ring_size: int | None, ranks: int, device: torch.device) -> Dev
 
 
 def _unshard(x: Any, layout: Layout, mesh: DeviceMesh | None) -> Any:
-    """If `x` contains one row per token of this rank, return the rows of all ranks."""
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != layout.rows(ring_of(mesh)[1]):
         raise ValueError("the model returns other outputs than logits: pass their names as ignore_keys")
     return layout.unshard(x, None if mesh is None else mesh.get_group())
