@@ -82,7 +82,7 @@ def check_name(name: str, value: object, known: Sequence[str]) -> None:
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not type(q) is type(k) is type(v) is Tensor:
-        # The kernels must not import torch.distributed, so recognise a DTensor by its method.
+        # The kernels must not import torch's process groups, so recognise a DTensor by its method.
         if any(hasattr(x, "to_local") for x in (q, k, v)):
             raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
