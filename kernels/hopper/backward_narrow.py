@@ -333,6 +333,23 @@ def _skip_step(
 
 
 @gluon.jit
+def _step_or_skip(
+    operands, grad_k, grad_v, dq_sums, bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
+    log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute a step, or skip it if no query of the step attends to this consumer's keys. Return (grad_k, grad_v)."""
+    key_bounds, first_seen, end_seen = bounds
+    if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
+        grad_k, grad_v = _step(
+            operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage,
+            phase, log2_scale, CONSUMER, CONFIG,
+        )  # fmt: skip
+    else:
+        _skip_step(dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
+    return grad_k, grad_v
+
+
+@gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """If `keeps_operands` is set, load this consumer's K and the first part of its V into registers. Return (parts of K, part
     of V).
@@ -351,7 +368,7 @@ def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr
 
 @gluon.jit
 def _compute_work_tile(
-    work_tile, key_bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
+    work_tile, bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute all steps of a work tile whose keys are in `slot`, except for dQ of the last step.
@@ -359,7 +376,6 @@ def _compute_work_tile(
     Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase).
     """
     batch, key_head, _first, _end, begin, num_steps, direction = work_tile
-    key_bounds, first_seen, end_seen = key_bounds
     grad_k = zero_parts(CONFIG.columns)
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
@@ -367,15 +383,10 @@ def _compute_work_tile(
         # The writer computes the chunk addresses. A single loop saves registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
-            if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
-                grad_k, grad_v = _step(
-                    operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers,
-                    barriers, stage, phase, log2_scale, CONSUMER, CONFIG,
-                )  # fmt: skip
-            else:
-                _skip_step(
-                    dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER, CONFIG
-                )  # fmt: skip
+            grad_k, grad_v = _step_or_skip(
+                operands, grad_k, grad_v, dq_sums, bounds, start, slot, previous_chunk, previous_slot, buffers, barriers,
+                stage, phase, log2_scale, CONSUMER, CONFIG,
+            )  # fmt: skip
             previous_slot = slot + 0
             stage ^= 1
             if stage == 0:
@@ -388,15 +399,10 @@ def _compute_work_tile(
         # Gluon cannot carry two names of one value through a loop, so "+ 0" creates a new value.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
-            if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
-                grad_k, grad_v = _step(
-                    operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers,
-                    barriers, stage, phase, log2_scale, CONSUMER, CONFIG,
-                )  # fmt: skip
-            else:
-                _skip_step(
-                    dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER, CONFIG
-                )  # fmt: skip
+            grad_k, grad_v = _step_or_skip(
+                operands, grad_k, grad_v, dq_sums, bounds, start, slot, previous_chunk, previous_slot, buffers, barriers,
+                stage, phase, log2_scale, CONSUMER, CONFIG,
+            )  # fmt: skip
             previous_chunk = chunk + 0
             previous_slot = slot + 0
             stage ^= 1
