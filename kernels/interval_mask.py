@@ -160,7 +160,7 @@ class Intervals:
 
     @cached_property
     def longest_tile(self) -> int:
-        """Return the largest number of keys to which 64 consecutive rows attend, from the first key to the last."""
+        """Return the largest distance from the first to the last key to which any 64 consecutive rows attend."""
         if self.is_replaced:
             return self.num_keys
         lo, hi = (x.numpy() for x in self.host)

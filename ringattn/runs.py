@@ -1,8 +1,8 @@
 """Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard. Within a run, the bounds lo and hi of the rows are constant, or grow with the position.
-Therefore the first row and the last row of a run determine all sums over the run. The number of runs grows with the numbers of
-documents and of pieces of the shards.
+A run is a range of rows of one shard. Within a run, each of the bounds lo and hi is either the same for all rows, or increases
+with the position of the row. Therefore the first row and the last row of a run determine all sums over the run. The number of
+runs grows with the numbers of documents and of pieces of the shards.
 """
 
 from dataclasses import dataclass, replace

@@ -61,7 +61,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def keeps_operands(self) -> bool:
-        """Return whether a consumer keeps K and the first part of V of a work tile in registers.
+        """Return whether K and the first part of V stay in registers for all steps of a work tile.
 
         Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. Tiles of 64 or 128
         columns would need more registers than a thread has.

@@ -46,8 +46,8 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return one word of bits per row and thread, (64, 4). Bit i tells whether the thread's i-th column is below the row's
-    bound.
+    """Return (64, 4): for each row and each of its four threads, a word of bits. Bit i tells whether the thread's i-th column
+    is below the row's bound.
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)

@@ -44,7 +44,7 @@ def _merge_kernel(
     """Merge up to three parts into the tokens [start, end) of the base (m, l, o). In this kernel, a row is one head of one
     token.
 
-    If `out` is None, the merged state is written to the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to
+    If `out` is None, the merged state replaces the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to
     `lse`.
     """
     blocks = tl.cdiv((end - start) * HEADS, ROWS)

@@ -128,7 +128,7 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
     The function `_quantize_rows` explains the other arguments.
     """
     batch, block, head = position
-    # Load the keys in the order of a tile of values, which `ringattn.kernels.fp8` explains.
+    # A tile of values stores its keys in another order, which `ringattn.kernels.fp8` explains.
     position_in_tile = tl.arange(0, BLOCK)
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2

@@ -15,7 +15,8 @@ Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
 WINDOW = 128  # number of the newest calls that a rank publishes
-# Every 128th of the older calls, up to 64, is published too. The logs then overlap even if one rank is far ahead.
+# Every 128th of the older calls, up to 64, is published too. The logs of two ranks then have calls in common, even if one rank
+# is far ahead.
 MILESTONES = 64
 MAX_SETTINGS = 64  # maximum number of cached settings
 
@@ -87,7 +88,7 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # A fingerprint covers all earlier calls. Equal settings of this call mean that an earlier call differs.
+        # The fingerprints of this call cover all earlier calls. The settings are equal, so an earlier call differs.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"

@@ -9,9 +9,9 @@ to the owner:
     kv forward        k, v                   none              m, l, o
     kv backward       k, v                   dk, dv            dq
 
-In a *relay* schedule, which suits several hosts, ranks pass each block on to their neighbours. The result of the block follows
-one hop behind. In a *direct* schedule, each rank receives a block from its owner and sends the result straight back. Direct
-schedules consist of rounds in which no link carries two blocks at a time.
+In a *relay* schedule, which suits several hosts, ranks pass each block on to their neighbours. The result for a block
+circulates one hop behind the block. In a *direct* schedule, each rank receives a block from its owner and sends the result
+straight back. Direct schedules consist of rounds in which no link carries two blocks at a time.
 
 While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank computes with its own
 block in two parts. The first part hides the first hop, and the rest hides the return of the last results. If no results are

@@ -2,7 +2,7 @@
 
     python -m scripts.check.kills --kills 100 --seed 1
 
-The script first trains a reference run without interruptions. Every other run is killed and restarted `--kills-per-run` times.
+The script first trains a reference run without interruptions. All other runs are killed and restarted `--kills-per-run` times.
 A run is killed at a random moment, while it saves a checkpoint, or while it evaluates its model. Afterwards, the run finishes,
 and the script compares its results with the reference. Runs are killed and restarted in five ways:
 

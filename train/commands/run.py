@@ -236,7 +236,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except USER_ERRORS as error:
         report_error(error)
         return 1
-    except BrokenPipeError:  # The reader of the output, such as `head` after --help, has exited.
+    except BrokenPipeError:  # A program that reads the output, such as `head`, has exited.
         return 1
     except OSError as error:  # The error comes from Hydra, because `run_job` handles all errors of jobs.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))

@@ -46,7 +46,7 @@ HELD_OUT_ROWS = 10_000
 
 # An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the
 # columns `DataConfig.columns`. A row without text has the content "". A blank line of JSON lines has the content None. Slices
-# such as "train[:90%]" do not count blank lines. If a document is faulty, its content is the error.
+# such as "train[:90%]" do not count blank lines. For a faulty document, the content is a ConfigError.
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 

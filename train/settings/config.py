@@ -861,7 +861,7 @@ def _check_training(config: Config) -> Iterator[str]:
     if (optim.warmup_steps or 0) > trainer.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
     if config.data.source == "recall" and not config.data.mask_documents:
-        # All documents of a sequence contain the same keys, so without masks a key would have several values.
+        # The documents of a recall sequence use the same lookup keys. Without masks, a lookup key would have several values.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if config.memory.activations.startswith("offload") and config.model.layers == 1:
         given = f"memory.activations={config.memory.activations}"

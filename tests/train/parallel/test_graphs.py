@@ -246,7 +246,7 @@ def two_ranks_job(graphed: bool, way: str) -> Config:
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, Path]]:
-    """Two ranks, and the file with their losses without graphs. The ranks keep what they have compiled."""
+    """Start two ranks, and store their losses without graphs in a file. The ranks keep their compiled functions."""
     directory = tmp_path_factory.mktemp("graphs")
     pool, expected = RankPool(2, directory / "ranks", gpu_backend(2), timeout=280), directory / "losses.json"
     pool.run(write_losses_without_graphs, expected)

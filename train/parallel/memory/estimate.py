@@ -128,7 +128,7 @@ def needs(
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
     # The GPU keeps two fp32 buffers for weights from host memory.
     state = ((4 + moment_bytes(config)) * kept + (8 * group if plan.host_blocks else 0)) / ranks
-    # If a step has one micro-step, gradients do not exist before its backward pass.
+    # With one micro-step per step, there are no gradients before the backward pass.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
     tokens = tokens_per_micro_step(config, shape)
