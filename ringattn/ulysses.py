@@ -210,7 +210,7 @@ def _forward_in_chunks(
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # A transport that uses SMs shares them with attention, because other chunks are in flight.
+        # Messages of other chunks are sent meanwhile. Some transports use SMs for them, which attention then lacks.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# After another rank has left a call, a message may still arrive or fail within PATIENCE seconds.
+# After another rank has left a call, wait up to PATIENCE seconds for its messages to arrive or fail.
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store
 
@@ -88,7 +88,7 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if another rank has left a call that this rank has finished or cannot finish."""
+        """Declare a fault if an exception ended the call on another rank, but this rank has finished it or waits in vain."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:

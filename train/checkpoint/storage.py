@@ -93,7 +93,7 @@ def save(
     Args:
         directory: the directory of the run's checkpoints.
         step: the number of completed steps.
-        tensors: the tensors by name. Every rank writes its shards of DTensors. One rank writes each other tensor.
+        tensors: the tensors by name. Every rank writes its shards of DTensors. Any other tensor is written by one rank.
         meta: values that JSON can represent. `save` adds `format`, `step`, the file sizes and the checksums.
         keep: how many checkpoints to keep, at least 1.
         group: a group of all ranks for the collectives of a background thread. None: the default group.

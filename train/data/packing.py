@@ -137,7 +137,8 @@ class PackedDataset(TokenisedDocuments):
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. An edge that occurs twice adds 0 to the cost.
+        # A stable sort merges sorted arrays in linear time. If an edge occurs twice, the distance
+        # between both is 0, so the cost stays the same.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
