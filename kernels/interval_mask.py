@@ -205,10 +205,10 @@ class Intervals:
         key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group, aligned
         if key not in self._tables:
             tiles = self._tiles_on_host(rows, step, aligned=aligned or group is not None)
+            if skip_empty:
+                tiles = tiles * (tiles[..., 4:].sum(-1, keepdims=True) > 0)  # Tiles of zeros are missing tiles.
             tiles = np.broadcast_to(tiles, (batch, *tiles.shape[1:]))
             work_tiles = tile_scheduler.order_by_head_group(tiles, heads, num_head_groups)
-            if skip_empty:
-                work_tiles = work_tiles[work_tiles[:, 4] + work_tiles[:, 5] > 0]
             if group is None:
                 work_tiles = tile_scheduler.split_last_wave(work_tiles, programs, rows)
                 times = tile_scheduler.forward_times(work_tiles)

@@ -109,12 +109,13 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
         chunks = order[start : start + ranks]
         # Only deviations from the round's mean cost matter.
         excess = costs[chunks] - costs[chunks].mean(0)
-        taken = 0.0 * load[0]  # infinite for ranks with a chunk of this round
+        scores = excess @ load
+        taken = np.empty(len(chunks), dtype=np.int64)
         for i in (-(excess**2).sum(1)).argsort(kind="stable"):
-            rank = (excess[i] @ load + taken).argmin()
-            owners[chunks[i]] = rank
-            load[:, rank] += excess[i]
-            taken[rank] = float("inf")
+            taken[i] = rank = scores[i].argmin()
+            scores[:, rank] = float("inf")  # A rank receives at most one chunk per round.
+        owners[chunks] = taken
+        load[:, taken] += excess.T
     return Layout.assigned(owners.tolist(), TILE * tiles_per_chunk, seq_len, ranks)
 
 
