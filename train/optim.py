@@ -125,7 +125,7 @@ class AdamW8bit(AdamW):
 
 
 def import_torchao() -> tuple[Any, Any, Any]:
-    """Import the update of a parameter, the type of 8-bit moments, and the function that returns their values from torchao.
+    """Return torchao's `single_param_adam`, `OptimState8bit` and `create_dynamic_map`.
 
     Raises:
         ConfigError: torchao is not installed, or does not suit this version of torch.
@@ -167,7 +167,7 @@ def squared_norms(model: nn.Module, host_norms: Mapping[Tensor, Tensor] | None =
 
 
 def clip_scale(norm: Tensor, limit: float | None) -> Tensor:
-    """Return a factor of at most 1. If `limit` is None, there is no limit."""
+    """Return the factor that reduces a gradient norm to at most `limit`, or 1 if `limit` is None."""
     return torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1)
 
 
@@ -211,8 +211,8 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
     """Return the peak learning rate: 6e-4 for 124 million parameters, and at most 2e-3.
 
     The rate is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
-    https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, training is stable at 1.75 times this rate, at most
-    3e-3. A run that continues from trained weights uses a tenth of this rate, because a large rate would destroy the weights.
+    https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. A run
+    that continues from trained weights uses a tenth of the rate, because a large rate would destroy the weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)

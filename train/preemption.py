@@ -1,8 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
 On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. A stop request
-ends an evaluation early, and a step of several micro-steps after the current one. Another launch resumes from the checkpoint,
-and repeats the interrupted work.
+interrupts an evaluation, and a step after the current micro-step. Another launch resumes from the checkpoint, and repeats the
+interrupted work.
 """
 
 import errno
@@ -38,7 +38,9 @@ REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpo
 
 
 def _launch_time() -> float:
-    """Return the time at which torchrun, or else this process, started, on the clock of `time.monotonic`."""
+    """Return the value of `time.monotonic` at the start of torchrun. Without torchrun, return the value at the start of this
+    process.
+    """
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         # Field 22 is the start time in clock ticks since boot. The process name in field 2 may contain spaces.
@@ -65,8 +67,8 @@ def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context for `stop_requested`.
 
     Outside this context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
-    it. The same SIGTERM may arrive several times, because torchrun forwards it. After the first Ctrl-C, a second Ctrl-C or a
-    SIGTERM ends the process at once. torchrun sends SIGTERM when a second Ctrl-C ends it.
+    it. The same SIGTERM may arrive several times, because torchrun forwards it. After the first Ctrl-C, a second Ctrl-C ends
+    the process at once, and so does the SIGTERM that torchrun then sends.
     """
 
     announced: set[int] = set()

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resources:
-    """Holds the parts of a run on this rank that exist before the model is built."""
+    """Holds the parts of a run on this rank that are created before the model."""
 
     device: torch.device
     mesh: Mesh
@@ -99,8 +99,7 @@ class Run(InferenceRun, TrainingResources):
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
     host_updates: HostUpdates  # the updates of the parameters in host memory
-    # The latest result of `step.prepare_step`. Each step is stored under the number of sequences that all earlier steps
-    # consumed.
+    # The latest result of `step.prepare_step`, by the number of sequences that earlier steps consumed.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -326,12 +325,12 @@ def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
 
 
 def choose_fastest_mesh(config: Config) -> Config:
-    """Choose the mesh with the highest predicted tokens/s. Return the settings with its `parallel.ring` and `parallel.ulysses`.
+    """Set `parallel.ring` and `parallel.ulysses` to the mesh with the highest predicted tokens/s.
 
     All ranks call this function.
 
     Raises:
-        ConfigError: on every rank, if the speed of the GPU is not known, or if no mesh suits the settings or fits.
+        ConfigError: on every rank, if the speed of the GPU is unknown, or if no mesh is possible.
     """
     set_deterministic(config.trainer.deterministic)
     shape = None
@@ -419,5 +418,5 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         with suppress(OSError):  # Only Linux has this file, and some containers do not allow writing to it.
-            # Writing 5 resets the peak memory of this process.
+            # Reset the recorded peak memory of this process.
             Path("/proc/self/clear_refs").write_text("5")

@@ -97,7 +97,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. Do not save the parameters after this error.
-        StoppedEarly: on every rank before the same micro-step, if any rank should stop. The parameters are unchanged.
+        StoppedEarly: on every rank, if any rank received a stop request. The parameters are unchanged.
     """
     start = time.perf_counter()
     ready = prepare_step(run, consumed)
@@ -232,7 +232,7 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 
 
 def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
-    """Sum the (query, key) pairs that the masks allow over the layers and the sequences."""
+    """Count the (query, key) pairs that the masks allow, in all layers and sequences together."""
     pairs = {window: mask.pairs(batch.tokens.shape[1]) for window, mask in masks.items()}
     # Without documents, `mask.pairs` has one entry, which holds for every sequence.
     return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)
@@ -258,12 +258,12 @@ def compute_loss(
 
 
 def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
-    """Yield micro-steps or batches of an evaluation. All ranks must pass the same number of batches.
+    """Yield `batches` until any rank receives a stop request. All ranks must pass the same number of batches.
 
     After a request to stop, at most two more batches are yielded.
 
     Raises:
-        StoppedEarly: on every rank before the same micro-step or batch, if any rank should stop.
+        StoppedEarly: on every rank before the same batch, after a stop request on any rank.
     """
     read_request = None
     for batch in batches:

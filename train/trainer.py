@@ -153,8 +153,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
             check_space(run, directory / "checkpoints", done)
         # An old summary is wrong if this run adds or repeats steps.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Checkpoints are removed before metrics. If the run is killed between the two, the next launch resumes from the same
-        # checkpoint.
+        # Remove checkpoints before metrics, so that a run that is killed in between resumes from the same checkpoint.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
 
@@ -169,7 +168,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             step is saved.
     """
     trainer = run.config.trainer
-    gc.freeze()  # Freeze existing objects. Otherwise, their garbage collection would delay all ranks by 0.2 s.
+    gc.freeze()  # Garbage collection of existing objects would delay all ranks by 0.2 s.
     with sync_errors():
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)

@@ -1,7 +1,7 @@
 """Save checkpoints in a background thread, while training continues.
 
 A step waits only while its tensors are copied to host memory. A thread then passes the copies to `storage.save`. The thread has
-its own process group. Otherwise, ranks would mix up collectives of the thread with those of the steps.
+its own process group, so that ranks never match a collective of the thread with a collective of a step.
 
 If a save fails, the thread requests a stop, which all ranks notice in the same step. All ranks then wait for the save and raise
 its error.
@@ -29,8 +29,8 @@ from ringattn.train.settings.config import ConfigError, round_up
 
 log = logging.getLogger(__name__)
 
-# Copies of a checkpoint use at most this fraction of the available host memory. The loader and the page cache of the files need
-# the rest.
+# Copies of a checkpoint use at most this fraction of the available host memory. The data loader and the page cache also need
+# host memory.
 MEMORY_FRACTION = 0.5
 
 # Each copy begins at a multiple of this number of bytes, which suits every dtype.
@@ -52,7 +52,7 @@ def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0
     Raises:
         ConfigError: on every rank, if `wanted` is True, but a rank has too little host memory.
     """
-    # The data of a plan may not be allocated yet, and Linux does not subtract the limit of a container.
+    # MemAvailable ignores the memory limit of a container, and the memory that the plan has not allocated yet.
     available = min(_available_memory() / ranks_per_host(), host_memory() / ranks_per_host() - planned)
     fits = size <= MEMORY_FRACTION * available
     problem = (

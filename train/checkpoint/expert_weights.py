@@ -7,7 +7,7 @@ Our models store the weights of all experts of a layer in one parameter (experts
     mlp.experts.gate_up_proj:1     column 1, 3, 5, ... of (experts, in, 2 * out), as in gpt-oss
     mlp.experts.down_proj:         all columns of (experts, in, out)
 
-In a published gpt-oss, `..._blocks` and `..._scales` replace the last two, quantized to MXFP4 (OCP Microscaling Formats 1.0).
+OpenAI's gpt-oss models store these weights in MXFP4 (OCP Microscaling Formats 1.0), as `<name>_blocks` and `<name>_scales`.
 """
 
 from collections.abc import Container, Mapping
@@ -24,7 +24,7 @@ SCALE_BIAS = 127
 
 
 def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
-    """Return the names of the tensors in `files` that contain a parameter, for `count` experts."""
+    """Return the names of the tensors in `files` that store the parameter `name` of `count` experts."""
     base, colon, _ = name.partition(":")
     if not colon:
         return [name.format(expert) for expert in range(count)] if "{}" in name else [name]
@@ -32,7 +32,7 @@ def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
 
 
 def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
-    """Return the tensor of a parameter, like a slice of safetensors. `files` maps the name of each tensor to its open file."""
+    """Open the parameter `name` with the interface of a safetensors slice. `files` maps tensor names to open files."""
     slices = [files[each].get_slice(each) for each in tensor_names(name, count, files)]
     if "{}" in name:
         return OneTensorPerExpert(name, slices)
@@ -64,8 +64,8 @@ class JoinedExperts:
     """Reads a weight (experts, out, in) or a bias (experts, out) of gpt-oss, for all or some experts.
 
     Args:
-        slices: the tensor, or the blocks and the scales of MXFP4.
-        part: "0" for the gate and "1" for the up projection, which alternate in one tensor; "" for other tensors.
+        slices: one tensor, or its blocks and its scales in MXFP4.
+        part: "0" reads the even columns, "1" the odd columns, and "" all columns.
     """
 
     def __init__(self, slices: list[Any], part: str) -> None:
@@ -95,8 +95,8 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """Convert MXFP4 numbers to bf16 (..., 32 * groups). The conversion is exact, except for numbers too small for bf16.
 
     Args:
-        blocks: uint8 (..., groups, 16). Each byte contains two numbers. The lower four bits contain the first one.
-        scales: uint8 (..., groups), the exponents of two plus 127.
+        blocks: uint8 (..., groups, 16). Each byte contains two numbers, the first one in its lower four bits.
+        scales: uint8 (..., groups). A scale s multiplies its group by 2 ** (s - 127).
     """
     numbers = torch.tensor([*FP4, *(-x for x in FP4)], dtype=torch.float32, device=blocks.device)
     halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
@@ -104,7 +104,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def exported_tensors(parameters: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-    """Combine parameters into exported tensors. `parameters` maps each name to its parameters."""
+    """Combine parameters into exported tensors. `parameters` maps Hugging Face's names to our parameters."""
     tensors: dict[str, Tensor] = {}
     for name, parts in parameters.items():
         base, colon, part = name.partition(":")

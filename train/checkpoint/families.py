@@ -12,7 +12,7 @@ from ringattn.train.settings.config import ConfigError
 
 
 class Entry(NamedTuple):
-    """Describes the setting that an entry of config.json determines. The entry must have the type of `default`."""
+    """Maps an entry of config.json to a setting. The value of the entry must have the type of `default`."""
 
     setting: str
     default: Any
@@ -43,7 +43,7 @@ class Family:
 
 
 def listed(config: dict[str, Any], default: Callable[[int], str]) -> list[str]:
-    """Translate the `layer_types` of a config.json, or else call `default` for each layer, counted from 1."""
+    """Return the type of each layer. If config.json lacks `layer_types`, call `default` with each layer's number, from 1."""
     types = config.get("layer_types")
     count = config["num_hidden_layers"]
     if types is None:
@@ -324,7 +324,7 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# config.json may also contain these entries. Unless a family differs, our model supports only these values.
+# For these entries of config.json, our model supports only these values, unless `Family.fixed` contains another value.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 # Our model lacks the features that these entries of config.json switch on.
 OFF = (
@@ -390,9 +390,9 @@ def fixed_entries(family: Family) -> dict[str, Any]:
 
 
 def weight_name(name: str, family: Family) -> str:
-    """Return Hugging Face's name of one of our modules, which has no "blocks.N" prefix.
+    """Return Hugging Face's name of our module or weight `name`. `name` does not begin with "blocks.N".
 
-    If several of our modules map to the same name, one tensor in the file concatenates their weights. `expert_weights.py`
-    explains names with {} and with a colon.
+    If several of our modules map to the same name, one tensor in the file concatenates their weights. The docstring of
+    `expert_weights.py` explains names with {} and with a colon.
     """
     return family.names.get(name, NAMES.get(name, name))

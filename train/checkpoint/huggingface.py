@@ -35,7 +35,7 @@ from ringattn.train.settings.config import MAY_DIFFER, RANGES, ConfigError, Mode
 
 log = logging.getLogger(__name__)
 
-# For these settings of a rope_type, only one value is supported.
+# For each rope type, some entries of config.json must have these values.
 YARN = {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"]}
 ROPE_FIXED: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -197,7 +197,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` from the first source that has it. Raise ConfigError if its type is not `kind`."""
+    """Return the entry `name` from the first source that has it. Raise ConfigError if the entry has an invalid type."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
@@ -372,7 +372,7 @@ def load(path: Path, model: nn.Module) -> None:
     for parameter_name, parameter in parameters.items():
         name = hugging_face_name(parameter_name, family)
         if parameter_name == "embedding" and name not in files and "head" not in parameters:
-            name = hugging_face_name("head", family)  # Tied weights are stored only under this name.
+            name = hugging_face_name("head", family)  # Some models store tied weights only as the head.
         tensors.setdefault(name, {})[parameter_name] = parameter
     size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):

@@ -1,4 +1,4 @@
-"""Show the progress of long work, such as a save, on the console, and what remains if the run is killed during a save."""
+"""Show the progress of saves, loads and other long work on the console."""
 
 import logging
 import threading
@@ -38,8 +38,8 @@ def show_progress(
         path: what the body processes, such as the file or the folder that it reads or writes.
         size: the number of bytes that all ranks together read or write, or the amount of other work.
         fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls this function.
-        unit: what `size` counts, such as "tokens". None: bytes.
-        if_killed: a function that returns what happens if the ranks are killed, for a message after a signal.
+        unit: the unit of `size`, such as "tokens", or None for bytes.
+        if_killed: a function that returns the consequence of a kill, which is logged after a stop signal.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         yield
@@ -55,7 +55,7 @@ def show_progress(
                 has_warned = True
                 log.warning(f"{'signal':<12}{path} is incomplete, and torchrun kills its ranks after 30 s: {if_killed()}")
             if start + seconds - shown >= INTERVAL_S:
-                # At the end of a save, the folder of the checkpoint is renamed, and `fraction` returns 0.
+                # Never show a decrease, although `fraction` returns 0 after a save has renamed the checkpoint's folder.
                 shown, done = start + seconds, max(min(fraction(), 1.0) * size, done)
                 rate = f"{show(done / seconds)}/s"
                 log.info(f"{verbs[0]:<12}{path}: {show(done)} of {show(size)} after {seconds:.0f} s, {rate}")

@@ -40,7 +40,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
     Settings that are missing in meta.json have their defaults. Unknown settings are ignored, unless they belong to the model.
 
     Raises:
-        ConfigError: a setting has an invalid type, or an unknown setting of the model is not None.
+        ConfigError: a setting has an invalid type, or this version lacks a model setting of the checkpoint.
     """
     stored = meta.get("config")
     if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
@@ -66,7 +66,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
     values = {}
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
         values["data.eval_fraction"] = 0.0  # Earlier versions trained on the whole text.
-    # Earlier versions saved other values of settings that have no effect without held-out text or without a factor.
+    # Reset settings without effect to their defaults, because earlier versions saved other values.
     if config.data.held_out is None and values.get("data.eval_fraction", config.data.eval_fraction) == 0:
         values["trainer.eval_tokens"] = TrainerConfig.eval_tokens
     if config.model.rope_factor is None:
@@ -98,11 +98,12 @@ def read_run_meta(path: Path) -> dict[str, Any]:
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is a checkpoint of this run, every launch starts from this checkpoint. If it is a checkpoint of another
-    run, the run only starts from this checkpoint. Later launches resume from this run's own checkpoints.
+    If `trainer.resume` is a checkpoint of this run, every launch starts from this checkpoint. If `trainer.resume` is a
+    checkpoint of another run, only the first launch starts from this checkpoint. Later launches resume from this run's own
+    checkpoints.
 
     Returns:
-        The checkpoint, or None for a new run, and the path of the checkpoint of another run if this run branched from it.
+        The checkpoint (None for a new run), and the checkpoint of another run from which this run branched (or None).
 
     Raises:
         ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
@@ -150,8 +151,8 @@ def _parent(path: Path) -> str | None:
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
     """Combine the settings of a resumed run with the settings that must stay as in its checkpoint.
 
-    The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Otherwise, raising `trainer.steps`
-    would also lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
+    The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Therefore, raising `trainer.steps`
+    does not lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
 
     Args:
         path: the checkpoint.
@@ -182,9 +183,9 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
     `current` is the fingerprint of the run's corpus. Other arguments as in `apply_saved_settings`.
 
     Raises:
-        ConfigError: the corpora differ, or the position is not a number of sequences.
+        ConfigError: the corpora differ, or the saved position is damaged.
     """
-    # Checkpoints without the entry "sequences" have read the sequences in the order of the stream.
+    # Older checkpoints lack the entry "sequences", which was always "in order".
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
@@ -201,7 +202,6 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
 
 
 def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current: dict[str, Any], config: Config) -> str:
-    """Describe why two corpora have different fingerprints, if possible by naming the settings that differ."""
     if not meta.get("corpus"):
         return "it does not describe its corpus"
     changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb", "data.num_proc"))
@@ -219,7 +219,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
     Arguments as in `apply_saved_settings`.
 
     Raises:
-        ConfigError: a model setting differs, or any setting differs after the last step.
+        ConfigError: a setting in FIXED differs, or the run is complete and another setting differs.
     """
     changes = _changes(meta, config, COMPARED)
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:

@@ -47,13 +47,13 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The version of the format. Increase this number if older code cannot read new checkpoints. Version 1, written by ringattn
-# 0.2.0, had no number. Version 2 added checksums of meta.json and of every shard.
+# The version of the format. Increase this number if older code cannot read new checkpoints. Version 2 added checksums of
+# meta.json and of every shard.
 FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
-# DCP then stores every tensor under its given name, without a table of nested names.
+# With these options, DCP stores every tensor under its given name.
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 # DCP stores each shard in an archive. The archive adds at most this many bytes to the shard.
@@ -156,11 +156,12 @@ def estimate_size(tensors: Iterable[Tensor]) -> int:
 def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) -> None:
     """Check before the first step that the disk has space for the checkpoints. Only one rank calls this function.
 
-    If the disk has space for some but not all checkpoints, log a warning.
+    If the disk has space for some but not all checkpoints, log a warning. The run will remove checkpoints of steps after
+    `step`, so their space counts as free.
 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
-        step: the number of completed steps. The space of later checkpoints counts as free, because the run removes them.
+        step: the number of completed steps.
         needed: the number of bytes of one checkpoint.
         keep: how many checkpoints the run keeps.
         saves: how many checkpoints the run will write.
@@ -199,8 +200,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Return the `meta` of a checkpoint, with the entries that `save` has added.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, its meta.json is damaged, was edited or belongs to another step, or a newer
-            version has saved it.
+        CheckpointError: `path` is not a checkpoint, its meta.json is damaged, or a newer version saved the checkpoint.
     """
     if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
         found = "another directory" if path.is_dir() else "no such directory"
@@ -278,11 +278,7 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """Return whether an error was raised because the disk is full.
-
-    If torch cannot write a zip archive, it raises "unexpected pos". Its context is the error of the operating system. Errors
-    from other ranks arrive without a context.
-    """
+    """torch's error "unexpected pos" has the OSError of the disk as its context. Errors from other ranks have no context."""
     if isinstance(error, OSError):
         return error.errno in FULL_DISK
     if error is not None and error.__context__ is not None:
@@ -449,7 +445,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Whether a tensor was pinned is left out, so that equal tensors give equal files."""
+    """Saves pinned and unpinned tensors as equal files."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

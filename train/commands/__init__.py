@@ -7,5 +7,5 @@ import sys
 
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     # If torchrun dies, the kernel must send SIGTERM to this process, which would otherwise keep its GPU and the lock on its
-    # directory. Importing torch takes seconds, so the request comes first. Option 1 of prctl(2) is PR_SET_PDEATHSIG.
+    # directory. This call precedes the import of torch, which takes seconds. Option 1 of prctl(2) is PR_SET_PDEATHSIG.
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -109,7 +109,7 @@ def nearest_setting(name: str | None) -> str | None:
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, InsufficientMemory | torch.OutOfMemoryError | MemoryError):
         return True
-    # Triton and PyTorch's allocator for CPUs raise a RuntimeError.
+    # If memory is exhausted, Triton and PyTorch's CPU allocator raise a RuntimeError.
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
@@ -124,7 +124,7 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
 
 
 def describe_external_error(error: Exception) -> str | None:
-    """If a disk or another rank has caused an error, describe the error in one line. Otherwise return None."""
+    """Describe an error that a disk or another rank has caused in one line. Return None for all other errors."""
     if isinstance(error, RingFault | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:

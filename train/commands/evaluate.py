@@ -25,10 +25,10 @@ With evaluate=recall, the command generates the sequences of data=recall. The fi
 accuracy by sequence length and by position of the answer. By default, the recall task is evaluated at the training length, half
 of it, a quarter, and so on. Any model can be evaluated.
 
-With evaluate=needle, the command hides a fact in a long text and measures how often the model finds it, by length and depth.
-evaluate=needles hides four facts, evaluate=variables a chain of variables, and evaluate=counting a number of equal sentences.
-By default, the facts are hidden in the source code of Python's standard library. With data.format=chat, the chat template of
-the tokenizer is used.
+With evaluate=needle, the command hides a fact in a long text, asks the model for the fact, and measures the accuracy by length
+and depth. Similar tasks hide four facts (evaluate=needles), a chain of variables (evaluate=variables) or sentences to count
+(evaluate=counting). By default, the facts are hidden in the source code of Python's standard library. With data.format=chat,
+the chat template of the tokenizer is used.
 """
 
 from dataclasses import dataclass, replace

@@ -41,7 +41,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
     """Return one set of settings per evaluated length. The default lengths are those of `evaluation_lengths`.
 
     Raises:
-        ConfigError: an override describes a text, or a sequence length is not an integer.
+        ConfigError: an override has no effect on the recall task, or a sequence length is not an integer.
     """
     for name in overrides:
         if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer", "data.eos_token"):

@@ -6,9 +6,9 @@
 The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. A model that was trained
 on bytes is exported without a tokenizer, because transformers has none for bytes.
 
-If the run started from a folder in this format, the export contains all files of this folder except its weights. The command
-changes config.json and generation_config.json only where the run differs. For any other run, the command exports the first
-family of `ringattn.train.checkpoint.families` that has the settings of the model, usually Llama.
+By default, the export has the first architecture in `ringattn.train.checkpoint.families` that supports the settings of the
+model, usually Llama. If the run started from a folder in Hugging Face's format, the export contains all files of this folder
+except its weights. The command changes config.json and generation_config.json only where the run differs.
 
 The exporting process holds all parameters in memory at once.
 """
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
-# An export leaves out weights in any format, their indices, and hidden files, which belong to git or to the download.
+# An export does not copy weights, their indices and hidden files such as .gitattributes.
 LEFT_OUT = (
     ".*",
     "*.safetensors",
@@ -172,10 +172,10 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
-    """Return the Hugging Face folder of the model that a run has trained, or None.
+    """Return the Hugging Face folder that belongs to a run's model, or None.
 
-    For a run that started from `trainer.init_from`, the folder is `trainer.init_from`. For other runs, the folder is that of
-    the tokenizer. The config.json in the folder must describe weights with the shapes of the run's model.
+    The candidates are `trainer.init_from` and the folder of the tokenizer. The config.json in the folder must describe weights
+    with the shapes of the run's model.
     """
     tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
     for folder in (initial_weights_path(saved), tokenizer_folder):
@@ -245,7 +245,7 @@ def exported_tensors(
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
-    """Write the tokenizer.json at `path`, and files next to it that the folder does not contain."""
+    """Copy the tokenizer.json at `path`, and copy files of the tokenizer that are missing in `folder`."""
     shutil.copyfile(path, folder / "tokenizer.json")
     for name in TOKENIZER_FILES:
         if path.with_name(name).is_file() and not (folder / name).exists():
@@ -275,7 +275,7 @@ def config_json(
         max_positions: the number of tokens of the longest sequences of the training.
         special: the ids of the special tokens by their names in config.json.
         dtype: the dtype of the weights.
-        published: the folder of a model, whose family is preferred.
+        published: a Hugging Face folder. The export has the family of its model, if possible.
 
     Raises:
         ConfigError: transformers has no architecture with these settings.

@@ -61,7 +61,7 @@ def main() -> NoReturn:
 
 
 def run_command_line(arguments: list[str]) -> None:
-    """Print a continuation by the model that the arguments name. All ranks call this function."""
+    """Continue the prompt, and print the text. All ranks call this function."""
     options, overrides = parse(arguments, Options)
     model = find_model(options.run)
     config = apply_overrides(model.config, overrides)

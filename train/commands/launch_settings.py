@@ -35,9 +35,8 @@ def resolve_settings(
         composed: the settings that Hydra has composed from the YAML files and the command line.
         overrides: the arguments of the command line.
         directory: the directory of the run.
-        lengths: the sequence lengths of a sweep that varies them. All jobs of such a sweep have the same number of tokens per
-            step.
-        world_size: the number of ranks, which is used only together with `lengths`.
+        lengths: the sequence lengths of a sweep's jobs, which all have the same number of tokens per step.
+        world_size: the number of ranks, used only with `lengths`.
 
     Raises:
         ConfigError: a file cannot be read, the checkpoints contradict the settings, or the user sets a value that is derived.

@@ -52,18 +52,17 @@ class Model:
 
 
 def run_command(command: Callable[[list[str]], None], options: type, doc: str | None) -> int:
-    """Run a command on all ranks, and return the exit status.
+    """Run a command on all ranks, and return the exit status. The command must raise user errors on all ranks.
 
     Args:
-        command: a function that all ranks call with the arguments of the command line. A user error must be raised on all
-            ranks.
-        options: the dataclass of the options of the command.
-        doc: the docstring of the command, which is the first part of its help.
+        command: a function that all ranks call with the arguments of the command line.
+        options: the dataclass of the command's options.
+        doc: the first part of the command's help.
     """
     if {"-h", "--help"} & {*sys.argv[1:]}:
         print(help_text(options, doc))
         return 0
-    logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
+    logging.raiseExceptions = False  # Do not print a traceback for every line that cannot be written.
     launch = connect_ranks()
     if dist.get_rank() == 0:
         logging.basicConfig(format="%(message)s")  # Messages are written to stderr.
@@ -173,7 +172,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
     Args:
         model: the evaluated model.
-        output: the folder. If `output` is empty, the files are written next to the directory of the run.
+        output: the folder, or "" for a folder next to the directory of the run.
         name: the name of both files, without the suffix.
         table: the content of the Markdown file.
         plot: a function that writes the plot to a path.

@@ -71,7 +71,7 @@ def main() -> NoReturn:
 
 def run_command_line() -> int:
     """Run all jobs of the command line together with the other ranks. Return the exit status."""
-    logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
+    logging.raiseExceptions = False  # Do not print a traceback for every line that cannot be written.
     launch = connect_ranks()
     startup.end_part("connection")
     try:
@@ -238,7 +238,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
         return 1
     except BrokenPipeError:  # A program that reads the output, such as `head`, has exited.
         return 1
-    except OSError as error:  # The error comes from Hydra, because `run_job` handles all errors of jobs.
+    except OSError as error:  # Hydra could not write the directory of the run.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
         return 1
     except Exception as error:  # Hydra raises errors of various types if it cannot use the command line.

@@ -22,7 +22,7 @@ PACKING = 2**62  # the seed of an order that does not depend on the epoch
 class BestFitDataset(TokenisedDocuments):
     """Packs an endless series of sequences so that few documents are cut. The arguments and the index i determine sequence i.
 
-    The label of the last token of a document is the token that begins every document.
+    Every document begins with the same token, which is also the label of the last token of every document.
 
     Attributes:
         padding: the fraction of padding among all tokens.

@@ -2,7 +2,7 @@
 
 A template may mark these turns with {% generation %} and {% endgeneration %}. For other templates, this module renders two
 texts per turn: the conversation before the turn, with the prompt for the next answer, and the conversation up to the end of the
-turn. The lengths of both texts give the bounds of the turn.
+turn. The turn begins at the end of the first text, and ends at the end of the second text.
 """
 
 import json

@@ -74,8 +74,8 @@ class TokenisedDocuments(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Return values that identify the corpus and its order. Saved positions are invalid if the values change."""
-        # The lengths of the documents identify their order.
+        """Return values that identify the corpus and its order. A saved position is valid only for the same values."""
+        # The checksum of the lengths identifies the order of the documents.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}

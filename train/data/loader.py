@@ -159,7 +159,7 @@ class Loader:
             LoaderError: the loader process failed, or the stream cannot be read.
         """
         micro_steps, size = self._prepare(consumed), self.preparation.sequences_per_step
-        # A checkpoint may need the reader positions before or after the previous step.
+        # Keep the reader positions of the previous step, which a checkpoint may still save.
         known = {count: positions for count, positions in self._positions.items() if count >= consumed - size}
         self._positions = known | {consumed + size: micro_steps[-1].positions}
         return micro_steps
@@ -211,7 +211,7 @@ class AheadLoader(Loader):
 
     def begin(self, preparation: Preparation) -> None:
         super().begin(preparation)
-        # A large message waits for the imports of the process. Meanwhile, this process builds the model.
+        # Send in a thread, because a large message blocks until the loader process has imported its modules.
         self._sending = threading.Thread(target=self._write, args=(_encode(preparation),), daemon=True)
         self._sending.start()
 

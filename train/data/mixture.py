@@ -27,12 +27,12 @@ class MixtureDataset(NumberedSequences):
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Iterable[float], group_size: int = 1):
-        """Mix the sources.
+        """Mix the sources in proportion to their weights.
 
         Args:
             sources: the sequences of each source, by name. Each source is a PackedDataset or a RecordDataset.
-            weights: the weight of each source, greater than 0. Only the ratios of the weights matter.
-            group_size: as the attribute.
+            weights: the weight of each source, greater than 0.
+            group_size: the number of consecutive sequences from the same source.
         """
         self.sources, self.group_size = dict(sources), group_size
         self.seq_len = next(iter(self.sources.values())).seq_len
@@ -92,8 +92,7 @@ def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
     Returns:
         The number of items per source, int64 (sources,), and the index of the source of item `position`.
     """
-    # Item j of a source has the time (j + 1/2) / share. With K sources, item i of the mixture has a time between i - K / 2 and
-    # i + K / 2. Therefore only items with a time near `position` must be sorted.
+    # Sort only the items near `position`. With K sources, the position of an item differs from its index by at most K / 2.
     margin = len(shares)
     first = np.maximum(np.floor((position - margin) * shares).astype(np.int64) - 1, 0)
     stop = np.ceil((position + margin) * shares).astype(np.int64) + 2

@@ -92,7 +92,7 @@ class NeedleDocuments:
     def batch(self, length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
         """Return documents of `length` tokens, one per sequence, and their depth indices, int64 (B,).
 
-        Document n has the depth index n modulo NUM_DEPTHS. The length, the text and n determine document n.
+        Document n has the depth index n modulo NUM_DEPTHS, and the same content in every call.
 
         Raises:
             ConfigError: `length` is too small for the facts and the question.
@@ -111,7 +111,7 @@ class NeedleDocuments:
         task = TASKS[self.task](names, values)
         encode = self.tokenizer.encode
         beginning, whole = encode(task.beginning).tolist(), encode(f"{task.beginning} {task.answer}").tolist()
-        # If the answer changes the last token of the beginning, the model must predict this token as well.
+        # A token may contain characters of the beginning and of the answer. The model must predict such a token as well.
         common = next((i for i, (a, b) in enumerate(zip(beginning, whole, strict=False)) if a != b), len(beginning))
         facts = [encode(f"\n{fact}\n").tolist() for fact in task.facts]
         question = [*encode(f"\n\n{task.question}" + "\n" * (not self.after)).tolist(), *self.after, *whole]
@@ -124,7 +124,7 @@ class NeedleDocuments:
         text = self.text.stream(begin, begin + space)[0] if space else np.zeros(0, np.int64)
         text = np.where((text == self.tokenizer.eos) | (text == self.tokenizer.bos), encode("\n")[-1], text).tolist()
         depth = number % NUM_DEPTHS / (NUM_DEPTHS - 1)
-        # The first fact is at the given depth, and the others are at random places after it.
+        # Insert the first fact at the given depth, and the other facts at random places after the first fact.
         places = sorted(depth + (1 - depth) * (int(word) / 2**64) for word in random.random_raw(len(facts) - 1))
         cuts = [0, *(int(place * space) for place in (depth, *places)), space]
         parts = [text[first:last] for first, last in itertools.pairwise(cuts)]

@@ -106,7 +106,7 @@ class PackedDataset(TokenisedDocuments):
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return the tokens `start` to `stop` - 1 of the stream of an epoch, in the same form as `sequence`."""
         order, ends, _ = self._order_of(epoch)
-        # The last document contains the last label, token `stop`.
+        # The last label is token `stop`, so its document is read as well.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
@@ -137,8 +137,7 @@ class PackedDataset(TokenisedDocuments):
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. If an edge occurs twice, the distance
-        # between both is 0, so the cost stays the same.
+        # A stable sort merges sorted arrays in linear time. Repeated edges do not change the costs.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
@@ -331,7 +330,7 @@ def _once_per_host(prepare: Callable[[], str]) -> str:
     The other ranks poll the store, because a collective would have a time limit.
 
     Raises:
-        ConfigError: on all ranks of a host whose first rank raises this error.
+        ConfigError: on all ranks of a host, if `prepare` raises this error.
     """
     store, rank = _get_default_store(), dist.get_rank()
     # Without torchrun, the hosts of the ranks are unknown, so every rank computes the result.

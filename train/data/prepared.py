@@ -17,7 +17,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "config.json", "special_tokens_map.j
 
 
 def open_prepared(config: DataConfig, tokenizer: Tokenizer) -> Documents:
-    """Open the documents of the folder `data.path`, or the part `data.split` of them. No tokens are read.
+    """Open the documents in the folder `data.path`, and select the part `data.split`. No tokens are read.
 
     Raises:
         ConfigError: the folder is incomplete or damaged, or was prepared with another tokenizer or other settings.

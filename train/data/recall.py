@@ -22,7 +22,7 @@ from ringattn.train.data.documents import NumberedSequences
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# In a long document, the facts have this number of tokens, and so have the queries.
+# The number of tokens in the block of facts, and in the block of queries. Short documents have smaller blocks.
 BLOCK = 32
 
 # The length in tokens of the shortest training documents.
@@ -93,7 +93,7 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return the `document_lengths` that have space for two full blocks, but at least the longest length."""
+    """Return all `document_lengths` with space for two blocks of BLOCK tokens. If there are none, return the longest length."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 

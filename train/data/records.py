@@ -46,7 +46,7 @@ class RecordEncoder:
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 
     def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
-        """-1 - t encodes a token t without loss.
+        """Return the tokens of a record, int32 (N,). A token t without loss is stored as -1 - t.
 
         Raises:
             ConfigError: the record is invalid. The message contains `where`.
@@ -93,13 +93,12 @@ class RecordDataset(TokenisedDocuments):
     """
 
     def __init__(self, records: Documents, seq_len: int, seed: int, group_size: int = 1):
-        """Pack the records.
+        """Pack records into sequences of `seq_len` tokens. A `group_size` above the number of sequences is ignored.
 
         Args:
             records: the tokenised records.
-            seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            group_size: as the attribute. If there are fewer sequences, `group_size` is ignored.
+            group_size: the number of consecutive sequences with a similar cost of attention.
 
         Raises:
             ConfigError: no record has at most `seq_len` tokens.
@@ -147,7 +146,7 @@ class RecordDataset(TokenisedDocuments):
         return order[self.lengths[order] <= self.seq_len]
 
     def beginning(self, num_tokens: int) -> list[int]:
-        """Return the tokens before the first answer of a record, at most `num_tokens` tokens if any record allows it."""
+        """Return the prompt of a record. Choose a prompt of at most `num_tokens` tokens if possible."""
         prompts = list[list[int]]()
         for number in self.random_records()[:NUM_SAMPLED].tolist():
             tokens, labels = self.record(number)

@@ -50,7 +50,7 @@ class ShardWriter:
         return len(self._lengths)
 
     def write(self, stored: np.ndarray) -> None:
-        """Append a document: int32 (N,). With a loss mask, -1 - t is the token t without loss."""
+        """Append a document: int32 (N,). In shards with a loss mask, -1 - t encodes a token t without loss."""
         columns = [np.where(stored < 0, ~stored, stored) if "loss" in self._files else stored]
         if len(stored) and not 0 <= columns[0].min() <= columns[0].max() <= np.iinfo(self._dtype).max:
             raise ValueError(f"a token id from {columns[0].min()} to {columns[0].max()} does not fit into {self._dtype.name}")

@@ -45,8 +45,8 @@ ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 HELD_OUT_ROWS = 10_000
 
 # An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the
-# columns `DataConfig.columns`. A row without text has the content "". A blank line of JSON lines has the content None. Slices
-# such as "train[:90%]" do not count blank lines. For a faulty document, the content is a ConfigError.
+# columns `DataConfig.columns`. A row without text has the content "", and a faulty document a ConfigError. None is the content
+# of a blank line in a file of JSON lines. Slices such as "train[:90%]" do not count blank lines.
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
@@ -73,9 +73,9 @@ class Piece:
     """Describes a part of a corpus that one process reads.
 
     Attributes:
-        files: several whole files, or one file of which only a range is read. Pieces of a hub dataset have no files.
+        files: several whole files, or one file of which only a range is read, or () for a dataset of the hub.
         size: the approximate size in bytes.
-        begin, end: the bytes of a file of JSON lines, the row groups of a Parquet file, or the rows of a dataset of the hub.
+        begin, end: the range of bytes (JSON lines), row groups (Parquet) or rows (hub).
     """
 
     files: tuple[State, ...]
@@ -108,9 +108,7 @@ class Corpus:
     """Divides the documents of a source into pieces.
 
     Args:
-        config: the settings of the source.
-        num_pieces: the number of pieces, if they would otherwise have between `min_bytes` and PIECE_BYTES bytes.
-        min_bytes: the size of the smallest pieces.
+        num_pieces: the wanted number of pieces, which have from `min_bytes` to PIECE_BYTES bytes.
 
     Attributes:
         pieces: the pieces, in the order of the documents.
@@ -210,7 +208,6 @@ def slice_rows(entries: Iterable[Entry], first: int, last: int | None) -> Iterat
 
 
 def _folder_of(config: DataConfig) -> Callable[[str], str]:
-    """A file outside `data.path` and the standard library is its own folder."""
     library = Path(sysconfig.get_path("stdlib"))
     root = library if config.source == "stdlib" else Path(config.path or "").expanduser().resolve()
     if not root.is_dir():
@@ -223,8 +220,8 @@ def _folder_of(config: DataConfig) -> Callable[[str], str]:
 
 
 def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Entry]:
-    """Yield an error for each faulty file of a folder, and then one document that joins all other files. A line with its name
-    precedes each file.
+    """Yield an error for each faulty file of a folder. Then yield a document that joins all other files, each after a line with
+    the file name.
     """
     read: Any = _read_library_file if config.source == "stdlib" else _read_text
     texts, size = list[str](), 0
@@ -363,7 +360,7 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
     number, position = 0, begin
     try:
         with _open(file) as stream:
-            if begin:  # The previous piece contains the line with the byte before `begin`.
+            if begin:  # Skip the line with the byte before `begin`, which the previous piece contains.
                 stream.seek(begin - 1)
                 position += _skip_line(stream) - 1
             start = position

@@ -140,7 +140,7 @@ class Reader:
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
-        """Read the texts that follow a place in the stream: an epoch, the index of a piece in its order, and an entry.
+        """Read the texts of the stream, beginning at entry number `entry` of piece number `piece`.
 
         Yields:
             The place after each text, and the text. At the end of an epoch, the text is None.
@@ -170,10 +170,9 @@ class StreamDataset(NumberedSequences):
     """Reads an endless series of sequences from a stream. Request the sequences in ascending order.
 
     Attributes:
-        config: the data settings.
-        tokenizer: the tokenizer.
-        corpus: a FileCorpus or a HubCorpus, which reads the pieces.
-        start: the position from which each reader continues, by its number. A reader without an entry starts at the beginning.
+        corpus: a FileCorpus or a HubCorpus.
+        start: maps the number of a reader to the position where the reader continues. By default, readers start at the
+            beginning.
     """
 
     config: DataConfig
@@ -192,7 +191,7 @@ class StreamDataset(NumberedSequences):
 
     @property
     def splits(self) -> dict[str, int]:
-        """The number of rows is unknown, so return a number that no split exceeds."""
+        """Return a very large number of rows for each split, because the number is unknown."""
         names = (self.config.split, self.config.eval_split or "train")
         return {re.split(r"\W", name)[0]: 2**40 for name in names}
 
@@ -244,7 +243,7 @@ class StreamDataset(NumberedSequences):
         return saved
 
     def check_positions(self, saved: Any, consumed: int) -> None:
-        """Raise ConfigError if a checkpoint lacks a position of a reader after `consumed` sequences."""
+        """Raise ConfigError unless a checkpoint contains the positions of all readers after `consumed` sequences."""
         expected = {str(number): -(-(consumed - number) // self.num_readers) for number in range(self.num_readers)}
         expected = {number: count for number, count in expected.items() if count > 0}
         is_complete = isinstance(saved, dict) and saved.keys() == expected.keys()

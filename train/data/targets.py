@@ -60,7 +60,7 @@ class Passage:
 
 
 class Window(NamedTuple):
-    """The tokens `start` to `stop` - 1 of a passage. Those from `first` on are targets. `size` is `stop` - `start`."""
+    """The tokens `start` to `stop` - 1 of a passage. Tokens from `first` on are targets. `size` is `stop` - `start`."""
 
     size: int
     length: int  # the index of the length
@@ -76,8 +76,8 @@ class Targets:
     Attributes:
         tokens: (D,) int64, the number of target tokens in each of the D documents with target tokens.
         checksum: the CRC-32 checksum of the target tokens' labels.
-        num_groups: D times the number of lengths.
-        num_sequences: the number of sequences for all windows.
+        num_groups: the number of groups, D times the number of lengths.
+        num_sequences: the number of packed sequences.
     """
 
     def __init__(self, held_out: Sequences, seq_len: int, lengths: list[int], eval_tokens: int, mask_documents: bool):
@@ -114,7 +114,7 @@ class Targets:
             numbers: the numbers of the sequences. Sequences from number `num_sequences` on contain no target tokens.
 
         Returns:
-            The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at length number i has the
+            The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at `lengths[i]` has the
             group i * D + d. All other tokens have the group `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
@@ -145,8 +145,8 @@ class Targets:
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
     """Read the blocks of target tokens. Each block has up to `context` earlier tokens.
 
-    In the recall task, a block is a whole sequence, because the sequences are independent. If the text consists of records, a
-    block is a record from its first label on.
+    In the recall task, a block is a whole sequence, because the sequences are independent. In conversations and completions, a
+    block begins at the first label of a record and ends with the record.
     """
     if isinstance(held_out, RecordDataset):
         for number in held_out.random_records().tolist():
@@ -167,7 +167,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # Each block ends its part of the text, so many tokens precede the block.
+        # Divide the text into `count` parts. A block of target tokens is at the end of each part.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)

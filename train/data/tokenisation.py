@@ -32,7 +32,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 
 SHARD_TOKENS = 2**26  # a killed process loses at most this many tokens
 SHARD_DOCUMENTS = 2**20  # limits the memory for the lengths of short documents
-NUM_PIECES = 128  # A small text must have pieces for many processes.
+NUM_PIECES = 128  # enough pieces of a small text for many processes
 NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum

@@ -21,7 +21,7 @@ Add = Callable[[int], None]  # counts bytes that have been processed
 
 # Fewer bytes per process would take less time than the start of the processes.
 MIN_BYTES = 2**24
-# The tokenizer "bytes" and checksums process this many times as many bytes per second as other tokenizers do.
+# The speed of checksums and of the tokenizer "bytes", relative to the speed of other tokenizers.
 FAST = 32
 SHOW_EVERY = 10.0  # seconds between two lines of progress
 FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter
@@ -42,7 +42,7 @@ class Progress:
         self.show(self._done + size)
 
     def show(self, done: int, at_end: bool = False) -> None:
-        """Log the progress at most every SHOW_EVERY seconds. At the end, log only if an earlier line was logged."""
+        """Log the progress at most every SHOW_EVERY seconds. Short work is never logged."""
         self._done, now = done, time.monotonic()
         if now - self._shown < SHOW_EVERY and not (at_end and self._shown > self._begin):
             return

@@ -1,11 +1,10 @@
 """Cache the keys and values that the layers of a model need in generation.
 
-A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a window needs only the newest
-keys. If the window is shorter than a shard of all keys, every rank stores the whole window in a local cache. Decoding then
-sends no messages.
+A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a short window needs few keys, so
+every rank stores the whole window in a local cache. Decoding with a local cache sends no messages.
 
-A local cache with R rows stores the token at position p in row p % R, over a token that has left the window. Keys are rotated
-before they are stored, so the rows may have any order. On one rank, all caches are local.
+A local cache with R rows stores the token at position p in row p % R. The overwritten token is no longer in the window. Keys
+are rotated before they are stored, so the rows may have any order. On one rank, all caches are local.
 """
 
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ class Place(NamedTuple):
 
 
 def new_cache(window: int | None, num_tokens: int, rank: int = 0, ranks: int = 1) -> KVCache:
-    """Return an empty cache for up to `num_tokens` tokens of a layer. The cache is local unless a shard needs fewer rows."""
+    """Return an empty cache for up to `num_tokens` tokens of a layer. The cache is local if the window fits into a shard."""
     rows = min(window or num_tokens, num_tokens)
     return KVCache(rows) if rows <= -(-num_tokens // ranks) else KVCache(num_tokens, rank, ranks)
 
@@ -50,7 +49,7 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group |
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """Return the place of the token at `position`, int64 (1,), in local caches of each size."""
+    """Return the `Place` of a token by the size of the local cache. `position` is int64 (1,)."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]

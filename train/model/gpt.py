@@ -1,6 +1,6 @@
 """Define the GPT, which has rotary position embeddings, grouped query heads and gated feed-forward networks.
 
-The model receives attention as a function. It therefore runs on any shard of a sequence without a process group:
+The model receives attention as a function. The model therefore needs no process group and runs on any shard of a sequence:
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 

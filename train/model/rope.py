@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# A pair of dimensions keeps its frequency if it rotates more often than this within the training length. The frequency of a
-# pair with at least one rotation, but fewer than this number, is interpolated.
+# A pair of dimensions keeps its frequency if it rotates more often than this within the training length. Frequencies of 1 to
+# MAX_ROTATIONS rotations are interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 

@@ -47,7 +47,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     one_group = estimate.has_one_group(model, bf16)
     # With shards of different lengths, the message sizes would depend on the documents.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
-    # With experts, the loss has a second part, and the parameters rarely fit into one group.
+    # Graphs support neither the load-balancing loss of experts nor sinks.
     is_dense = model.experts is None and not model.sinks
     # Models with several masks were tested in graphs only on one GPU.
     has_one_mask = shape.sequence == 1 or len({*model.windows}) == 1
@@ -222,7 +222,7 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy all parameters to the graphs in one call. Between single copies, the GPU would wait for the host."""
+    """Copy all parameters to the graphs in one call. With a call per parameter, the GPU would wait for the host."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters

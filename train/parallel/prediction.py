@@ -120,9 +120,9 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 
 
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
-    """Return the predicted time of a step, and up to two meshes that are predicted to be faster.
+    """Return the predicted time of a step, and meshes with a higher predicted speed.
 
-    At most one of these meshes has as many data-parallel ranks as `shape`.
+    Return the fastest mesh with the same number of data-parallel ranks, and the fastest mesh with another number.
     """
     plans = {other: choose_plan(config, other, machine) for other in possible_shapes(config, machine.ranks)}
     speeds = {

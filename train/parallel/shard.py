@@ -27,8 +27,8 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     Every rank draws all weights, one group of blocks at a time, and keeps only its own shard. The weights therefore do not
     depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.
 
-    Whole FSDP groups are moved to host memory, until they contain the last `host_blocks` blocks. Parameters outside the blocks
-    stay on the device, because the next forward pass begins with them. Return the model and the groups in host memory.
+    The FSDP groups of the last `host_blocks` blocks are moved to host memory. Parameters outside the blocks stay on the device,
+    because the next forward pass begins with them. Return the model and the groups in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
     # If the argument is None, FSDP frees the gathered parameters of all modules except the root after the forward pass.

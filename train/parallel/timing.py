@@ -1,8 +1,7 @@
 """Predict the seconds of a training step on a mesh of GPUs under a memory plan.
 
 A micro-step takes as long as its slower part, which is the GPU or the host. `ringattn.planning` predicts attention. The
-constants below predict all other work. The constants were fitted to runs on one to four H100s and H200s
-(tests/train/parallel/test_prediction.py).
+constants for all other work were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
 """
 
 import re
@@ -63,9 +62,9 @@ HOST_LINK = 51e9
 HOST_ADAM = 4.3e9 / 16
 # Matrix products of 8192 x 8192 matrices reach 1,240 TFLOP/s in FP8 and 729 in bf16 on an H200 (2026-11-27).
 FLOAT8_SPEEDUP = 1240 / 729
-# The speed of attention in the forward pass, relative to both passes together (65,536 tokens on an H200, 2026-11-27).
+# Attention reaches 736 TFLOP/s in the forward pass, and 637 in both passes together (65,536 tokens on an H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
-# Adding the weight gradients of a chunk to fp32 sums moves this many bytes per parameter.
+# The memory traffic of adding a chunk's weight gradients to fp32 sums, in bytes per parameter.
 CHUNK_BYTES = 10
 
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# The predicted time of a step is based on the documents of this many sequences.
+# The number of sequences that are read to predict the time of a step.
 SAMPLED_SEQUENCES = 32
 
 # Text about FP8 attention for each value of trainer.fp8_attention.
@@ -176,8 +176,8 @@ def communication_facts(run: Run) -> dict[str, Any]:
     All ranks must call this function, and only after the first step has connected them.
 
     Returns:
-        `transport`: "nvlink", "nccl", "gloo" or None. A ring also has `route`, `schedule_forward`, `schedule_backward` and
-        `predicted_exposed_communication_s_per_step`, the seconds of communication that attention does not hide.
+        `transport`: "nvlink", "nccl", "gloo" or None. For a ring, the dict also contains `route`, `schedule_forward`,
+        `schedule_backward` and `predicted_exposed_communication_s_per_step`.
     """
     mesh, parallel = run.mesh, run.config.parallel
     if mesh.ring.size() == 1:

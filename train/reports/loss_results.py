@@ -1,7 +1,7 @@
 """Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
 
-The error of a loss is half the width of its 95% interval, from a bootstrap over documents. Both losses of a difference are
-means over the same tokens, so its error is much smaller.
+The error of a loss is half the width of its 95% interval, from a bootstrap over documents. A difference of two losses has a
+much smaller error, because both losses are means over the same tokens.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def _with_error(form: str, value: float, errors: np.ndarray | None, index: int) 
 
 
 def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
-    """Plot the losses and their differences to the first length, with error bars, as a PNG file."""
+    """Plot the losses by length, and their differences from the loss at the shortest length, as a PNG file with error bars."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -124,9 +124,7 @@ def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
 
 
 def label_numbers(axis: Any) -> None:
-    """Label the ticks of an axis with numbers such as 10,000,000. By default, matplotlib would label ticks as 1 below a factor
-    "1e7".
-    """
+    """Label the ticks of an axis with numbers such as 10,000,000, instead of 1 and a factor 1e7."""
     axis.set_major_formatter("{x:,.10g}")
 
 

@@ -55,9 +55,9 @@ class Recorder:
         """Open metrics.jsonl.
 
         Args:
-            done: the number of completed steps. Records of later steps are removed. math.inf keeps all records.
-            peak_flops: the peak FLOP/s of one device, to compute the MFU. None leaves the MFU out.
-            wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
+            done: the number of completed steps, or math.inf. Records of later steps are removed.
+            peak_flops: the peak FLOP/s of one device, or None to omit the MFU.
+            wandb_run: the W&B run, which also receives all records. The caller closes the W&B run.
         """
         self._is_active = not dist.is_initialized() or dist.get_rank() == 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -80,8 +80,8 @@ class Recorder:
         Args:
             tokens, flops: the tokens and the model FLOPs of the step, on all ranks together.
             seconds: the time that the step took.
-            show: whether the console may show the step now. If False, `extend` shows the step together with its evaluation.
-            values: all other metrics. `total_tokens`, the tokens consumed so far, is the x axis of the plot.
+            show: whether the console may show the step now, or only after `extend` has added its evaluation.
+            values: all other metrics. The plot shows the losses over `total_tokens`, the number of consumed tokens.
         """
         if not self._is_active:
             return
@@ -100,7 +100,7 @@ class Recorder:
         """Add metrics to the record of `step`, which must be the latest one."""
         if not self._is_active:
             return
-        # A single write replaces the end of the line, so that a kill never leaves a part of a line.
+        # Use a single write, so that a kill never leaves an incomplete line.
         self._file.seek(self._file.tell() - len("}\n"))
         self._file.write(", " + _to_json(values).removeprefix("{"))
         self._file.flush()
@@ -114,7 +114,7 @@ class Recorder:
         return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
 
     def amend(self, step: int, **values: float) -> None:
-        """Add metrics to the record of a step from an earlier launch."""
+        """Add metrics to the record of any step in metrics.jsonl."""
         if not self._is_active:
             return
         self._file.close()
@@ -250,7 +250,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
-    """The error bars show the errors of the differences to the shortest length."""
+    """Each error bar is the error of the difference from the loss at the shortest length."""
     losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
     draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
     axes.set_xlabel(f"sequence length in tokens (step {record['step']})")

@@ -1,4 +1,4 @@
-"""Report how long the documents of a corpus are, and how many of them the packing into sequences cuts."""
+"""Report the lengths of documents, and the fraction of documents that packing into sequences cuts."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +59,7 @@ def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
     bins = 2 ** np.arange(0, np.log2(longest) + 1, 0.5)
     for index, (name, text) in enumerate(texts.items()):
         for lengths, style, kind in ((text.lengths, "-", "documents"), (text.parts[0], "--", "parts in sequences")):
-            # A long document has more tokens than many short ones, so the height of a bin is its share of the tokens.
+            # Weight each document by its tokens, because a histogram of counts would hide the few long documents.
             shares = np.histogram(lengths, bins, weights=lengths / lengths.sum())[0]
             axes.stairs(shares, bins, color=f"C{index}", linestyle=style, label=f"{name} {kind}".strip())
     axes.axvline(next(iter(texts.values())).seq_len, color="0.5", linewidth=0.8, label="data.seq_len")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringattn.train.settings.config import replace_link
 
-# Accuracies by sequence length in tokens and position of the answer in percent
+# Maps a pair (sequence length in tokens, position of the answer in percent) to an accuracy.
 Accuracies = dict[tuple[int, int], float]
 
 

@@ -212,7 +212,7 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
-    """The error bar of a line is at its longest length."""
+    """Draw one line per job, with an error bar at the longest length."""
     for outcome in outcomes:
         if isinstance(outcome.result, dict) and (losses := _losses_by_length(outcome)):
             errors = [0.0] * (len(losses) - 1) + [outcome.result.get("eval_loss_error") or 0.0]

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Translates WANDB_MODE to a value of `logger.wandb`.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
-# The folder that the user has chosen for table contents before their upload.
+# The user's folder for table contents that W&B has not uploaded yet.
 USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 
 

@@ -84,8 +84,8 @@ class LayerAttention(NamedTuple):
 class ModelConfig(Frozen):
     """The architecture of the GPT."""
 
-    # The number of rows of the embedding. If None, every token of the tokenizer has one row. Published models may have more
-    # rows. The loss and the sampling leave additional rows out, but transformers includes them in its softmax.
+    # The number of rows of the embedding. If None, this number is the vocabulary size of the tokenizer. Published models may
+    # have additional rows, which our loss and sampling ignore, unlike transformers.
     vocab_size: int | None = None
     # Transformer blocks.
     layers: int = 2
@@ -93,7 +93,7 @@ class ModelConfig(Frozen):
     dim: int = 128
     # Query heads.
     heads: int = 4
-    # Key heads, which must divide `heads`. Fewer key heads than query heads are grouped-query attention.
+    # Key heads, which must divide `heads`. Grouped-query attention has fewer key heads than query heads.
     kv_heads: int = 2
     # The width of one head, even and at most 256. If None, the width is `dim / heads`.
     head_dim: int | None = None
@@ -104,8 +104,7 @@ class ModelConfig(Frozen):
     experts: int | None = None
     # The number of experts that the router chooses for each token.
     experts_per_token: int = 2
-    # Whether the weights of the chosen experts are scaled to sum to 1. Otherwise, the weights are probabilities among all
-    # experts.
+    # Whether the weights of the chosen experts are scaled to sum to 1, or are probabilities among all experts.
     normalise_top_k: bool = True
     # Whether the router and the experts have biases, as in gpt-oss.
     expert_bias: bool = False
@@ -192,7 +191,7 @@ class ModelConfig(Frozen):
         return LayerAttention(self.window if is_local else None, rope)
 
     def for_length(self, seq_len: int) -> "ModelConfig":
-        """Return the settings for sequences of `seq_len` tokens. LongRoPE keeps only the list of divisors for this length."""
+        """Return the settings for sequences of `seq_len` tokens, with LongRoPE's divisors for this length."""
         if self.rope_factors is None or seq_len <= (self.rope_trained_len or seq_len):
             return self
         return replace(self, rope_factors=self.rope_factors[self.rotary_dim // 2 :] * 2)
@@ -235,8 +234,8 @@ class DataConfig(Frozen):
     # `source`, `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of every source
     # is held out.
     mix: list[MixSource] = field(default_factory=list)
-    # The action at the end of the text, or of a source of a mixture. With "repeat", the text is read again in another order,
-    # and a message says so. With "end", the number of steps is limited by the text.
+    # The action when the text, or a source of a mixture, has been read to its end. With "repeat", the text is read again in
+    # another order, and a message says so. With "end", the number of steps is limited by the text.
     exhausted: str = "repeat"
     # Whether text in "jsonl", "parquet" and "hub" is read, tokenised and packed during training, instead of before the first
     # step.
@@ -274,8 +273,8 @@ class DataConfig(Frozen):
     # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
     # text and counts it.
     on_error: str = "raise"
-    # The number of processes per host that tokenise the text. None: the cores of the host divided by its ranks. A small text
-    # needs fewer processes.
+    # The number of processes per host that tokenise the text. If None, this number is the number of CPU cores per rank, but
+    # lower for a small text.
     num_proc: int | None = None
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
@@ -295,9 +294,9 @@ class DataConfig(Frozen):
     packing: str = "stream"
     # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
-    # The number of consecutive sequences whose attention has a similar cost. With such groups, data-parallel ranks do not wait
-    # for each other. 1 means no groups. None: the sequences of a micro-step. A single data-parallel rank, a mixture, or
-    # `mask_documents=false` has no groups by default. A resumed run keeps the group size of its checkpoint.
+    # The number of consecutive sequences with a similar cost of attention. Groups of such sequences keep data-parallel ranks
+    # equally busy. If None, a group contains the sequences of one micro-step. By default, a run has no groups if it has one
+    # data-parallel rank, a mixture or `mask_documents=false`. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property
@@ -330,7 +329,7 @@ class DataConfig(Frozen):
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
-        # The seed is fixed, so that runs with different seeds are evaluated on the same text.
+        # Use a fixed seed, so that all runs are evaluated on the same text.
         return replace(self, path=path, split=split, eval_path=None, eval_split=None, eval_fraction=0.0, seed=0)
 
     @property
@@ -394,8 +393,8 @@ class OptimConfig(Frozen):
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
     # The peak learning rate. If None, the rate is 6e-4 for 124 million parameters, and lower for larger models. With
-    # `model.qk_norm`, the rate is 1.75 times as high. Starting from trained weights divides the rate by 10. The run prints its
-    # rate.
+    # `model.qk_norm`, the rate is 1.75 times as high. A run that starts from trained weights has a 10 times lower rate. The run
+    # prints its rate.
     lr: float | None = None
     # AdamW's decay rates for the averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
@@ -461,8 +460,9 @@ class TrainerConfig(Frozen):
     # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
     # checkpoint, the trained model is lost. Another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
-    # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory.
-    # None: yes, if the run also saves before its last step, and the copies need at most half of the available host memory.
+    # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory. If
+    # None, a run that saves before its last step uses background saves, unless the copies need more than half of the available
+    # host memory.
     background_saves: bool | None = None
     # The number of recent checkpoints that the run keeps.
     keep_checkpoints: int = 2
@@ -484,7 +484,7 @@ class TrainerConfig(Frozen):
     # shows the first three steps of a launch, and then at most one step every five seconds. The last step and evaluations are
     # always shown.
     log_every: int | None = None
-    # The number of tokens that a run generates at its end. Launching a completed run again generates a new sample. 0: none.
+    # The number of tokens that a run generates at its end, or 0. Launching a completed run again generates another sample.
     sample_tokens: int = 128
     # The text that the sample continues. None: the first 256 tokens of the longest held-out document, or "def " without
     # held-out text.
@@ -556,7 +556,7 @@ GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 # The names of all settings in these groups, such as "trainer.steps".
 SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
-# A run may differ from its initial weights in these settings.
+# A run may change these model settings of its initial weights.
 MAY_DIFFER = {
     "rope_theta",
     "rope_factor",
@@ -604,8 +604,8 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
-# The valid range of each numeric setting, including both ends. It does not apply to None. The upper ends reject values that
-# would overflow, or that no run would reach.
+# The smallest and the largest valid value of each numeric setting that is not None. Larger values are unrealistic or would
+# overflow.
 RANGES = {
     "model.vocab_size": (1, 2**30),
     "model.layers": (1, 4096),
@@ -861,7 +861,7 @@ def _check_training(config: Config) -> Iterator[str]:
     if (optim.warmup_steps or 0) > trainer.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
     if config.data.source == "recall" and not config.data.mask_documents:
-        # The documents of a recall sequence use the same lookup keys. Without masks, a lookup key would have several values.
+        # The documents of a recall sequence assign different values to the same keys, so a query must not see other documents.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if config.memory.activations.startswith("offload") and config.model.layers == 1:
         given = f"memory.activations={config.memory.activations}"

@@ -1,4 +1,4 @@
-"""Explain the settings, in `train/run.py --help` and docs/settings.md, by the comments above the fields of the dataclasses."""
+"""Explain the settings in `train/run.py --help` and docs/settings.md with the comments in `config.py`."""
 
 import inspect
 import re

@@ -11,8 +11,8 @@ from ringattn.train.settings.config import Config
 def literal_settings(values: dict[str, Any]) -> DictConfig:
     """Return all settings with the given values. Other settings have their defaults.
 
-    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Strings may come from somebody else, so
-    this module prevents the replacement.
+    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Strings from untrusted files must not read
+    environment variables.
 
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.

@@ -27,8 +27,7 @@ from ringattn.train.settings.token_budget import SOURCES
 def reset_unused(config: Config, given: set[str]) -> Config:
     """Reset settings that have no effect to their defaults, unless the command line sets them.
 
-    A recipe or an experiment may set a setting without effect. Settings of the command line are not reset, so that
-    `config.check` reports them.
+    If a setting of the command line has no effect, `config.check` raises an error.
     """
     return with_settings(config, _values_of(Config(), (name for name, _, _ in unused_settings(config) if name not in given)))
 
@@ -117,7 +116,7 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
         if is_chosen or f"model.{field.name}" in given:
             overrides[field.name] = value
     if overrides.get("rope_factor", model.rope_factor) is None:
-        # Without a factor, these settings have no effect.
+        # Without `rope_factor`, `rope_trained_len` and `rope_scaling` have no effect.
         for name in ("rope_trained_len", "rope_scaling"):
             overrides.setdefault(name, getattr(ModelConfig, name))
     if overrides.get("rope_scaling", model.rope_scaling) != "longrope":

@@ -67,7 +67,7 @@ class HostActivations:
         self._leaving = leaving, self._copy(leaving, start, to_host=True)
 
     def finish_storing(self) -> None:
-        """Free the GPU tensors that were stored last, after their copy."""
+        """Free the GPU memory of the block that was stored last. The compute stream waits for the copy."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
@@ -83,7 +83,7 @@ class HostActivations:
         self._arriving[block] = tensors, self._copy(arriving, self._ends[block], to_host=False)
 
     def fetch(self, block: int) -> list[Tensor]:
-        """Return the tensors of a block. The compute stream waits for their copies. Call it once per `store`."""
+        """Return the tensors of a block. The compute stream waits for their copies. Call `fetch` once per `store`."""
         self.prefetch(block)
         tensors, arrived = self._arriving.pop(block)
         arrived.wait()
@@ -93,7 +93,7 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Copy tensors to host memory from byte `start` on, or back. Return an event that marks the end of the copy."""
+        """Start a copy between `tensors` and the host memory from byte `start` on. Return an event at the end of the copy."""
         # The compute stream may still use the source, or the memory that the destination reuses.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()
@@ -119,7 +119,7 @@ def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, att
     """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
 
     The first `attention_blocks` blocks also recompute attention. `count` must be at least 1 and less than the number of blocks.
-    Checkpoint the other blocks before this call.
+    Apply activation checkpointing to later blocks before calling this function.
     """
     for index, block in enumerate(blocks[:count]):
         block.forward = partial(_run_offloaded, block.forward, index, host, index >= attention_blocks)

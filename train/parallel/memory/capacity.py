@@ -31,7 +31,7 @@ COPIES = "copies for background saves"
 
 
 class InsufficientMemory(ConfigError):
-    """A job needs more memory than its ranks have."""
+    """The memory of the ranks is too small for a job."""
 
 
 class Needs(NamedTuple):

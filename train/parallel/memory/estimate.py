@@ -109,11 +109,10 @@ def needs(
 
     Args:
         config: the settings of the run.
-        shape: the numbers of ranks. With all-to-alls, each block saves its attention output twice, before and after the
-            all-to-all.
+        shape: the shape of the mesh.
         bf16: whether the model computes in bf16.
-        compiled: whether torch.compile is used. Compiled code saves only the inputs of matrix products.
-        common: the result of `PlanIndependent.of`, which is computed if it is None.
+        compiled: whether torch.compile is used.
+        common: the result of `PlanIndependent.of`, to avoid repeated computation.
     """
     common = common or PlanIndependent.of(config, shape)
     model, size, ranks, layers = config.model, 2 if bf16 else 4, shape.ranks, config.model.layers
@@ -128,7 +127,7 @@ def needs(
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
     # The GPU keeps two fp32 buffers for weights from host memory.
     state = ((4 + moment_bytes(config)) * kept + (8 * group if plan.host_blocks else 0)) / ranks
-    # With one micro-step per step, there are no gradients before the backward pass.
+    # Gradients exist before a backward pass only if a step has several micro-steps.
     gradients = 4 * kept / ranks if config.trainer.accumulate > 1 else 0
 
     tokens = tokens_per_micro_step(config, shape)
@@ -137,8 +136,8 @@ def needs(
     shared = tokens * (4 * common.rotary_dims + 24)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. The gradient also exists
-    # at the same time as the results of its matrix products.
+    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. Later, the gradient of the
+    # logits and the gradients of the head and the hidden states exist at the same time.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:
@@ -223,7 +222,7 @@ class _Saved(NamedTuple):
         model, size, outputs = config.model, 2 if bf16 else 4, 2 if shape.ulysses > 1 else 1
         kept, checkpointed = _saved_bytes_per_token(model, size, outputs, compiled)
         if plan.num_chunks(tokens_per_rank(config, shape)) > 1:
-            # Chunks save the inputs and the outputs of attention, and recompute everything else.
+            # A block that runs in chunks saves only the inputs and the outputs of attention.
             kept = checkpointed + size * sum(_attention_dims(model))
         return cls(plan, kept, checkpointed, size * model.dim)
 
@@ -249,8 +248,8 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
     if (count := plan.num_chunks(rows)) == 1:
         # Without chunks, the backward pass computes the gradients of the residual stream and of the hidden layer.
         return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
-    # The gradients of the output, the input and attention exist for all tokens. The tensors of the feed-forward network and
-    # their gradients exist for one chunk at a time. The gradients of the weights are summed in fp32.
+    # The gradients of the block's output, its input and its attention output exist for all tokens. The tensors of the
+    # feed-forward network and their gradients exist for one chunk at a time. The gradients of the weights are summed in fp32.
     chunk = 6 * model.dim + 4 * hidden_dim(model) + 3 * _routed_dim(model)
     sums = 4 * (block_parameters(model) - projection_parameters(model))
     return size * tokens * (2 * model.dim + query_dim) + size * -(-tokens // count) * chunk + sums
@@ -290,7 +289,7 @@ def _attention_dims(model: ModelConfig) -> tuple[int, int]:
 def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int, compiled: bool) -> tuple[int, int]:
     """Return the bytes per token that a block saves for its backward pass, without and with activation checkpointing.
 
-    `size` is the number of bytes per element, and `attention_outputs` is how often the attention output is saved.
+    `size` is the number of bytes per element. `attention_outputs` is 2 if the output is saved before and after an all-to-all.
     """
     query_dim, key_value_dim = _attention_dims(model)
     # A block of eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the

@@ -4,9 +4,8 @@
     backward               FSDP's reduce-scatter -> norm on the GPU -> host gradients
     next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
 
-With FSDP's own CPUOffloadPolicy, the host would wait for the last gradient at the end of every backward pass. The CPU would
-also add up the gradients of several micro-steps. On a single rank, CPUOffloadPolicy would run no kernel while weights are
-copied.
+FSDP's own CPUOffloadPolicy is slower: the host waits for the last gradient at the end of every backward pass, and the CPU adds
+up the gradients of micro-steps. On a single rank, no kernel runs while CPUOffloadPolicy copies weights.
 """
 
 from concurrent.futures import Future
@@ -138,9 +137,9 @@ class HostParameter(FSDPParam):
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
-        """True keeps FSDP from reading the weights, because FSDP would convert them on the CPU.
+        """While FSDP gathers weights, True prevents FSDP from converting the weights on the CPU.
 
-        During a reduction, False makes FSDP pass the gradients to `to_sharded_dtensor` without a copy.
+        While FSDP reduces gradients, False prevents FSDP from copying the gradients to the CPU.
         """
         return not self._is_reduced
 

@@ -36,8 +36,7 @@ class HostUpdates:
         """Start the updates after the backward pass of a step.
 
         Args:
-            read_scale: a function that waits until the backward pass has ended on the device. The function returns a list with
-                one element, the factor for the gradients.
+            read_scale: a function that waits for the backward pass, and returns a list with the factor of the gradients.
         """
         for index, group in enumerate(self.groups):
             group.clear_gradients()

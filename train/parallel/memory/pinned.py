@@ -56,7 +56,7 @@ def run_with_cores(function: Callable[[], T], device: torch.device) -> T:
 
 def begin_host_thread(device: torch.device) -> None:
     """Prepare a thread that works on host memory: choose its device and its number of cores."""
-    # On a CPU, the ranks of a host already divide its cores. With a GPU, all other threads use a single core.
+    # On a CPU, the ranks of a host already divide its cores. In a run on a GPU, threads use one core by default.
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # Without this call, the thread would initialise the first GPU.
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1))
