@@ -103,7 +103,7 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     ranks.
 
     Args:
-        mask, layout: the mask and the layout of the future calls. If the layout is split for Ulysses, pass `layout.whole`.
+        mask, layout: the mask and the layout of the future calls, or `layout.whole` for a layout that is split for Ulysses.
         like: the mask and the layout of earlier calls with the same shapes, options, group and device.
 
     Raises:

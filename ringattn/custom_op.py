@@ -219,8 +219,8 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd must record a call. Recording takes as long as a kernel for few queries. Under forward-mode
-    differentiation or `torch.func`, only a recorded call raises an error.
+    """Return whether autograd must record a call. If there are few queries, recording a call takes as long as its kernel. Under
+    forward-mode differentiation or `torch.func`, only a recorded call raises an error.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -232,6 +232,6 @@ def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # The FLOP formulas read values, which make_constant=True keeps.
+    # With make_constant=True, fake tensors keep their values, which the FLOP formulas read.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)

@@ -124,8 +124,8 @@ class KVCache:
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, the same on all ranks.
             rows: the rows at which the tokens are stored, int64 (N,) or (B, N), on the device of the cache and below the
-                capacity. A call with `rows` requires a cache on one rank. With `rows`, the call does not wait for the GPU, and
-                does not change `length`.
+                capacity. Only a cache on one rank supports `rows`. With `rows`, the call does not wait for the GPU, and does
+                not change `length`.
 
         Raises:
             ValueError: the tokens exceed the capacity, their shape or dtype has changed, or `rows` is not supported.
@@ -254,14 +254,13 @@ def decode_attention(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of the newest tokens, without gradients. The cache must already contain the keys and values of
-    these tokens.
+    these tokens. Under `torch.autocast`, this function casts q, and `append` casts keys and values.
 
     Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks compare their settings in
     the first call for a group, but never the queries, so all ranks must sample tokens with the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq. The dtype is that of the
-            cache. `torch.autocast` casts q here, and keys and values when a cache receives them.
+        q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq; in the dtype of the cache.
         cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
         window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`. None for all

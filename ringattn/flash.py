@@ -61,8 +61,8 @@ def flash_attention(
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
         seed: the seed of the dropout. With None, every call draws a seed from torch's default generator on the CPU.
             `torch.compile` and CUDA graphs require a seed. All replays of a graph drop the same entries.
-        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. If a replay
-            of a CUDA graph writes `blocks.keep`, pass a copy afterwards, because a replay does not change a tensor's version.
+        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. After a
+            replayed CUDA graph has written `blocks.keep`, pass a copy of `blocks`.
         backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
             forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few percent. The backward

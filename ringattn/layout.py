@@ -199,7 +199,7 @@ class Layout:
 
         Args:
             x: this rank's rows, to be gathered over `group`; or a list with the rows of every rank, without a group.
-            group: the group of all ranks of the layout. None means the default group, but one process in attention calls.
+            group: the group of all ranks of the layout; None for the default group.
             dim: the dimension of the rows.
 
         Raises:

@@ -46,8 +46,8 @@ def work(mask: Mask, layout: Layout) -> Tensor:
 def balanced_layout(mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int) -> Layout:
     """Return a layout that balances the work under `mask`. All ranks compute the same layout, in a few milliseconds.
 
-    If the layers of a model have several masks, `mask` is the number of layers with each. The work of every mask is balanced,
-    because ranks wait for each other in every layer.
+    If the layers of a model have different masks, `mask` maps each mask to its number of layers. The work of every mask is
+    balanced, because ranks wait for each other in every layer.
 
     The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The function returns the first
     layout whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If no

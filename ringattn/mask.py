@@ -74,7 +74,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Iterator["Pieces"]:
-        """Yield the pieces of each batch entry. `numbers` is the list of a tensor `Mask.numbers`."""
+        """Yield the pieces of each batch entry. The argument is `Mask.numbers.tolist()`."""
         remaining = iter(numbers)
         for count in remaining:
             yield cls(*(tuple(islice(remaining, count + extra)) for extra in (1, 0, 0, 0, 0)))
@@ -104,7 +104,7 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
     pieces: tuple[Pieces, ...] | None = None
 
-    # FSDP copies a mask by passing all fields to the constructor, so these attributes are not fields.
+    # FSDP copies a mask by passing all fields to the constructor, so `reach` is not a field.
     reach = (UNLIMITED, UNLIMITED)
     totals: tuple[int, ...] = ()  # torch.compile guards on them
 

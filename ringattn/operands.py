@@ -7,9 +7,9 @@ and circulate as uint8 tensors with rows in dimension 1:
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
-The number of rows M is the number of tokens N, rounded up to a multiple of 128. Every 128 rows of v contain one transposed tile
-(Dv, 128) of every head. The 128 rows share a scale, and each row stores the biased exponent (e8m0) of the scale. All ranges of
-rows in a schedule start at multiples of 128.
+The number of rows M is the number of tokens N, rounded up to a multiple of 128. In v, each group of 128 rows contains one
+transposed tile (Dv, 128) per head. The 128 rows share a scale, and each row stores the biased exponent (e8m0) of the scale. All
+ranges of rows in a schedule start at multiples of 128.
 """
 
 from functools import cached_property
@@ -33,7 +33,7 @@ class PlainOperands:
         self.queries, self.keys = (q,), (k, v)
 
     def attend(self, queries: Tensors | None, keys: Tensors | None, *arguments: Any, **options: Any) -> Tensors:
-        """Compute the attention of some queries to some keys: rows of circulating blocks, or None for all rows of this rank.
+        """Compute attention of `queries` to `keys`. None selects all queries or all keys of this rank.
 
         `arguments` and `options` are those of `dispatch.forward`.
         """

@@ -83,7 +83,7 @@ class PagedKVCache:
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence that grows.
-            entry: the index of the only sequence that grows, for B = 1. None for all sequences.
+            entry: the index of the only sequence that grows, for B = 1; None if all sequences grow.
             rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, below the capacity.
                 With `rows`, the call does not wait for the GPU and does not change `lengths`.
 
@@ -118,7 +118,9 @@ class PagedKVCache:
         self._reserve({i: as_integer("a length", length) for i, length in enumerate(lengths)})
 
     def truncate(self, entry: int, length: int) -> None:
-        """Keep the first `length` tokens of a sequence, and return unused pages. After length=0, a new sequence may follow."""
+        """Keep the first `length` tokens of a sequence, and return unused pages. Truncate to length 0 before a new sequence
+        begins.
+        """
         entry = self._index(entry)
         length = as_integer("length", length, high=self.lengths[entry], remedy=", the tokens of the sequence")
         kept, before = -(-length // self.page_size), self._num_pages[entry]

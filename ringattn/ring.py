@@ -70,8 +70,8 @@ def run_schedule(
             None, and compute returns a new partial result, or None in a pass without results.
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
-        merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass. If
-            `merge_arrivals` is None, or the transport cannot keep the results, every result is merged when it arrives.
+        merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass.
+            With None, or if the transport cannot keep the results, `merge` merges each result on arrival.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -126,7 +126,6 @@ def _merge_states(a: Tensors, b: Tensors) -> Tensors:
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
-    """Append own plus arrived gradients to `sums`, in the dtypes of `like`."""
     for i, (own_part, like_part) in enumerate(zip(own, like, strict=True)):
         parts = [(rows.start, block[i]) for rows, block in arrivals]
         sums.append(dispatch.sum_partials(own_part, parts, like_part.dtype))
@@ -139,7 +138,7 @@ def _zeros(*like: Tensor) -> Tensors:
 
 
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Make a method of `Ring` run one ring pass per chunk of heads. Passes of short shards may be replayed from CUDA graphs."""
+    """Run a method of `Ring` once per chunk of heads. Passes of short shards may be replayed from CUDA graphs."""
 
     @wraps(run)
     def run_chunks(ring: "Ring", *inputs: Any) -> Tensors:
@@ -342,7 +341,6 @@ class Ring:
         """Keys and values circulate. dk and dv return to their owner, and dq accumulates on this rank."""
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
-        # Compute delta and other results that do not depend on the keys only once.
         plain, scale = not self.spec.dropout_p, self.spec.scale
         kernel = dispatch.IncrementalBackward(q, v, dout, lse, (out, dlse), scale, plain=plain, **self.kernel_options)
 
@@ -359,7 +357,8 @@ class Ring:
         return kernel.finish(), *grads
 
 
-# At 4,096 tokens per rank, 10 us on the host matter. Plain values as keys need neither a mask nor a layout object.
+# At 4,096 tokens per rank, 10 us on the host matter. The cache key consists of plain values, so a cache hit creates neither a
+# mask nor a layout.
 @lru_cache(maxsize=4)
 def _cached_plan(
     reach: tuple[int, int],

@@ -1,8 +1,8 @@
 """Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard. Within a run, each of the bounds lo and hi is either the same for all rows, or increases
-with the position of the row. Therefore the first row and the last row of a run determine all sums over the run. The number of
-runs grows with the numbers of documents and of pieces of the shards.
+A run is a range of rows of one shard. Within a run, each bound (lo or hi) is either constant, or increases linearly with the
+position of the row. Therefore the first row and the last row of a run determine all sums over the run. The number of runs grows
+with the numbers of documents and of pieces of the shards.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """Count the allowed pairs of each run's rows and the columns of `rank`, over all batch entries: int64 (R,)."""
+        """For each run, count the allowed pairs with columns of `rank`, summed over batch entries: int64 (R,)."""
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -78,7 +78,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # Each row of a split striped shard is a run, because the number of rows before a position grows unevenly.
+        # If a striped shard is split for Ulysses, the number of rows before a position grows unevenly, so each row is a run.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))
@@ -121,9 +121,9 @@ class RowsBefore:
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Sum `rows` over the bounds of all rows of each run: int64 (B, R).
+        """For each run, sum the results of `rows` over all its rows: int64 (B, R).
 
-        The positions of this object must be the bounds lo or hi of the runs, (2, B, R). The argument `count` contains the
+        `self.positions` must be the bounds `lo` or the bounds `hi` of the runs, (2, B, R). The argument `count` contains the
         number of rows of each run.
         """
         rows = self.rows(rank)
@@ -143,7 +143,7 @@ class RowsBefore:
         return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
     def _add_own(self, values: np.ndarray, rank: int | np.ndarray, extra: np.ndarray) -> np.ndarray:
-        """Add `extra` in place to the values of positions on `rank`."""
+        """Add `extra` to `values` in place, only for positions on `rank`."""
         if isinstance(rank, int):
             order, first = self._by_owner
             own = order[first[rank] : first[rank + 1]]
@@ -161,7 +161,7 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     Returns:
         The first position and the rank of each piece, (pieces,), then two tables (2, ranks, pieces), and the length of the
         pieces, or 0 if their lengths differ. The first table counts each rank's rows before each piece. The second table sums
-        these counts over all positions before each piece, which may overflow in int32.
+        these counts over all positions before each piece. In int32, the sums of the second table may overflow.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))

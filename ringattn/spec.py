@@ -93,7 +93,7 @@ class AttentionSpec(NamedTuple):
         shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.numbers.tolist())}
         settings = {name: getattr(self, name) for name in ("layout", "seq_len", "schedule", "route", "scale", "dropout_p")}
         settings |= {"is_causal": self.after == 0, "window": None if self.mask.pieces else self.mask.window}
-        # Without dropout, seeds and first heads may differ.
+        # Ranks may differ in `seed` and `first_head` if there is no dropout.
         settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
         return shapes | settings | {"FP8 forward": self.precision == "fp8"} | others

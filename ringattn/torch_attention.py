@@ -84,7 +84,7 @@ def _with_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[list
 
 
 def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_keys: int) -> Mask:
-    """Return the mask with the same pairs as `attn_mask`, aligned at the last of max(Nq, Nk) positions."""
+    """Convert `attn_mask` to a `Mask` in which the last query and the last key have the same position."""
     remedy = "use torch's scaled_dot_product_attention, or flash_attention(mask=..., blocks=...)"
     allowed = _allowed(attn_mask, remedy)
     try:

@@ -111,7 +111,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # Ranks with different numbers of tokens must use the same number of chunks, so use the mean.
+        # All ranks must use the same number of chunks, which therefore depends on the mean number of tokens per rank.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -190,8 +190,8 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save. Each chunk of heads saves out and lse. If the all-to-all is not recomputed, it
-    also saves q, k and v.
+    """Return out, lse and the tensors to save. Each chunk of heads saves out and lse, and also saves q, k and v if the
+    all-to-all is not recomputed.
     """
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
@@ -210,7 +210,7 @@ def _forward_in_chunks(
     saved: list[Tensor] = []
     lses: list[Tensor] = []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # Messages of other chunks are sent meanwhile. Some transports use SMs for them, which attention then lacks.
+        # While attention of one chunk runs, the transport sends other chunks, and may occupy SMs.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
@@ -240,7 +240,7 @@ def _backward_in_chunks(
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
-        # All ranks must exchange dlse, so send zeros in its place.
+        # All ranks must exchange dlse, so replace None by zeros.
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
         dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec, transport).chunk(spec.chunks, 2)]
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)

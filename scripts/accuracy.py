@@ -1,7 +1,7 @@
 """Compute attention in float64, and define how large the errors of kernels and rings may be.
 
-There are two measures of error. The function `row_error` measures every row separately, and is for short sequences. The
-function `group_error` measures 64 rows together, for long causal sequences with very small rows.
+For short sequences, `row_error` measures every row separately. For long causal sequences, whose rows are very small,
+`group_error` measures 64 rows together.
 """
 
 import torch

@@ -6,7 +6,7 @@ Every rank sends a slice of its tensors to each other rank, and writes the recei
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` object serves one attention call, and starts an `Exchange` for each set of tensors that the call fills.
+One `AllToAll` object serves one attention call. The call creates one `Exchange` per set of receive tensors.
 """
 
 from collections.abc import Callable
@@ -53,8 +53,8 @@ class Exchange(Protocol):
     """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send the slice `take(x, r)` of each tensor x in `block` to each rank r. Rank r copies the slice to `put(y, sender)`,
-        where y is the tensor that rank r fills.
+        """For each tensor x in `block`, send the slice `take(x, r)` to every rank r. The receiver copies the slice into `put(y,
+        sender)`, a slice of its own tensor y.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """

@@ -75,7 +75,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
-    If the first different call is no longer in the logs, the sentence only says that an earlier call differs.
+    If the logs no longer contain that call, the sentence names no setting.
     """
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:
@@ -88,7 +88,7 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # The fingerprints of this call cover all earlier calls. The settings are equal, so an earlier call differs.
+        # The fingerprint of a call also covers all earlier calls.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"

@@ -64,12 +64,12 @@ def connect(
     call: Callable[[], Call] | None = None,
     relays: bool = False,
 ) -> Transport:
-    """Return the transport of the process group with the given name, or of a ring of one rank for "".
+    """Return the transport of a process group, or of a ring of one rank if `group_name` is "".
 
     The first call for a group, device and transport performs a handshake of all ranks.
 
     Args:
-        group_name: `ProcessGroup.group_name`. A compiler can trace this name, but not a group.
+        group_name: `ProcessGroup.group_name`; a string, because torch.compile cannot trace groups.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
             "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". By default, "auto" chooses "nvlink" if

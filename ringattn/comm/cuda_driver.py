@@ -11,7 +11,8 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-# Waits use CU_STREAM_WAIT_VALUE_EQ. By default, a write makes the stream's earlier work visible to all devices before the flag.
+# CU_STREAM_WAIT_VALUE_EQ and CU_STREAM_WRITE_VALUE_DEFAULT. By default, the driver makes the stream's earlier work visible to
+# all devices before it writes the value.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
 # The driver accepts fewer than 256 operations per call. A wait and the write that clears the flag must be in the same call.
 _MAX_OPERATIONS = 254
@@ -103,7 +104,7 @@ def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
     _run_in_order(_waits(tuple(addresses)), stream)
 
 
-# Every pass uses the same flags, and creating operations takes as long as a driver call. Cache the operations.
+# Creating a list of operations takes as long as a driver call, so the lists are cached.
 @lru_cache(maxsize=4096)
 def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])

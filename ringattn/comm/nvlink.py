@@ -45,7 +45,7 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# Each step has one flag per kind of message and purpose. Ready flags are used only for blocks in step 0.
+# Each step has one flag for every pair of message kind and purpose. Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # Up to this size, the results of a pass stay in the receive buffer, and one kernel sums them at the end.
@@ -186,8 +186,8 @@ class NvlinkTransport(Transport):
         # After an exception, an unfinished all-to-all may still write into these tensors.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The table of flags has one column per writer. Its first rows belong to ring passes, the next rows to the sends of an
-        # all-to-all, and the last row to the ready flags of all-to-alls.
+        # The table of flags has one column per rank that writes flags. The first rows are for ring passes, the next MAX_SENDS
+        # rows for sends of an all-to-all, and the last row for ready flags of all-to-alls.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -217,9 +217,9 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        # This rank's streams may wait for flags that another rank never sets. This rank sets these flags, and its streams then
-        # send invalid data, which no rank uses. Messages of earlier calls must not be overwritten. All ranks therefore first
-        # wait until every rank's main stream has begun the failed call or is idle.
+        # This rank's streams may wait for flags that another rank never sets. After this rank has set all its flags, its
+        # streams send invalid messages, but no rank uses their data. Messages of earlier calls must not be overwritten. All
+        # ranks therefore first wait until every rank's main stream has begun the failed call or is idle.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)
@@ -237,7 +237,7 @@ class NvlinkTransport(Transport):
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
         """Write all flags of this rank from the host."""
-        # Use a copy instead of a kernel. Loading a kernel could block while streams wait for the flags.
+        # Copy the values, because loading a kernel could block while streams wait for the flags.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()

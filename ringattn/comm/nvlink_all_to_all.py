@@ -50,7 +50,7 @@ def _strided_copies(
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: describe the tensor (B, N, H, D) to send. The heads of a token are contiguous.
+        shape, strides: of the tensor (B, N, H, D) to send, in which the heads of a token are contiguous.
         heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
         element_size: bytes per element.
         rank: the sender.

@@ -24,7 +24,7 @@ from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 _UNUSED_TAG = 1  # a tag that no message has
-# Minimum timeout of gloo in seconds. For a shorter RINGATTN_TIMEOUT, the watchdog ends a wait.
+# Minimum timeout of gloo in seconds. If RINGATTN_TIMEOUT is shorter than this minimum, the watchdog ends waits.
 MIN_GLOO_TIMEOUT = 60
 CLOSE_TIMEOUT = 10  # seconds that a process waits for its last messages when it ends
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -75,7 +75,7 @@ class P2PTransport(MessageTransport):
         self.group = dist.ProcessGroup(store, self.rank, self.size)
         self.group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self.group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._communicator)
-        # NCCL registers expandable segments during a capture. A replay could then only send to ranks that replay too.
+        # If NCCL registers expandable segments during a capture, ranks with and without graphs cannot exchange messages.
         if "expandable_segments:True" not in "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
             self.graphs = PassGraphs(self)
         atexit.register(self.close)
@@ -121,7 +121,7 @@ class P2PTransport(MessageTransport):
 
     def interrupt(self) -> None:
         if self._uses_gloo:
-            # This message never arrives. When its wait times out, gloo also ends all other waits.
+            # No rank sends this message. When one wait times out, gloo ends all waits of the group.
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
                     timedelta(milliseconds=1)
@@ -189,7 +189,7 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent only some of these messages. No other rank has this number of exchanges, so the next call raises an
+            # NCCL has sent only some of these messages. Set an impossible number of exchanges, so that the next call raises an
             # error.
             self.num_exchanges = -1 - self.rank
             raise
@@ -198,7 +198,6 @@ class P2PTransport(MessageTransport):
         return work.wait
 
     def _wait(self, works: list[dist.Work]) -> None:
-        # The watchdog reads since when this rank has been waiting.
         self.waiting_since = time.monotonic()
         for work in works:
             work.wait()

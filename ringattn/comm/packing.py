@@ -36,7 +36,6 @@ class Packing:
 
     @torch.inference_mode(False)  # inference tensors could not be modified outside of inference mode
     def new_message(self, device: torch.device) -> Memory:
-        """Allocate a message. Return it with views of its tensors."""
         if len(self.parts) == 1:
             ((dtype, shape, *_),) = self.parts
             message = torch.empty(shape, dtype=dtype, device=device)

@@ -42,7 +42,7 @@ class PassGraphs:
     def run(
         self, plan: Hashable, settings: tuple[Any, ...], function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]
     ) -> Tensors:
-        """Run the ring pass function(*inputs), or replay it, and return the results.
+        """Run the ring pass `function(*inputs)`, or replay its CUDA graph. Return the results.
 
         `plan` and `settings` must determine the pass, together with the shapes and the dtypes of the inputs.
         """
@@ -83,7 +83,7 @@ class CapturedPass:
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # Later calls write their inputs into these copies, which inference tensors would not allow.
+        # Later calls write their inputs into `copies`, so `copies` must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             copies = [x if x is None else torch.empty_like(x) for x in inputs]
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

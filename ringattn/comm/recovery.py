@@ -5,8 +5,7 @@ After the exception, messages and flags of the call are still in flight. No late
 1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
 2. Before its next call, this rank waits until all ranks of the group have published a record.
 3. If every rank has left the same call with an exception of its own, every rank resets its transport.
-4. If some ranks have not left this call, the next calls of the ranks would differ. Every rank therefore raises a `RingFault`,
-   now and in later calls.
+4. If only some ranks have raised an exception in this call, every rank raises a `RingFault`, now and in later calls.
 
 A rank without an exception may wait for a message that is never sent. The watchdog of this rank therefore reads the records
 with every heartbeat. If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the
@@ -88,7 +87,7 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if an exception ended the call on another rank, but this rank has finished it or waits in vain."""
+        """Declare a fault if this rank has finished, or is stuck in, a call that another rank has left with an exception."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:
@@ -172,7 +171,6 @@ class Recovery:
         )
 
     def _check(self, records: list[Record]) -> None:
-        """Declare a fault unless every rank has left the same call with an exception of its own."""
         if self._is_same_exception(records):
             return
         # The exception in the earliest call caused the others.

@@ -201,7 +201,8 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # Exchanges so far, or 0 if the host waits for messages. Ranks with different numbers after a call would wait forever.
+    # Exchanges so far, or 0 if the host waits for messages. If the numbers of two ranks differed after a call, the GPUs would
+    # wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # start of the host's current wait, or None
 
@@ -244,8 +245,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return message buffers that a pass of `plan` may use until it ends. A pass on the same stream can reuse buffers at
-        once, because messages follow earlier work of the stream. torch's allocator would wait for NCCL's stream.
+        """Return unused message buffers of earlier passes with the same plan and stream. A pass on the same stream may reuse
+        buffers at once, because messages follow earlier work of the stream.
         """
         stream = 0
         if device.type == "cuda":

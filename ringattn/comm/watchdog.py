@@ -1,8 +1,8 @@
 """End the whole run if a rank dies or hangs. The error message names the rank, the hop and the operation.
 
 The watchdog records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to
-host memory. A thread on each rank publishes heartbeats with the number of finished hops in the job's store. If a hop does not
-finish in time, the thread finds and prints the rank that is behind, and ends the process.
+host memory. A thread on each rank writes heartbeats to the job's store. A heartbeat contains the number of finished hops. If a
+hop does not finish in time, the thread finds and prints the rank that is behind, and ends the process.
 """
 
 import atexit
@@ -219,7 +219,7 @@ class Watchdog:
                     self.recovery.look()
                 if self.store.check(["verdict"]):
                     verdict = self.store.get("verdict").decode()
-                    # Give the main thread time to raise its own exception, unless calls differ.
+                    # The main thread has GRACE seconds to raise its own exception.
                     time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
                     if self.group_exists():
                         self._exit(verdict)

@@ -27,7 +27,7 @@ SCHEDULES = ("auto", "state", "kv")
 # hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The KV ring launches fewer kernels. The state ring must be predicted to be this much faster.
+# The KV ring launches fewer kernels. Use the state ring only if its predicted time is shorter by this factor.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
@@ -113,17 +113,17 @@ class Plan:
         return Requests(tuple(self._choices), tuple(tables))
 
     def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
-        """Return the arguments of `schedule` and the block pairs for each used schedule."""
+        """For each used schedule, return the arguments of `schedule` and the block pairs."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
 
     def prepare(self, requests: "Requests") -> None:
-        """Compute the schedules and tables that calls have requested from another plan."""
+        """Compute the schedules and tables listed in `requests`."""
         for key in requests.choices:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # Tables of local steps that the other plan does not have are computed at their first use.
+            # This plan may have more local steps than `tables`. The tables of additional steps are computed at their first use.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -232,9 +232,7 @@ class Plan:
 
 
 class Requests(NamedTuple):
-    """A `Requests` tuple lists the choices and tables that calls have requested from a plan. The requests of a call depend only
-    on its shapes and options.
-    """
+    """A `Requests` tuple records how calls have used a plan. The record depends only on the shapes and options of the calls."""
 
     choices: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.choose_schedule`
     schedules: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
@@ -281,12 +279,12 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
     keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
-    # The transposed mask has the axes (key rank, query rank), so swap them in `queries`.
+    # The axes of `queries` are (key rank, query rank), so swap the axes.
     return Overlaps(queries.transpose(0, 2, 1) * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """Return the columns of each rank that the rows of each rank attend to, as (first, end): int64 (2, ranks, column ranks)."""
+    """For each pair of ranks, return the range of columns that the rows attend to: int64 (2, row ranks, column ranks)."""
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):
@@ -331,7 +329,6 @@ def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...
     wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
     last = (done + pairs).searchsorted(wanted)
     runs, wanted = runs.select(last), wanted - done[last]
-    # Find each rank's split point in the run by binary search.
     low, high = np.zeros_like(ranks), runs.count
     while (high - low > 1).any():
         middle = ((low + high) // 2).clip(min=1)

@@ -13,9 +13,10 @@ In a *relay* schedule, which suits several hosts, ranks pass each block on to th
 circulates one hop behind the block. In a *direct* schedule, each rank receives a block from its owner and sends the result
 straight back. Direct schedules consist of rounds in which no link carries two blocks at a time.
 
-While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank computes with its own
-block in two parts. The first part hides the first hop, and the rest hides the return of the last results. If no results are
-sent, a rank's own block is not split. Schedules leave out blocks, rows and computations that the mask does not need.
+While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block
+in two parts. The rank computes the first part during the first hop, and the second part while the last results return. If no
+results are sent, a rank's own block is not split. Schedules leave out blocks, rows and computations that the mask does not
+need.
 """
 
 from collections.abc import Sequence
@@ -153,8 +154,8 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: the row at which each rank's own block is split. If `split_points` is None, ranks compute with their own
-            blocks last.
+        split_points: the row at which each rank's own block is split. With None, ranks compute with their own blocks in the
+            last step.
     """
     start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
     number, rank, owner = _rounds(stop > start)
@@ -201,7 +202,7 @@ def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
 def _own_rows(
     need: Need, split_points: tuple[int, ...] | None, returns: bool
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the local steps with own blocks in the first and in the last step, as tuples (rank, rank, start, stop)."""
+    """Split each rank's own block between the first and the last step, as local steps (rank, rank, start, stop)."""
     first, rest = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for rank in range(len(need)):
         rows = need[rank][rank]
@@ -227,8 +228,7 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # The block of rank r reaches a rank that needs it after each number of hops in distances[r], of which first[r] is the
-    # smallest and extent[r] the largest.
+    # distances[r] lists the numbers of hops from rank r to all ranks that need its block.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]

@@ -32,7 +32,7 @@ def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return the number of head chunks, so that the all-to-all of one chunk overlaps with attention of another.
+    """Return into how many chunks to split the heads. The all-to-all of one chunk overlaps with attention of another chunk.
 
     `rows` counts the tokens of all batch entries after the all-to-all.
     """
@@ -75,9 +75,9 @@ def best_ulysses_degree(
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"
             device.
-        layers: the number of layers with each mask. Without documents, a long sequence is planned as a shorter one.
+        layers: the number of layers with each mask.
         ranks: U x R.
-        host: the number of ranks per host. The ranks of a host, and the ranks of an all-to-all, have consecutive numbers.
+        host: the number of ranks per host; the ranks of a host, and of an all-to-all, have consecutive numbers.
         near, far: the interconnect inside a host, and between hosts.
         layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
@@ -152,7 +152,7 @@ def _ring_seconds(
     """Predict the seconds of a forward and of a backward pass for a chunk (q, k, v). The argument `ring` is (kind of layout,
     number of positions, number of ranks). Other arguments as for `attention_seconds`.
 
-    A long sequence without documents is planned as a shorter one.
+    To save time, a sequence without documents is scaled down to MAX_PLANNED_POSITIONS positions.
     """
     kind, seq_len, ranks = ring
     length = seq_len if any(x.totals for x in layers) else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
@@ -173,9 +173,7 @@ def _ring_seconds(
 
 
 def _scale(mask: Mask, scale: float) -> Mask:
-    """Return a similar mask for a sequence that is shorter by `scale`. The windows of both masks cover the same share of the
-    pairs.
-    """
+    """Divide the window of a mask by `scale`."""
     if scale == 1:
         return mask
     left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)

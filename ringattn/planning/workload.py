@@ -30,9 +30,10 @@ class Work(NamedTuple):
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the additional HBM traffic of the state ring in one local step, in bytes per row of circulating queries.
 
-        The epilogue merges the results of a rank's own queries, and matrix products hide this traffic. A separate kernel merges
-        the results for other ranks. With direct messages, this kernel reads each result once. With relays, each merge reads two
-        states and writes one. The backward kernels clear and read the sums of dq, and then read and write dq.
+        The results of a rank's own queries are merged in the kernel's epilogue, where matrix products hide the traffic. A
+        separate kernel merges the results for other ranks. With direct messages, this kernel reads each result once. With
+        relays, each merge reads two states and writes one. In the backward pass, the sums of dq are cleared and read, and dq is
+        read and written.
         """
         if self.direction == "backward":
             tensors = 4
@@ -41,7 +42,7 @@ class Work(NamedTuple):
         return tensors * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
-        """Return the work of a sequence that is longer by the factor `scale`."""
+        """Return the work for `scale` times as many tokens."""
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
         return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 

@@ -23,7 +23,7 @@ class RingMask:
         self.window = window
 
     def __getitem__(self, _: object) -> "RingMask":
-        return self  # Gemma 4 selects rows of the mask
+        return self  # Gemma 4 indexes the mask
 
     def __getattr__(self, name: str) -> object:
         raise UnsupportedMaskError(f"the model reads {name} of its attention mask, which attention on a ring does not support")

@@ -48,12 +48,12 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
     Documents begin where `position_ids` do not continue, at the entries of `cu_seq_lens_q`, and at both ends of padding.
-    Padding is a document of its own, on the left and on the right.
+    Padding is a document of its own, without labels, on the left and on the right.
 
     Args:
         batch: the same on all ranks: input_ids (B, S) or inputs_embeds (B, S, dim), and optionally attention_mask (B, S) of 0
             and 1, position_ids (B, S), cu_seq_lens_q, labels (B, S) or shift_labels (B, S), in which the label of a token is
-            the next token. `labels` are shifted before they are sharded. A token of the padding has no label.
+            the next token. `labels` are shifted before they are sharded.
         mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
 
     Returns:

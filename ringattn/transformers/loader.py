@@ -17,7 +17,7 @@ class RingLoader:
     `shard_batch` returns them.
 
     Args:
-        loader: yields whole batches. Do not pass it to `accelerator.prepare`.
+        loader: yields whole batches; not an output of `accelerator.prepare`.
         mesh: as for `put_on_ring`. Other rings receive other batches.
     """
 

@@ -15,7 +15,7 @@ CHUNK_LOGITS = 2**26  # logits of a chunk
 
 
 def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None = None) -> Tensor:
-    """Return the log-probability of the token after each token, on every rank and with gradients.
+    """For each token, return the log-probability of the next token, on every rank and with gradients.
 
     All ranks must compute the same loss from the returned log-probabilities. DDP and FSDP average the gradients of the
     parameters over the ranks. The averaged gradients are then the gradients of the common loss.

@@ -54,7 +54,7 @@ def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise ValueError if a layer moves information between tokens in another way than attention on a ring does."""
+    """Raise ValueError if a layer mixes tokens by an operation that a ring does not support."""
     unsupported = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYERS
     for module in model.modules():
         # Layers with a recurrent state, such as Mamba and gated delta nets, begin with a convolution over the tokens. Models

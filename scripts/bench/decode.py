@@ -9,11 +9,11 @@ libraries.
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
 Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph of up to 32 layers is replayed.
-Each layer has its own KV cache, which keeps the keys out of the L2 cache. The eager time is the wall time of the same calls
+Every layer reads its own KV cache, so the L2 cache does not contain the keys. The eager time is the wall time of the same calls
 from Python. All implementations of a case are timed in turn in several rounds, without pauses, so that the GPU does not cool
 down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns
-compare ringattn with the fastest other implementation, by GB/s and by eager time. The last column divides the graph time by the
-kernel time. The profiler measures the kernel time, during which at least one kernel runs.
+divide the GB/s and the eager time of ringattn by the best values of other implementations. The last column divides the graph
+time by the kernel time. The profiler measures the kernel time, during which at least one kernel runs.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once per case,
@@ -21,8 +21,8 @@ before the measurement. FlashInfer compiles its kernels with nvcc in the first c
 are not installed.
 
 SDPA has no argument for lengths, so its caches contain no free rows. With several queries, SDPA is not causal. With --model,
-the script also runs `scripts.bench.generation`. A model of configs/model with random weights then generates tokens after
---context tokens. The script writes rows.json and README.md to --output.
+the script also runs `scripts.bench.generation`, where a model with random weights continues a text of --context tokens. The
+script writes rows.json and README.md to --output.
 """
 
 import argparse

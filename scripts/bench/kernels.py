@@ -331,7 +331,7 @@ def stream_for(use_graphs: bool) -> Generator[None]:
 
 
 def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[str, peers.Prepare]) -> list[dict[str, Any]]:
-    """Measure the selected cases, write the report, and return the rows of ringattn."""
+    """Measure the selected cases and write the report. Return the measurements of ringattn."""
     chosen = choose_cases(args)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.compile_workers:

@@ -69,7 +69,9 @@ def job_command(case: str, steps: int, output: Path) -> list[str]:
 
 
 def measure(case: str, steps: int) -> Row:
-    """Train one case in a subprocess. Return its summary and the predicted seconds per step, or {"failed": error message}."""
+    """Train one case in a subprocess. Return the run's summary with the predicted seconds per step, or {"failed": error
+    message}.
+    """
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")
         arguments = job_command(case, steps, Path(directory) / "run")

@@ -40,8 +40,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. Each seed has another (ineffective) window, so no plan comes from
-    a cache.
+    """Return a causal mask of documents with random lengths. The window has no effect, but differs per seed, so that no plan
+    comes from a cache.
     """
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
@@ -49,7 +49,7 @@ def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
 
 
 def plan(seq_len: int, documents: int, ranks: int, seed: int) -> dict[str, float]:
-    """Plan attention for the rank in the middle. Return the seconds of each part."""
+    """Plan attention for rank `ranks // 2`. Return the seconds of each part."""
     mask, rank, times = random_mask(seq_len, documents, seed), ranks // 2, [time.process_time()]
     layout = balanced_layout(mask, seq_len, ranks)
     times.append(time.process_time())

@@ -136,14 +136,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add the statistics of communication to the row of each ring.
-
-    Args:
-        case: the case of the rows.
-        found: the row of each variant.
-        ranks: the number of ranks.
-        interconnects: the interconnect of each variant that is a ring.
-    """
+    """Add the statistics of communication to the row of each ring."""
     for variant, interconnect in interconnects.items():
         row, base = found[variant], found.get(ring_report.base_of(variant), {})
         if "both" not in row:

@@ -184,7 +184,7 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing. Incoming blocks are replaced by rows of this rank, and incoming results by zeros."""
+    """A transport that sends nothing. This rank receives its own rows as blocks, and zeros as results."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect

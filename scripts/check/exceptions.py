@@ -52,7 +52,7 @@ from scripts.tables import markdown_table
 OPERATIONS = "state", "kv", "ulysses", "decoding"
 KINDS = NONE, SAME, DIFFERENT, SOME = "no exception", "same kernel", "different kernels", "some ranks"
 HOP_TIMEOUT = 60  # seconds
-# The largest accepted error, relative to the largest value. If a rank used a wrong message, the error would be about 1.
+# The largest accepted error, relative to the largest value. A rank that used a wrong message would have an error of about 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 MAX_SECONDS_LEFT = 60  # after the first rank has ended, all other ranks must end within this many seconds
 

@@ -157,7 +157,7 @@ def wait(launchers: list[subprocess.Popen[bytes] | ForkedRank], run: Run) -> boo
 def wait_for_moment(
     run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random, seconds: float, moment: str
 ) -> None:
-    """Wait for a moment of a kind in MOMENTS, or until the run ends."""
+    """Wait until `moment`, one of MOMENTS, or until the run ends."""
     start = time.monotonic()
     delay, number = rng.uniform(0.0, seconds), rng.randint(1, 5)
     seen: set[str] = set()
@@ -187,7 +187,7 @@ def evaluations(run: Run) -> set[str]:
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rng: random.Random) -> bool:
-    """Kill the processes that `run.way` selects. Return False if they have already ended."""
+    """Kill the processes that `run.way` selects. Return False if the processes have already ended."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
     targets = sorted(torchruns) if run.way in ("torchrun", "fork") else sorted(workers)
@@ -202,7 +202,6 @@ def kill_one(run: Run, launchers: list[subprocess.Popen[bytes] | ForkedRank], rn
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that a launch has not resumed from a checkpoint before step `newest`."""
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:
         raise AssertionError(f"the run resumed from {resumed[1]} although {newest} was complete, see {run.log}")

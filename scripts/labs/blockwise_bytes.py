@@ -36,7 +36,7 @@ class Loads:
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Count the operands of a tile that the previous tile has not loaded. The first operand is the queries."""
+        """Count the bytes of operands that differ from the previous tile. The first operand is the queries."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)

@@ -47,7 +47,7 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
             torch.cuda.synchronize()
     microseconds = {step: [] for step in STEPS}
     for event in profiler.events() or []:
-        # The host's event of a step includes the time of its kernels.
+        # `device_time_total` of a CPU event includes all kernels that the event launched.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
             microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
     return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}

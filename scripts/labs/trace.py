@@ -143,7 +143,7 @@ class _Observer:
         self.partial_m: Tensor | None = None  # m of the partial state that this rank has computed for the traced query
 
     def run(self) -> tuple[list[Event], tuple[tuple[float, ...], float] | None]:
-        """Run this rank's part of the forward. Return the events and, on the owner of the traced query, (out, lse)."""
+        """Run this rank's part of the forward. Return the events, and (out, lse) if this rank owns the traced query."""
         rank = self.group.rank
         q, k, v = (self.layout.shard(x[None, :, None], rank) for x in self.problem[:3])
         plan = get_plan(Mask.full(), self.layout, rank, q.device)
@@ -248,8 +248,8 @@ def table(problem: Problem, trace: Trace) -> str:
 
 
 def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) -> None:
-    """Draw one column of bar charts per trace. Each chart shows the probabilities exp(s - m) after one event. Solid bars are
-    newly added keys, and each colour is a rank.
+    """Draw one column of bar charts per trace. Each event has a bar chart of the probabilities exp(s - m). Solid bars are newly
+    added keys, and each colour is a rank.
     """
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure

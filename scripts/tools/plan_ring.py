@@ -15,8 +15,8 @@ speed of the network.
 A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk. Only the transfers of the first and the
 last chunk are always exposed.
 
-To save time, the script plans long sequences with 32,768 positions and large rings with 64 ranks. Each position then represents
-several tokens, and each planned rank represents several ranks. The error of this approximation is less than 3%.
+To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks. The error of this approximation
+is less than 3%.
 
 The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
 keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
@@ -196,7 +196,7 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
-    """Return (plan, tokens per planned position, ranks per planned rank)."""
+    """Return a plan of a smaller ring, the number of tokens per position, and the number of real ranks per planned rank."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
         # Blocks circulate only as far as the window reaches, so a shorter ring has the same cost.
@@ -212,7 +212,7 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     """Return the cost of one ring pass."""
     plan, scale, group = planned_ring(layer)
-    # A planned rank represents `group` ranks, and a step represents `group` hops.
+    # Each planned rank represents `group` real ranks, and each planned hop represents `group` real hops.
     work = work.scaled(scale / group)
     interconnect = cluster.ring_interconnect(layer.ranks, cluster.speed("flops", work.direction))
     name = plan.choose_schedule(layer.schedule, work, interconnect)
@@ -252,7 +252,7 @@ def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
 
 
 def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
-    """Return the layer with the Ulysses degree `text`, a number or "auto".
+    """Set the Ulysses degree of a layer to `text`, a number or "auto".
 
     Raises:
         ValueError: `text` is neither a number nor "auto", or the number does not divide the ranks and the heads.

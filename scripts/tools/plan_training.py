@@ -113,7 +113,7 @@ def describe(config: Config, machine: Machine, result: Result) -> str:
 
 
 def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]:
-    """Return changes with which the job fits into memory."""
+    """Return changes that make the job fit into memory."""
 
     def fits(cluster: Cluster, config: Config = config) -> bool:
         return any(True for _ in fitting(config, cluster.machine(vocab_size)))
@@ -133,7 +133,7 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
 
 
 def first(values: list[int], is_true: Callable[[int], bool]) -> int | None:
-    """Return the first value for which `is_true` returns True. For all later values, `is_true` must also return True."""
+    """Return the first value for which `is_true` returns True. The function `is_true` must be monotonic."""
     index = bisect_left(values, True, key=is_true)
     return values[index] if index < len(values) else None
 
