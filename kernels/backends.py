@@ -40,7 +40,7 @@ def record(choice: Choice) -> None:
 def last_backend() -> Choice | None:
     """Return the backend of this process's latest forward or decoding call, or None before the first call.
 
-    The result contains the reason for the choice, for example why a call on a GPU did not use the Hopper kernels.
+    The returned text also explains the choice, for example why a call on a GPU did not use the Hopper kernels.
     """
     return _last
 

@@ -21,8 +21,7 @@ class BlockMask:
     """A block mask states, for each pair of a query block and a key block, whether the queries attend to the keys. A query
     attends to a key if the mask keeps the pair of their blocks and the interval mask allows the key.
 
-    The mask object caches the lists of kept blocks over which the kernels iterate. Create a block mask once and pass the same
-    object to every call.
+    Create a block mask once and pass the same object to every call, because the object caches lists of blocks for the kernels.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
@@ -49,8 +48,7 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # A copy of the mask must start with an empty cache, so the cache is not a field. The dictionary key is "queries" for
-        # the lists of the query blocks, and `group` for the lists of the key blocks.
+        # A copy of the mask must start with an empty cache, so the cache is not a field.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -73,9 +71,9 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for each key block, the list of its kept columns. The list of a key block contains pairs of a query block and
-        a head, which are called columns. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2).
-        The pair of a query block and a head has the column number query block * group + head.
+        """Return, for each key block, the list of its kept columns. A column is a pair of a query block and a head of the
+        group. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). The pair of a query block and a
+        head has the column number query block * group + head.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 
@@ -96,9 +94,9 @@ class BlockMask:
 
 
 def _lists(keep: Tensor) -> Tensor:
-    """Convert each row of a mask (..., C) to a list of its kept columns, int32 (..., C + 1, 2).
+    """List the True columns of each row of `keep` (..., C), a bool mask. Return int32 (..., C + 1, 2).
 
-    Entry c of a list contains two numbers: how many of the first c columns are kept, and the index of the c-th kept column.
+    Entry c of a list contains two numbers: how many of the first c columns are True, and the index of the c-th True column.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

@@ -48,8 +48,8 @@ def cached(maxsize: int) -> Callable[[F], F]:
 
 
 def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The last argument of the
-    function must be the device of these tensors.
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The decorated function must
+    take the device of these tensors as its last argument.
 
     The call raises RuntimeError if a CUDA graph is being captured and no earlier call has computed the result.
     """
@@ -119,7 +119,7 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # The next lines repeat the body of `use`, because a call would be slow. Check the stream after reading the value,
+        # The next lines repeat a test of `use`, because calling `use` would be slow. Check the stream after reading the value,
         # because another thread may have just stored the value.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
@@ -146,7 +146,7 @@ class SharedTensors(dict[Any, Any]):
         """Make the current stream wait until all tensors are written."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A stream that is being captured cannot wait for work outside of its graph. The stream need not wait, because
+        # A stream that is being captured cannot wait for work outside of its graph. A captured stream need not wait, because
         # `torch.cuda.graph` has already waited for all work. The function `keep_for_graph` keeps the tensors.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:

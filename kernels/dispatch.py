@@ -5,7 +5,7 @@ With backend="auto", a call on a GPU with few queries uses the kernel of `ringat
 keys among programs.
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a Hopper kernel reads
-this format. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. The rounding error
+FP8 inputs. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. The rounding error
 of the inputs is therefore the same on every device. No backward computes in FP8. The function `backward_fp8` passes the rounded
 inputs to the backward, so that forward and backward compute the same probabilities.
 """

@@ -55,7 +55,7 @@ class QuantizedRows:
 class QuantizedValues:
     """Values: e4m3 (B, H, ceil(N / 128), D, 128) with contiguous tiles (D, 128), and scales fp32 (B, ceil(N / 128), H).
 
-    For a ring, the tensor is stored with blocks before heads, because a ring sends whole blocks.
+    For a ring, `data` is stored with blocks before heads, because a ring sends whole blocks.
     """
 
     data: Tensor
@@ -101,8 +101,7 @@ def key_order(device: torch.device) -> Tensor:
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
     """Convert queries or keys (B, N, H, D) to e4m3. The rotation distributes infinity and NaN over their whole row.
 
-    Attention uses the defaults. Only studies of rounding errors use no rotation, or one scale per head instead of one per
-    block.
+    Attention uses the defaults. If `per_block` is False, all blocks of a head share one scale, for studies of rounding errors.
     """
     blocks, scales = _round(_rotate(x) if rotate else x.float(), per_block)
     return QuantizedRows(blocks.flatten(1, 2)[:, : x.shape[1]].contiguous().view(DTYPE), scales)
@@ -161,7 +160,7 @@ def _round(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2**exponent, with 0.5 <= mantissa < 1
     exponent = exponent - _MAX_EXPONENT + (mantissa > _MAX_MANTISSA)
     exponent = exponent.masked_fill(largest == 0, 0).clamp(_MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT)
-    # On a GPU, 2.0**exponent may be inexact. Build the fp32 scale from its bits instead.
+    # 2.0**exponent may be inexact on a GPU, so write the exponent into the bits of an fp32 number.
     scales = ((exponent + 127) << 23).view(torch.float32)
     # Some releases of PyTorch convert infinity to 448 instead of NaN.
     blocks = (blocks / scales[:, :, None, :, None]).masked_fill(~finite, float("nan"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A bound that jumps by DOCUMENT_JUMP tiles or more marks the end of a long document, where a new tile starts.
+# If a bound increases by DOCUMENT_JUMP tiles or more between two rows, a long document ends there, and a new tile starts.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -143,7 +143,7 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
-        # At a document's start, the lower bound of the queries jumps. In a transposed mask, the upper bound of the keys jumps.
+        # A new document starts where lo jumps, or hi in a transposed mask.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -160,7 +160,7 @@ class Intervals:
 
     @cached_property
     def longest_tile(self) -> int:
-        """Return the largest distance from the first to the last key to which any 64 consecutive rows attend."""
+        """Return the width of the widest key range of any 64 consecutive rows, max(hi[i + 63] - lo[i])."""
         if self.is_replaced:
             return self.num_keys
         lo, hi = (x.numpy() for x in self.host)
@@ -196,8 +196,7 @@ class Intervals:
             num_head_groups: the number of groups of heads, which are processed one after another, so that the operands of a
                 group stay in the L2 cache.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: in the backward, the number of query heads per key head. A work tile repeats its steps for each of them. None
-            in the forward.
+            group: the number of query heads per key head in the backward, or None in the forward.
 
         Returns:
             int32 (n, programs, 8), on the device: the six numbers of `tiles`, the head and the batch entry.
@@ -238,13 +237,14 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return the largest shape that the table `key` can have for any mask of this shape."""
+        """Return an upper bound on the shape of the table `key` over all masks of this shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
         batch, heads, _, programs, *_ = arguments
-        # Allow for programs with more work tiles than the average, for work tiles that are split, and for an empty last row.
+        # Some programs have more work tiles than the average, work tiles may be split, and each program's list ends with a row
+        # of zeros.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -297,7 +297,7 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Copy the masks, and replace their bounds and tables by the given tensors, in the order of `sides`."""
+    """Return copies of the masks that use the given tensors as bounds and tables. The tensors have the order of `sides`."""
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:

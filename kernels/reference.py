@@ -1,7 +1,7 @@
 """Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
 B is the batch size, Nq and Nk are the numbers of queries and keys, Hq and Hkv the numbers of query heads and key heads. Query
-head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that of v:
+head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv is the head dim of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
     intervals                                                      the mask, see `ringattn.kernels.interval_mask`
@@ -10,8 +10,7 @@ head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv that 
 
 The scores of a query are s = scale * q k^T. For the keys that a query has attended to so far, m is the maximum of s, l is sum
 exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and
-the lse -inf. The Hopper kernels may return another m than the maximum. The l and o of a Hopper kernel are relative to the m
-that the kernel returns.
+the lse -inf. The Hopper kernels may use a number other than the maximum as m, and compute l and o with this m.
 
 With `dropout`, o is the sum over the kept probabilities only, which are scaled. Dropout does not change m, l and lse. The
 argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton kernels
@@ -78,11 +77,10 @@ def merge(a: State, b: State) -> State:
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Merge partial states into `base` (m, l, o), in place.
+    """Merge partial states into `base` (m, l, o), in place. If `dtype` is None, return `base`. Otherwise, return (out, lse)
+    from `finalize`, with `out` in `dtype`.
 
-    Args:
-        parts: pairs (first, state), where a state of n tokens is merged into the tokens [first, first + n) of `base`.
-        dtype: None to return `base`, or the dtype of `out` to return (out, lse) from `finalize`.
+    For each pair (first, state) of `parts`, a state of n tokens is merged into the tokens [first, first + n) of `base`.
     """
     for first, part in parts:
         rows = tuple(x[:, first : first + part[0].shape[1]] for x in base)

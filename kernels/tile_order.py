@@ -1,27 +1,27 @@
 """The order of work tiles in the deterministic Hopper backward makes every sum of dq reproducible.
 
 A work tile is a tile of keys of one head. The program of a work tile loops over the query tiles that attend to these keys, and
-adds to dq of each query tile. Two work tiles must be ordered only if a query attends to keys of both. The bounds of an interval
-mask never decrease, so it suffices to order neighbouring work tiles. Of two neighbouring work tiles, the *predecessor* adds
-first to every query tile that both use. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours
-share a query. Each chain has one of two directions:
+adds to dq of each query tile. The order of two work tiles matters only if a query attends to keys of both. Because lo and hi
+never decrease, it suffices to fix the order of every two neighbouring work tiles. The *predecessor* is the one of two
+neighbouring work tiles that adds first to dq of their common query tiles. A *chain* is a maximal sequence of work tiles of one
+head in which any two neighbours share a query. Each chain has one of two directions:
 
-- **Forwards:** the work tiles start from the last keys to the first. Each work tile loops over its query tiles from the first
+- In a *forwards* chain, the work tile with the last keys starts first. Each work tile loops over its query tiles from the first
 to the last. Under a causal mask, the predecessor starts at a later query tile and is therefore ahead of its successor.
-- **Backwards:** the work tiles start from the first keys to the last. Each work tile loops over its query tiles from the last
-to the first. Under a causal mask, the work tiles with the longest loops start first.
+- In a *backwards* chain, the work tile with the first keys starts first. Each work tile loops over its query tiles from the
+last to the first. Under a causal mask, work tiles with longer loops start earlier.
 
-Under a causal mask without documents, consecutive head groups have opposite directions. In a head group with forwards chains,
-short work tiles end first, so the long work tiles of the next group start one after another. With this order, all programs end
-at nearly the same time.
+Under a causal mask without documents, the direction alternates from one head group to the next. In a forwards head group, the
+programs with short work tiles finish first and start the long work tiles of the next group. Therefore all programs end at
+nearly the same time.
 """
 
 import torch
 from torch import Tensor
 
-# In a large head group, neighbouring work tiles of a head start further apart, so they wait less. In a small head group, the
-# operands and dq stay in the L2 cache. With ALTERNATING_TILES query tiles per head group, neighbours start about four steps
-# apart.
+# With many heads per group, neighbouring work tiles of a head start further apart and wait less for each other. With few heads,
+# the operands and dq stay in the L2 cache. With ALTERNATING_TILES query tiles per head group, neighbouring work tiles start
+# about four steps apart.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -62,7 +62,8 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If all work tiles start at the same time, each predecessor in a forwards chain is ahead from the start.
+    # If there are at most as many work tiles as programs, all chains run forwards, so that each predecessor is ahead from the
+    # start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
@@ -112,11 +113,11 @@ def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, ...]) -> Te
 def _order_chains(
     tiles: Tensor, begin: Tensor, stop: Tensor, exists: Tensor, linked: Tensor, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Order the tiles of a head in one direction. Each tile loops over the query tiles [begin, stop).
+    """Order the tiles of each head, forwards if `direction` is 1 or backwards if it is -1. Return (rank, columns).
 
-    Returns: rank: (B, T), the place of each tile in the order. Empty tiles come last. columns: (B, T, 3): the first query tile,
-        the index of the predecessor in `tiles`, and the number of steps before the first query tile that the predecessor also
-        visits.
+    The tensor `rank` (B, T) contains the place of each tile in the order, with empty tiles last. The tensor `columns` (B, T, 3)
+    contains the first query tile, the index of the predecessor in `tiles`, and the number of steps before the first query tile
+    that the predecessor also visits.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin
@@ -124,7 +125,7 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Long chains come first. Shorter chains fill the places between neighbours of a long chain.
+    # Start the chains with the longest loops first, and interleave the work tiles of other chains.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))

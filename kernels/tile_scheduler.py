@@ -1,8 +1,8 @@
 """Compute, once per mask, the tables that tell the programs of a kernel which tiles to compute.
 
 This module numbers the rows of all batch entries consecutively: row i of batch entry b has the number b * N + i. A tile is
-described by six numbers, which `Intervals.tiles` explains. A *work tile* is a tile of one head, which is described by the same
-numbers, the head and the batch entry.
+described by the six numbers that `Intervals.tiles` returns. A *work tile* is a tile of one head, with eight numbers: the six
+numbers of the tile, the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -26,8 +26,8 @@ MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A piece starts at the first row of
-    a batch entry, or where the bound (B, N) increases by at least `jump`.
+    """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A new piece starts at the first
+    row of each batch entry, and at each row where `bound` (B, N) increases by at least `jump`.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -129,9 +129,10 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
-    Round-robin assignment would give some programs 14% more work than the average. For packed documents, long work tiles of the
-    last head groups move forward, so that they end in time. The argument `predecessors` holds, for each work tile, the index of
-    the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles per program.
+    Round-robin assignment would give some programs 14% more work than the average. If some programs would end late, as with
+    packed documents, long work tiles start earlier than in the given order. The argument `predecessors` holds, for each work
+    tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles
+    per program.
 
     Return int32 (n, programs, c). In the result, [:, p] holds the work tiles of program p, followed by at least one row of
     zeros.
@@ -147,7 +148,7 @@ def assign_work_tiles(
             work_tiles, times, program = work_tiles[order], times[order], other_program
     if limit is not None and np.bincount(program).max() > limit:
         program = _assign_greedily(times, programs, limit)[0]
-    # A stable sort keeps each program's order.
+    # A stable sort keeps the order of each program's work tiles.
     order = program.astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
     program, index = _enumerate(np.bincount(program))
     assigned = np.zeros((int(index.max()) + 2, programs, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -164,8 +165,8 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
     loads, least = np.arange(programs), np.empty_like(steps)
     done = 0
     while done < len(steps):
-        # Work tile i of the block goes to the program with the i-th smallest load. The block ends before a program would
-        # receive a second work tile.
+        # Work tile i of the block goes to the program with the i-th smallest load. The block ends when a program that has
+        # received a work tile would again have the smallest load.
         block = steps[done : done + programs]
         results = loads[: len(block)] + block
         is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
@@ -175,7 +176,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
         loads.sort()
         done += count
         if count < MIN_BLOCK and done < len(steps):
-            # For short blocks, a heap is faster than a sort.
+            # After a short block, a heap is faster than sorting again.
             heap, block = loads.tolist(), steps[done : done + HEAP_TILES].tolist()
             least[done : done + len(block)] = [heapreplace(heap, heap[0] + time) for time in block]
             loads = np.sort(heap)
@@ -218,7 +219,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Number the elements of lists with counts[i] elements. Return (list, index in the list) of each element."""
+    """Return (list, index in the list) of every element, where list i has counts[i] elements."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -4,7 +4,7 @@ error messages.
 The public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check the arguments
 of every kernel call, which catches mistakes in the code of `ringattn`. The kernels themselves check nothing.
 
-Functions whose names begin with `check` return None or raise ValueError. The message states the given value, the requirement
+Functions whose names begin with `check` return None or raise ValueError. Error messages state the given value, the requirement
 and what to do.
 """
 
@@ -187,7 +187,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
         ("v", v, k.data.shape[:3]),
     ):
         _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
-    # FP8 values are stored as tiles. A view of the keys takes their place, with the shape (B, Nk, Hkv, Dv).
+    # FP8 values are stored as tiles, so pass a view of k with the shape (B, Nk, Hkv, Dv) instead of v.
     check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 

@@ -1,5 +1,4 @@
-"""The host code of the Hopper backward implements `reference.backward`. This module chooses the constants of the kernels, and
-launches the kernels.
+"""The host code of the Hopper backward implements `reference.backward`.
 
 The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The module `backward_rows` contains the
 kernels that prepare lse and delta and convert dq.
@@ -28,7 +27,7 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# Skipping steps saves time only if at most MOST_QUERIES_TO_SKIP queries attend to any 64 keys.
+# Skipping masked steps saves time only if at most this many queries attend to any 64 consecutive keys.
 MOST_QUERIES_TO_SKIP = 1536
 
 # The wide kernel for dq limits K and V of a head group to KEY_BYTES_IN_L2, so that they stay in the L2 cache.
@@ -74,7 +73,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """In each step, each of the two consumers computes one half of dQ, called a chunk (64, chunk_columns)."""
+        """Return the number of columns of a chunk, the half of dQ that each of the two consumers computes in a step."""
         return self.dim * self.queries // KEYS.value
 
     @property
@@ -95,10 +94,8 @@ class WideConfig:
         part, value_part: the number of columns of a part of Q and K, and of a part of V and dO.
         queries: the number of queries per step of the kernel for dk and dv.
         q_slots, dout_slots, p_slots: the number of slots of each ring in the kernel for dk and dv.
-        k_slots, v_slots: the number of slots of each ring in the kernel for dq. K needs slots for two tiles, because a step
-        multiplies its own tile and the previous tile.
-        pass_after_scores: in the kernel for dq, whether a consumer passes its turn when the scores of a step are complete.
-        Otherwise, it passes its turn when the last product of the previous step is complete.
+        k_slots, v_slots: the number of slots of each ring in the kernel for dq, where the ring of K must hold two tiles.
+        pass_after_scores: whether a consumer of the kernel for dq waits for its scores before it passes its turn.
     """
 
     head_dim: int

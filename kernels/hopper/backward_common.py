@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# The lo of keys beyond the end exceeds every query index.
+# Keys beyond the last one have this lo, which exceeds every query index.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -18,8 +18,7 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 def opaque_zero():
     """Return a 0 whose value the compiler cannot know.
 
-    Add the 0 to an index, so that the compiler computes the address late. Otherwise, addresses would occupy registers during
-    the loops.
+    Adding this 0 to an index prevents the compiler from keeping the address in a register during a loop.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 
@@ -57,7 +56,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # The last key of a tile has the largest lo, and the first key has the smallest hi.
+    # lo and hi never decrease, so the last key of a tile has the largest lo, and the first key has the smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES

@@ -36,7 +36,7 @@ After the barrier, both consumers have written dS of the previous step. After th
 ago, so the new dS may overwrite the old dS.
 
 Shared memory has two slots for K, because the first step of a work tile computes the last dQ of the previous work tile. The
-first dQ of a program is computed from uninitialised memory and added to a spare chunk. The last dQ is computed after the loop.
+first dQ of a program is computed from uninitialised memory and added to a spare chunk.
 
 In memory, the sums of dq have the order of a consumer's registers. Storing P in register order avoids bank conflicts in shared
 memory, whose bandwidth limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler
@@ -85,7 +85,7 @@ STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# One spare chunk precedes the sums of dq. It receives the invalid first dQ of every program.
+# A spare chunk before the sums of dq receives the first dQ of every program, which is invalid.
 SPARE_CHUNK = gl.constexpr(0)
 
 
@@ -171,15 +171,15 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot contains the keys of two work tiles ago, which the first step of the previous work tile reads. If
-                    # the previous work tile has only one step, wait for this step.
+                    # The first step of the previous work tile also reads this slot. If the previous work tile has only one
+                    # step, wait for that step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # The previous work tile reads its values from this buffer until its last step.
+                    # The previous work tile reads V from this buffer until its last step.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -290,13 +290,13 @@ def _step(
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
-    # Now dS of both consumers is complete, and the memory for the next dS is free.
+    # After this wait, dS of both consumers is complete, and the memory for the next dS is free.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
     # wgmma reads shared memory through another proxy than the threads, so a fence is needed.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # The compiler adds a thread barrier to this short wait. The barrier also covers the stores of dS.
+        # The compiler adds a thread barrier to this wait, which also covers the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
@@ -393,7 +393,7 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # If the compiler knew the number of iterations, it would generate more instructions per step.
+    # `opaque_zero` hides the number of iterations, with which the compiler would generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
         # Gluon cannot carry two names of one value through a loop, so "+ 0" creates a new value.

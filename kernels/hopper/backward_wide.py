@@ -12,7 +12,7 @@ THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. For ever
 over the query tiles that attend to the keys of the work tile. Scores are transposed, so rows are keys. One consumer keeps dk in
 registers, and the other one keeps dv.
 
-      PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0, OF dv               CONSUMER 1, OF dk
+      PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0 (dv)                 CONSUMER 1 (dk)
 
       load K, V (1st step) --> [ keys, values ] ----> S = K Q^T                       dP = V dO^T
       load Q, lse -----------> [ ring of Q    ] ----> P = exp2(S - lse)
@@ -116,7 +116,7 @@ def _load_into_ring(
 def _issue_scores(
     left, first_part, ring, step, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Issue left * tile^T, (64, COLUMNS). The tile is in a ring buffer."""
+    """Issue left * tile^T, (64, COLUMNS). The argument `ring` contains the tile."""
     tiles, full, _empty = ring
     scores = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for part in gl.static_range(PARTS):
@@ -130,7 +130,7 @@ def _issue_scores(
 
 @gluon.jit
 def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Issue sums += left * tile. The left operand is in registers, and the tile in a ring buffer."""
+    """Issue sums += left * tile. The left operand is in registers, and the tile is in `ring`."""
     tiles, full, _empty = ring
     pending = ()
     for part in gl.static_range(PARTS):
@@ -357,7 +357,7 @@ def _key_gradient_kernel(
     Args:
         log2_lse, row_delta: TMA descriptors of the results of `_prepare_wide_kernel`.
 
-    The function `backward_narrow._main_kernel` explains the other arguments.
+    For the other arguments, see `backward_narrow._main_kernel`.
     """
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)
@@ -453,8 +453,9 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip steps in which this consumer has no rows, or its rows attend to no key. The consumer still releases all parts and
-    takes all turns. Return the next step."""
+    """Skip steps in which this consumer has no rows, or its rows attend to no key. The consumer still releases all slots and
+    takes its ping-pong turns. Return the next step.
+    """
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring
@@ -567,7 +568,7 @@ def _query_gradient_kernel(
         dq: the result, overwritten or added to.
         lo, hi: (num_masks, Nq), the interval of keys to which each query attends.
 
-    The function `backward_narrow._main_kernel` explains the other arguments.
+    For the other arguments, see `backward_narrow._main_kernel`.
     """
     Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     DOUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)

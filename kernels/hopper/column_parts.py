@@ -2,9 +2,10 @@
 
 The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 therefore has 128 columns, and the last 32 columns
 are zeros. To multiply only the first 96 columns, the functions issue a product with 64 columns and a product with 32 columns.
-The result for 96 columns consists of two parts. For 64 or 128 columns, a single product suffices, and the result has one part.
+A *part* contains the columns of one product. Tiles with 96 columns have two parts, and tiles with 64 or 128 columns have one
+part.
 
-The argument COLUMNS is the number of columns that a product multiplies. Every function of this module returns a tuple of parts.
+The argument COLUMNS is the number of columns that are multiplied: 64, 96 or 128.
 """
 
 from triton.experimental import gluon

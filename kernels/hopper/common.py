@@ -39,7 +39,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# For ping-pong, consumer 0 uses named barrier FIRST_PING_PONG_BARRIER. Triton itself uses the barriers with lower numbers.
+# For ping-pong, consumer 0 uses this named barrier. Triton itself uses the named barriers with lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
 # Two consumers share a named barrier for ping-pong, so the barrier counts the threads of both consumers.
@@ -94,7 +94,7 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return contiguous (delta, out, dout, dlse). Either delta or the other three are None."""
+    """Return contiguous (delta, None, None, None), or (None, out, dout, dlse) if `delta` is (out, dlse)."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
@@ -141,7 +141,7 @@ def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """Return a copy of `descriptor` for the memory of `x`. The constructor would check all arguments."""
+    """Return a copy of `descriptor` for the memory of `x`, without the slow checks of the constructor."""
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
@@ -199,7 +199,7 @@ def as_left(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots. One thread of each partition arrives at a barrier."""
+    """Return the barriers `full` and `empty` of SLOTS slots. At each barrier, one thread per partition arrives."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -236,7 +236,6 @@ def num_steps(loop):
 
 @gluon.jit
 def is_masked(loop, step):
-    """Return whether the scores of a step must be masked."""
     _, num_masked_prefix, num_unmasked, _ = loop
     return (step < num_masked_prefix) | (step >= num_masked_prefix + num_unmasked)
 

@@ -15,8 +15,8 @@ sending one dQ takes about as long as a step.
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-For each work tile, two integers in global memory count its finished even steps and its finished odd steps. A writer increases
-one of the two integers after every step. The writers of the next work tile wait until the integer has increased.
+For each work tile, two integers in global memory count the finished even steps and the finished odd steps. A writer of the next
+work tile waits until one of these counts is large enough.
 
 There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
 A cooperative launch, or `take_number`, guarantees that earlier work tiles have started.
@@ -29,11 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# Two integers precede the progress of all work tiles. The first counts the programs that have started. The second is unused.
+# The tensor `progress` begins with two integers: the number of programs that have started, and an unused number.
 HEADER = gl.constexpr(2)
 
-# The progress of a work tile counts finished steps, plus PER_HEAD for each finished query head. PER_HEAD is larger than the
-# number of steps of any query head.
+# After n steps of query head h, the progress of a work tile is h * PER_HEAD + n. A query head has fewer than PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
 WRITER_REGISTERS = gl.constexpr(24)
@@ -41,16 +40,15 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return how many programs have started before this one. The result replaces the program's index in the grid."""
+    """Number the programs in the order in which they start, and return the number of this program."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton broadcasts the number through shared memory. Without the barrier, a fast thread would overwrite it too early.
+    # Triton broadcasts `number` through shared memory, and all threads must read it before any thread overwrites that memory.
     hopper_common.thread_barrier()
     return number
 
 
 @gluon.jit
 def _load_progress(pointer):
-    """Load the progress of a work tile with acquire semantics."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -60,11 +58,11 @@ def _load_progress(pointer):
 def _publish(pointer, progress):
     """Wait until this warp's additions to dq are complete. Then store the progress of the work tile.
 
-    The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Otherwise,
-    the last bits of dq changed in almost every test.
+    The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Without
+    release semantics, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # All threads store the progress, but only one thread has waited for the additions to dq.
+    # All threads of the warp store the progress, so they must wait for the one thread that has waited for the additions to dq.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -90,8 +88,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # Writer 0 discards the first dQ of a program, which is uninitialised. The writers alternate, so `skip` is a writer's first
-    # step (0 or 1) of a query head.
+    # Writer 0 discards the first dQ of a program, which is uninitialised. A writer sends the steps skip, skip + 2, skip + 4 and
+    # so on of each query head.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):

@@ -6,9 +6,9 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-State stages are the pipeline stages of K and V after the last keys of a work tile. In two cases, the threads load and store o
-without TMA. In the first case, a work tile has fewer rows than TMA would write. In the second case, an update in place must
-rescale rows, or skip rows that have overflowed.
+State stages are the pipeline stages of K and V after the last keys of a work tile. The threads store o without TMA if a work
+tile has fewer rows than TMA would write. The threads also load and store o without TMA if an update in place must rescale rows
+or skip overflowed rows.
 """
 
 from triton.experimental import gluon
@@ -32,10 +32,10 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Give a K or V buffer of a state stage to the consumer whose o it holds. The barrier `full` signals this.
+    """Let a consumer use a K or V buffer of a state stage for its o. The barrier `full` signals that the buffer is ready.
 
-    The buffers are numbered in the order K, V, K, V and so on. Buffer NUMBER holds part NUMBER % o_parts of the o of consumer
-    NUMBER // o_parts. If the call returns an output, TMA loads one part of the incoming o into the buffer.
+    The buffers are numbered in the order K, V, K, V and so on. Consumer NUMBER // o_parts uses buffer NUMBER for part NUMBER %
+    o_parts of its o. If the call returns an output, TMA loads this part of the incoming o into the buffer.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -197,7 +197,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # TMA would also write rows of another work tile.
+        # Do not use TMA, because it would also write rows of another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -208,8 +208,8 @@ def update_scalars(
 ):  # fmt: skip
     """Merge m and l of the result into the incoming state, in place.
 
-    The retry pass recomputes all rows, but must update only the rows that have overflowed. Therefore the first pass only sets
-    the sign bit of l in rows that have overflowed. The retry pass updates only rows whose l has the sign bit.
+    In rows that have overflowed, the first pass only sets the sign bit of l. The retry pass updates only rows whose l has the
+    sign bit.
 
     Return (written, alpha, beta, stays). The caller sets o to o * alpha + state_o * beta in the rows of the mask `written`.
     In rows of the mask `stays`, o + state_o suffices.

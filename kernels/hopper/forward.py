@@ -1,5 +1,4 @@
-"""The host code of the Hopper forward implements `reference.forward`. This module chooses the constants of the kernels, and
-launches the kernels.
+"""The host code of the Hopper forward implements `reference.forward`.
 
 Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
 and the kernel in `forward_fp8` reads FP8 inputs.
@@ -27,18 +26,18 @@ from ringattn.kernels.triton.launcher import launch
 # With Triton 3.8, `fence_softmax` would serialise all matrix products.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# Limit for K and V of a head group, so that K, V and the output stay in the L2 cache. For an incoming state or head dims above
-# 128, 16 MiB was faster on an H100.
+# The limit for K and V of a head group keeps K, V and the output in the L2 cache. With an incoming state or head dims above
+# 128, SMALL_L2_BYTES was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
-# A call has few rows if its heads and batch entries have at most FEW_ROWS non-empty rows in total.
+# Calls with at most FEW_ROWS non-empty rows, counted over all heads and batch entries, use TILES_FEW_ROWS.
 FEW_ROWS = 2**16
 
 
 @dataclass(frozen=True)
 class ForwardConfig(hopper_common.KernelConfig):
-    """The class holds the constants that all forward kernels have.
+    """The constants that all forward kernels have.
 
     Args:
         has_state: whether the call continues from an incoming state.
@@ -112,12 +111,12 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def q_slots(self) -> int:
-        """Q has at most two slots, because one bit selects the slot."""
+        """Return the number of slots of Q in shared memory, at most two, because one bit selects the slot."""
         return 2 if self.final else 1
 
     @property
     def o_parts(self) -> int:
-        """One consumer's fp32 o occupies this number of K or V buffers."""
+        """Return how many K or V buffers the fp32 o of one consumer occupies."""
         return 2 * ROWS.value // self.keys
 
     @property
@@ -198,9 +197,7 @@ class Fp8Config(ForwardConfig):
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """Return the register layout of the probabilities as the left operand of P V. The layout does not depend on the columns
-        of the product.
-        """
+        """Return the register layout of P as the left operand of P V, which is the same for every number of columns."""
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
@@ -214,7 +211,7 @@ TILES = {
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# Up to SHORT_KEYS keys per 64 consecutive queries, `forward_short` is faster at head dims up to 64.
+# `forward_short` is faster at head dims up to 64 if any 64 consecutive queries attend to at most SHORT_KEYS keys.
 SHORT_KEYS = 192
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
 

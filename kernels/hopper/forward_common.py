@@ -86,8 +86,8 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds, steps).
     row_bounds is (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the
     initial reference max. all_initialised states whether the consumer's first step sets the reference max of every row with
-    keys. steps is (first, end). In all other steps, the consumer's rows attend to no key. With `skips_steps`, the consumer
-    computes only the steps from first to end, and at least one step.
+    keys. steps is (first, end), the non-empty range of steps that the consumer computes. With `skips_steps`, the range leaves
+    out steps in which no row of the consumer attends to a key.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -147,7 +147,7 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    # Waiting for phase 1 of a new barrier returns immediately, as the first use of a stage requires.
+    # Waiting for phase 1 of a new barrier returns immediately, so the producer need not wait before the first use of a stage.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_work_tiles(LOAD, arguments, slot, position, CONFIG)
@@ -198,7 +198,7 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # Invalid results must be in global memory before the retry pass rewrites them. `tma_store_wait` waits only
+                # Invalid results must be in global memory before the retry pass rewrites them, but `tma_store_wait` only waits
                 # until TMA has read shared memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)

@@ -110,8 +110,8 @@ def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys). The result overwrites the
-    registers of `product`.
+    """Issue product = p * tile^T, (64, columns). The operand p (64, keys) is in registers, and `tile` (columns, keys) is in
+    shared memory.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
@@ -131,7 +131,7 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
     """Issue two matrix products with P of one stage: P times a tile of ones, and P V. Add all parts of P V except the last one
-    to O. Return the parts of O, the last part of P V, which may still be in flight, and the row sums.
+    to O. Return (parts of O, last part of P V, row sums). The caller must wait for the last part of P V.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -187,7 +187,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # A work tile without keys has one step, whose block may not exist.
+    # Limit the index, because the single step of a work tile without keys may have no block.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -195,7 +195,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return (64,) factors. Multiply q k^T by a row's factor and the scale of K for scores in log2 units."""
+    """Return the factors (64,) of the rows. A score in log2 units is q k^T times the row's factor and the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -214,7 +214,8 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # The first unmasked step sets every ref_max. Later masked steps often contain a row's largest score.
+    # Raise ref_max in masked steps, which often contain a row's largest score, and in the first unmasked step, which every row
+    # attends to.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
@@ -252,7 +253,7 @@ def _overlapped_steps(
         stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
         scores = _issue_scores(query, ring, stage, CONFIG)
-        # Add the previous P V to O while the tensor cores compute S. Both are relative to the previous reference max.
+        # Add the previous P V to O while the tensor cores compute S. O and this P V are relative to the same reference max.
         l = (l + row_sums) * alpha
         o = softmax.rescale(o + product, alpha)
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
@@ -376,7 +377,7 @@ def _forward_kernel(
     q, k, v, q_scales, k_scales, v_scales, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, num_query_blocks, num_key_blocks, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The function `forward_narrow._forward_kernel` explains the arguments, except for the following.
+    """Compute all work tiles. For the other arguments, see `forward_narrow._forward_kernel`.
 
     Args:
         q, k, v: TMA descriptors of the e4m3 tensors (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, C, D, 128).

@@ -31,11 +31,11 @@ A `full` barrier waits for one arrival of the producer and for the bytes that TM
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
 TMA stores the output of a work tile from the shared memory of its Q. Therefore a kernel that returns an output has two slots
-for Q. The slot of a work tile is released after the first product of the next work tile. The fp32 o of a state is larger than
-Q. Therefore o passes through the next stages of K and V, as `epilogue` explains.
+for Q. The slot of a work tile is released after the first product of the next work tile. The fp32 o of a state does not fit
+into the memory of Q, so TMA stores o from stages of K and V (see `epilogue`).
 
-With ping-pong, a consumer waits until the previous consumer has issued its products, so that they compute the softmax at
-different times.
+With ping-pong, a consumer waits until the previous consumer has issued its products, so that the consumers compute the softmax
+at different times.
 """
 
 from triton.experimental import gluon
@@ -138,7 +138,7 @@ def _step(
     if UPDATE_REF_MAX:
         # The previous P V is relative to the old reference max, so rescale O after the product.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
-    # P V reads the previous p from the same registers until the wait ends.
+    # Convert p only after the wait, because the previous P V reads p from the same registers.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
@@ -156,7 +156,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # TMA has read the previous result from this memory by now.
+    # Wait until TMA has read the previous output from the memory of Q.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -171,7 +171,7 @@ def _first_step(
 
 @gluon.jit
 def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Call `forward_common.skip_tile`, and release all state stages."""
+    """Skip a work tile like `forward_common.skip_tile`, and release all state stages."""
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     mbarrier.arrive(barriers[1], count=1)
@@ -182,7 +182,7 @@ def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, C
 
 @gluon.jit
 def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Like `forward_common.skip_steps`, for separate rings of K and V."""
+    """Skip the next `count` steps. In this kernel, K and V have separate barriers."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     stage, phase = position
     for _step_index in range(count):
@@ -234,7 +234,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # Release the state stage, which one of the skipped steps needs.
+        # The producer loads K and V of a skipped step into this state stage, so release the stage first.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)

@@ -11,7 +11,8 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
                <---- empty[s] ------                              <------ release the stage
 
 A stage holds one tile of K or V with 256 or 128 columns. For 192 columns of K and 128 columns of V, a second ring buffer holds
-the last 64 columns of K, called the tails. The tails of K share the barriers of the stages that hold the first columns of K.
+the last 64 columns of K, called the tails. The tail of a K tile uses the barriers of the stage that holds the first 128 columns
+of the K tile.
 
 The available registers determine the order of the two matrix products of a step:
 
@@ -116,8 +117,8 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue S = Q K^T as two products with K of the next stage. The argument `query` contains the columns of Q in registers, Q
-    in shared memory, and the tail of Q.
+    """Issue S = Q K^T as two products with K of the next stage. The argument `query` is (the first 128 columns of Q in
+    registers, Q in shared memory, the tail of Q).
 
     Return (S, next position).
     """

@@ -4,9 +4,9 @@ FlashAttention subtracts the running maximum of each row, so that exp2 never ove
 scores of a row gives the same softmax. This kernel computes p = exp2(score - ref_max) with a reference max, in log2 units, that
 rarely changes:
 
-- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. Later
-steps neither compute maxima nor rescale l and o. Large probabilities are harmless, because fp32 and bf16 have the same relative
-precision for 2**40 as for 1.
+- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. After
+that tile, no step computes maxima or rescales l and o. Large probabilities are harmless, because fp32 and bf16 have the same
+relative precision for 2**40 as for 1.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
 pass.
 - In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
@@ -46,8 +46,8 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return (64, 4): for each row and each of its four threads, a word of bits. Bit i tells whether the thread's i-th column
-    is below the row's bound.
+    """Return a word of bits for each row and each of its four threads (64, 4). Bit i is 1 if the thread's i-th column is below
+    the row's bound.
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
@@ -121,8 +121,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # Operands, each a pair for the thread's two rows: new reference max, maximum of the thread's scores, old reference max,
-    # threshold.
+    # Each operand is a pair of registers for the thread's two rows. $0 is the new reference max, $2 the largest score of the
+    # thread, $4 the old reference max, and $6 the threshold.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -148,7 +148,7 @@ def _raise_ref_max(ref_max, thread_max):
 
 @gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Set ref_max (64, 4) of rows that have none and attend to this tile to their largest score."""
+    """If a row has no reference max yet, set its ref_max (64, 4) to the row's largest score in this tile."""
     row_max = gl.max(gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1), axis=1) * log2_scale
     return gl.where(ref_max == UNSET_REF_MAX, gl.maximum(row_max, UNSET_REF_MAX).expand_dims(1), ref_max)
 
@@ -165,7 +165,7 @@ def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
-    """Return the probabilities exp2(score - ref_max), and l (64, 4) plus the sums of these probabilities."""
+    """Compute the probabilities p = exp2(score - ref_max), and add their sums to l (64, 4). Return (p, l)."""
     tile = by_thread(scores, CONFIG.keys)
     p = gl.exp2(tile * log2_scale - _along_row(ref_max, tile))
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout), l + gl.sum(gl.sum(p, axis=3), axis=1)
@@ -223,7 +223,8 @@ def fence_softmax(l, CONFIG: gl.constexpr):
 
     The instruction that waits for a matrix product (wgmma) has no register operands. Therefore the assembler ptxas would move
     the wait for P V in front of the softmax, and the two would not overlap. The assembler ptxas never moves a wait across an
-    instruction that may end the thread. The thread never ends here, because the condition is true only for one particular NaN.
+    instruction that may end the thread. The instruction `exit` below never ends a thread, because it requires that l is one
+    particular NaN.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

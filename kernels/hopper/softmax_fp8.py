@@ -2,30 +2,32 @@
 
 The format e4m3 represents numbers from 2^-9 to 448. If the reference max stayed constant, as in `softmax`, probabilities would
 soon overflow. Therefore this softmax raises the reference max in every step in which a probability would exceed 448. Most
-probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four significant bits. The constant TOP leaves
-room for larger probabilities in later steps. Scores are in log2 units and include the exponent of the scale of V.
+probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four significant bits. A score equal to ref_max
+has the probability 2^TOP = 128, so a larger score in a later step need not overflow e4m3. Scores are in log2 units and include
+the exponent of the scale of V.
 
 Rounding. The hardware unit for exponentials (MUFU) would limit the speed. Instead, the kernel rounds x = score - ref_max + TOP.
-The format e4m3 has 3 mantissa bits and the exponent bias 7, so the byte of the e4m3 number nearest to 2^x is about
+The byte of the e4m3 number nearest to 2^x is approximately the following, because e4m3 has 3 mantissa bits and the exponent
+bias 7:
 
     byte(x) = round(8 x + 56 - 0.46)
 
 The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
 most 8%, with the mean 0 and the root mean square 3.0%. Rounding each probability to the nearest e4m3 number would cause
 relative errors of at most 6.25%, with the root mean square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p
-times 2^9. For subnormal numbers, the byte is approximated by a second line, which falls from 8 at x = -6 to 0 at x = -9.
-If the second line were left out, the small probabilities of a row with one large score would become 0:
+times 2^9. A second straight line, from 0 at x = -9 to 8 at x = -6, approximates the bytes of subnormal numbers. The kernel uses
+the larger value of the two lines:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
 Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
 and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion to fp16 therefore rounds to integers, which are
-exact up to 2048. The maximum, the subtraction and the division by 3 each take one instruction for two levels.
+exact up to 2048. Each operation of byte(x) takes one instruction for two levels.
 
-The first steps of a work tile may raise the reference max from UNSET_REF_MAX. Levels cannot represent a change from
-UNSET_REF_MAX, so `raise_ref_max` computes the maxima in fp32. In later steps of a work tile, `limit_levels` lowers all levels
-of a row. Lowering levels adds errors only if the reference max changes by more than 238 in one step.
+In the first steps of a work tile, `raise_ref_max` computes the reference max in fp32, because it may still be UNSET_REF_MAX. In
+later steps, `limit_levels` raises the reference max and lowers all levels of the row. Lowering levels adds errors only if the
+reference max changes by more than 238 in one step.
 """
 
 from triton.experimental import gluon
@@ -69,8 +71,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return assembly instructions that compute four levels. The registers $0 and $1 receive two levels each. The scores are in
-    $2 to $5, the factor is in $6, and the offset in $7.
+    """Return PTX instructions for four levels. The inputs are four scores ($2 to $5), the factor ($6) and the offset ($7). The
+    outputs $0 and $1 contain two levels each.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -116,7 +118,7 @@ def _larger_levels(a, b):
 
 @gluon.constexpr_function
 def _limit_assembly():
-    """Return instructions that raise the reference max of the two rows of a thread.
+    """Return PTX instructions that raise the reference max of the two rows of a thread.
 
     Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The registers $4 and $5 contain two
     fp16 numbers each, which the caller adds to the levels. The thread's largest levels are in $6 and $7, and the old reference
@@ -178,7 +180,7 @@ def _byte_assembly():
 
 @gluon.jit
 def to_bytes(levels):
-    """Convert levels to the bytes of probabilities. Each 16-bit half of a result word contains one byte."""
+    """Convert levels to e4m3 bytes. Each 16-bit half of a result word contains one byte."""
     ASSEMBLY: gl.constexpr = _byte_assembly()
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [levels], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -187,8 +189,7 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    Call `pack` only after the previous product P V is complete, because P V reads the previous words from registers. If P V
-    were still running, the assembler would serialise all products.
+    Call `pack` only after the previous product P V is complete, because P V reads the previous words from registers.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"

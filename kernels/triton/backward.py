@@ -18,8 +18,8 @@ from ringattn.kernels.triton.launcher import OPTIONS, launch
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """Load lse (in log2 units) and delta of ROWS rows of one head from the result of `_interleave`."""
-    # Load every number twice, so that a tile has at least one number per thread. Otherwise, each thread would load 32 numbers,
-    # which takes many instructions and registers.
+    # Load every number twice, so that the tile has at least one number per thread. For a smaller tile, Triton would generate 32
+    # loads per thread.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -72,10 +72,10 @@ def _key_gradient_kernel(
     Args:
         stats: see `_interleave`.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Without these flags, the
-            kernel overwrites dk and dv.
+        dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Otherwise, the kernel
+            overwrites dk and dv.
 
-    The function `forward._forward_kernel` explains the other arguments.
+    For the other arguments, see `forward._forward_kernel`.
     """
     NUM_KEY_HEADS: tl.constexpr = CONFIG.num_heads // CONFIG.group
     KEYS: tl.constexpr = CONFIG.keys

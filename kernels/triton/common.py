@@ -162,9 +162,8 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    Concurrent programs compute the same head, so its operands stay in the L2 cache. Only the tiles of the last
-    INTERLEAVED_HEADS heads are interleaved. Among the interleaved tiles, the longest start first, and the short tiles occupy
-    the SMs at the end.
+    Concurrent programs compute the same head, so its operands stay in the L2 cache. The tiles of the last INTERLEAVED_HEADS
+    heads are interleaved, longest tiles first, so that all SMs end at nearly the same time.
     """
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
@@ -198,7 +197,7 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return a pointer to the kept blocks of one block of rows, as pairs (block, head of the group)."""
+    """Return a pointer to the list of one block of rows, from `BlockMask.query_lists` or `BlockMask.key_lists`."""
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
     return block_lists + row
@@ -206,7 +205,7 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 @triton.jit
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tuple `loop` for the rows [first, end) under a list of kept blocks. Each block has BLOCK // STEP tiles."""
+    """Return the tuple `loop` for the rows [first, end). The pointer `blocks` is from `kept_blocks`."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
     # No row attends to a column outside the blocks [start, stop). Every row attends to all columns of the blocks [full, tail).

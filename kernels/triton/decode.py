@@ -10,8 +10,8 @@ of one key head:
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
 For each batch entry whose keys are in a run, the run's program stores one partial state, called a *part*. The program that
-stores the last part of a batch entry and key head merges all of these parts. If one program would take too long, a second
-launch merges the parts. The rows of a tile are the queries of all query heads that share a key head.
+stores the last part of a batch entry and key head merges all of these parts. If merging in one program would take too long, a
+second launch merges the parts. The rows of a tile are the queries of all query heads that share a key head.
 
 While a program waits for queries, it prefetches its first key tile into the L2 cache. With two launches, the prefetch may start
 before earlier kernels on the stream have ended, if these kernels allow an early start.
@@ -38,15 +38,15 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# The second launch loads up to 4,096 elements of o per program at once.
+# A program of the second launch loads up to 4,096 elements of o at once.
 MERGE_ELEMENTS = 4096
-# With more than four programs per SM, the second launch would end at different times, and delay the next kernel.
+# With more than four programs per SM in the second launch, an early start of the next kernel would delay that kernel.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# The first launch merges with at most 8,192 elements of o per program at once.
+# The first launch merges the parts only if each program loads at most 8,192 elements of o at once.
 MAX_MERGED_ELEMENTS = 8192
 # For caches up to 48 MiB, the host may take longer than the GPU, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# Above 4 TB/s, as on an H200, an SM needs two programs, or one more tile in flight.
+# With a memory bandwidth above 4 TB/s, as on an H200, an SM needs two programs, or one more tile in flight.
 FAST_MEMORY = 4e12
 # A program processes at least 128 keys. With fewer keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
@@ -72,11 +72,10 @@ TILE_FP32 = Tile(16, 32, 4, 2)
 
 @dataclass(frozen=True)
 class Config:
-    """The constants of the two kernels.
+    """The constants of the two kernels. The numbers padded_batch, parts and merged_rows are powers of two.
 
     Args:
-        padded_batch, parts, merged_rows: the number of batch entries, the largest number of parts of a query, and the number of
-            rows that a program of the first launch merges. All are padded to powers of two.
+        parts, merged_rows: the largest number of parts per query, and the rows that a program of the first launch merges.
         merged_columns: the columns of o that a program of the second launch computes.
         page_tiles: the tiles of keys per page, or 0.
         pdl: whether the kernels use programmatic dependent launch.
@@ -181,7 +180,7 @@ def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch up to ROWS rows of DIM elements in [first, end), or row 0 if there are none."""
+    """Prefetch up to ROWS rows of DIM elements, from row `first` to row end - 1."""
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
     i = tl.arange(0, ROWS * SEGMENTS)
@@ -257,7 +256,7 @@ def _attend_to_tiles(
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
     """Prefetch the first tile of a run while earlier kernels may still write the bounds and the cache.
 
-    Prefetching a wrong tile costs little time. The loads must bypass the L1 cache.
+    Prefetching a wrong tile costs little time. The loads of the bounds must bypass the L1 cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -332,10 +331,10 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a stored part. If it is the last part of the batch entry, reset the counter to 0 and return True. The program of
-    the last part can read all parts, because the atomic addition has release and acquire semantics.
+    """Count a stored part. After the last part of a batch entry, reset the counter to 0 and return True. The atomic addition
+    has release and acquire semantics, so the program of the last part can read all parts.
     """
-    # The barrier extends one thread's release to the stores of all threads.
+    # All threads must store the part before one thread releases it with the atomic addition.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
     if is_last:
@@ -493,8 +492,8 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Plan:
-    """Plan a call. The argument `pages` is the number of pages per batch entry, or 0. The arguments `bounds` and `sinks` are
-    the numbers of rows of the tensors `lo` and `sinks`.
+    """Plan a call. The argument `pages` is the number of pages per batch entry, or 0. `bounds` is len(lo), and `sinks` is
+    len(sinks) or 0.
     """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
@@ -507,7 +506,6 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # A run has a minimum length, which limits the runs per batch entry.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
     num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
@@ -515,11 +513,11 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # One more part, because a batch entry may start in the middle of a run.
+    # A batch entry that starts in the middle of a run may have one more part.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # With many batch entries, most have a single part, and a second launch would only copy it.
+    # With many batch entries, most entries have a single part, which a second launch would only copy.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -564,7 +562,7 @@ def has_fast_memory(device: torch.device) -> bool:
     if not supports_pdl(device):
         return False
     properties = torch.cuda.get_device_properties(device)
-    # Clock in kHz, two transfers per cycle, and bus width in bits.
+    # The clock is in kHz, and the bus width in bits. The memory transfers data twice per cycle.
     return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 > FAST_MEMORY
 
 

@@ -12,13 +12,13 @@ from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars
 def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Add the key tile at `start` to the state (m, l, o) of a query tile. The m is in log2 units.
 
-    The function `common.run_loop` explains the arguments. After the last tile, the caller must multiply o by the dropout
+    For the arguments, see `common.run_loop`. After the last tile, the caller must multiply o by the dropout
     factor.
     """
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # Later, scaling and the subtraction of the maximum are one instruction.
+    # The scores are scaled below, because one instruction multiplies by the scale and subtracts the maximum.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))

@@ -54,7 +54,7 @@ def launch(
         options |= {"maxnreg": max_registers} if max_registers else {}
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **OPTIONS, **options)
         return
-    # Triton's launch hooks are disabled by the three None arguments.
+    # The three None arguments disable Triton's launch hooks.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())
 
@@ -63,8 +63,7 @@ class PreparedLaunch:
     """A `PreparedLaunch` repeats launches of one kernel on one device with the same grid, numbers, constants, options and
     dtypes.
 
-    A prepared launch takes even less time than `launch`, whose docstring explains the arguments. The argument `options`
-    contains launch options of Triton.
+    A prepared launch takes even less time than `launch`. The argument `options` contains launch options of Triton.
     """
 
     def __init__(

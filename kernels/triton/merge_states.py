@@ -55,7 +55,7 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # The parts are still in the L2 cache. With "evict_first", the base does not evict them.
+    # Loading the base with "evict_first" leaves the parts in the L2 cache.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
@@ -86,7 +86,7 @@ def merge_states(
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # Without `dtype`, only tokens with parts change.
+    # If `dtype` is None, process only the tokens from the first part to the last.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:

@@ -50,7 +50,7 @@ def _largest(x):
 
 @triton.jit
 def _round(x):
-    """Round x to e4m3. The conversion alone would change infinity to 448 instead of NaN."""
+    """Round x to e4m3. Replace infinity by NaN, because the conversion would change infinity to 448."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan")).to(tl.float8e4nv)
 
 
@@ -123,10 +123,7 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: tl.constexpr):
-    """Round one block of values, and store it in `out` (B, C, H, DIM, 128).
-
-    The function `_quantize_rows` explains the other arguments.
-    """
+    """Round one block of values, and store it in `out` (B, C, H, DIM, 128)."""
     batch, block, head = position
     # A tile of values stores its keys in another order, which `ringattn.kernels.fp8` explains.
     position_in_tile = tl.arange(0, BLOCK)
@@ -174,7 +171,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one rotation matrix per part of a row: a Hadamard matrix times the random signs."""
+    """Return the rotation matrix of each part of a row, which is a Hadamard matrix times random signs."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])
