@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # File systems without locks raise these errors.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
-# The received signals. A received signal is never removed, because it stops all jobs of a sweep.
+# The received signals, which stop all jobs of a sweep and are therefore never removed.
 _received_signals: set[int] = set()
 # Another part of the run may set this flag to request a stop.
 _is_stop_requested = False

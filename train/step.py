@@ -92,8 +92,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     Returns:
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
         `grad_norm` (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds in which the device
-        of this rank was idle). With experts, the record contains `balance_loss` and `expert_imbalance`, the largest number of
-        tokens of an expert in any layer, relative to the mean. Only `data_wait_s` differs between ranks.
+        of this rank was idle). For experts, the record contains `balance_loss` and `expert_imbalance` (the tokens of the
+        busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
 
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. Do not save the parameters after this error.

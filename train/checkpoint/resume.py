@@ -152,7 +152,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
     """Combine the settings of a resumed run with the settings that must stay as in its checkpoint.
 
     The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Therefore, raising `trainer.steps`
-    does not lengthen the warmup. A run that resumes its own checkpoint also keeps `trainer.init_from`.
+    does not lengthen the warmup. If the checkpoint belongs to this run, `trainer.init_from` also stays as in the checkpoint.
 
     Args:
         path: the checkpoint.
@@ -258,8 +258,8 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
     """Compare the model settings of a new run with the checkpoint of its initial weights. Return the differences.
 
     Raises:
-        ConfigError: the number of heads differs. Weights for other numbers of heads may have the same shapes, which loading
-            would accept.
+        ConfigError: the number of heads differs. Loading cannot detect another number of heads, because the weights may have
+            the same shapes.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:

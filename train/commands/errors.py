@@ -85,7 +85,7 @@ def describe_error(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        # The reason is the last line of the message, not counting position marks and links.
+        # Find the last line of the message that is neither a position mark nor a link.
         parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
         reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
         return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"

@@ -48,7 +48,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
     """Return the data settings of the tokenizer and the chat template, and one set of settings per length, in ascending order.
 
-    The overrides may select the text that hides the facts. The default text is Python's standard library.
+    By default, the facts are hidden in Python's standard library. `overrides` may select another text.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")

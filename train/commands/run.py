@@ -272,7 +272,7 @@ def check_name(name: str | None, context: HydraConf) -> None:
         ConfigError: the name is invalid, or the jobs of a sweep have different names.
     """
     checked_name(name)
-    # Hydra writes multirun.yaml to the directory of the sweep, but `context.sweep.dir` depends on the name of the job.
+    # Hydra writes one multirun.yaml per sweep. A job with another name has no such file in its directory.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(
             f"name={name} is one of several names, but all jobs of a sweep must have the same name: each job has its own "

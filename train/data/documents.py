@@ -39,7 +39,7 @@ class NumberedSequences:
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the tokens and the epochs in the first `consumed` sequences as one entry named ""."""
+        """Return the tokens and epochs of the first `consumed` sequences under the key ""."""
         return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:

@@ -1,9 +1,9 @@
 """Mix the sequences of several sources, so that each source has a given share of the tokens.
 
 Each sequence comes from one source. Sequence j of a source with the share w has the position (j + 1/2) / w in the mixture.
-Sorting the sequences of all sources by position gives their order (the method of Sainte-Laguë). At any time, each source
-therefore has its share of the sequences, up to a few sequences. The index of a sequence determines its source, so a checkpoint
-only needs the number of consumed sequences.
+Sorting the sequences of all sources by position gives their order (the method of Sainte-Laguë). After any number of sequences,
+each source has provided its share, up to a few sequences. The index of a sequence determines its source, so a checkpoint only
+needs the number of consumed sequences.
 """
 
 from bisect import bisect_right

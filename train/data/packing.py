@@ -45,7 +45,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 Loaded = TypeVar("Loaded")
 log = logging.getLogger(__name__)
 
-# Gives a number to each corpus. All ranks load their corpora in the same order, so the numbers agree.
+# Numbers the corpora. All ranks load corpora in the same order, and therefore with the same numbers.
 _corpus_numbers = itertools.count()
 
 

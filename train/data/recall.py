@@ -99,19 +99,15 @@ def evaluation_lengths(seq_len: int) -> list[int]:
 
 
 def block_size(length: int) -> int:
-    """Return the number of tokens in the block of facts, which is even. The block of queries has the same length."""
+    """Return the even number of tokens in the block of facts, and in the block of queries."""
     return min(length // 4 * 2, BLOCK)
 
 
 def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-    """Return evaluation documents, one per sequence, and the position index of their facts, int64 (B,).
+    """Return evaluation documents of `length` tokens, one per sequence, and the position index of their facts, int64 (B,).
 
     Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at the beginning of the document.
     At the last position, the facts are directly before the queries.
-
-    Args:
-        length: the number of tokens of each document, at least MIN_LENGTH.
-        numbers: the numbers of the documents.
     """
     positions = np.array([number % NUM_POSITIONS for number in numbers])
     starts = positions * (length - 2 * block_size(length)) // (NUM_POSITIONS - 1)

@@ -41,7 +41,7 @@ class RecordEncoder:
 
     @property
     def identity(self) -> list[object]:
-        """Return values that identify how a record becomes tokens."""
+        """Return values that change if the encoding of records changes."""
         template = self._template and (self._template.source, self._template.variables)
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 

@@ -32,7 +32,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 # These folders of the standard library contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
-# The patterns of the file names that are read from a folder, by source.
+# Maps `data.source` to patterns of the files that are read from a folder.
 NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
 COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 

@@ -29,7 +29,7 @@ from ringattn.train.data.tokenisation import add_ends
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# A power of two divides evenly among the usual numbers of ranks.
+# The maximum number of readers, a multiple of the usual numbers of ranks.
 MAX_READERS = 64
 # A block ends at this number of characters, so that very long documents do not fill the memory.
 BLOCK_CHARACTERS = 2**26

@@ -115,7 +115,7 @@ class Targets:
 
         Returns:
             The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at `lengths[i]` has the
-            group i * D + d. All other tokens have the group `num_groups`.
+            group i * D + d. Tokens that are not targets have the group `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)

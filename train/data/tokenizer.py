@@ -87,8 +87,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # Mark the end-of-text tokens as special, unless the file marks them. Adding a marked token again would change its
-        # flags.
+        # Mark end-of-text tokens as special unless they are marked, because marking a token twice would change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self.special_names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -193,8 +192,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
     """Return the tokenizer that `data.tokenizer`, `data.eos_token` and `data.special_tokens` describe.
 
     Raises:
-        ConfigError: the package `tokenizers` is missing, a file cannot be read, the tokenizer has no end-of-text token, or
-            bytes are given special tokens.
+        ConfigError: the tokenizer cannot be loaded or has no end-of-text token, or bytes have special tokens.
     """
     if name != "bytes":
         return JsonTokenizer(name, eos_token, special_tokens)

@@ -75,8 +75,8 @@ def run_tasks(
     """Return `function(state, task, add)` for all tasks, in their order.
 
     Args:
-        name: the name of the work, for the progress.
-        function: a function of a module. The function calls `add` with the numbers of bytes that it has processed.
+        name: the name of the work in messages.
+        function: a module-level function, which calls `add` with the number of bytes that it has processed.
         state: data for all tasks. Each process receives the data once.
         tasks: the tasks.
         sizes: the number of bytes of each task.

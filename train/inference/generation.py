@@ -164,6 +164,6 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     if top_p == 1:
         return probabilities
     ordered, tokens = probabilities.sort(descending=True, stable=True)
-    # The probabilities of all more likely tokens sum to at least `top_p`.
+    # A token is outside the nucleus if the tokens before it sum to at least `top_p`.
     outside = ordered.cumsum(0) - ordered >= top_p
     return probabilities.index_fill(0, tokens[outside], 0)

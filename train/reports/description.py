@@ -157,7 +157,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
 
 
 def pair_shares(run: Run) -> prediction.Shares:
-    """For each window, return the mean fraction of (query, key) pairs that document masks leave."""
+    """Return the mean fraction of (query, key) pairs that document masks allow, by window."""
     if not run.config.data.mask_documents:
         return prediction.NO_DOCUMENTS
     seq_len, count = run.config.data.seq_len, run.data.sequences_per_epoch

@@ -39,9 +39,7 @@ class Losses:
         return self.sums.sum(1) / self.tokens.sum()
 
     def errors(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the errors of the losses, and the errors of their differences from the loss at the first length. Return None
-        for a single document.
-        """
+        """Return the errors of the losses, and of `means - means[0]`, or None for a single document."""
         count = len(self.tokens)
         if count == 1:
             return None

@@ -124,7 +124,7 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
     """Return the summary of a run that has no steps left, or None if no launch has written it.
 
     Raises:
-        ConfigError: on every rank, if summary.json is damaged, or the run branched from a checkpoint without remaining steps.
+        ConfigError: on every rank, if summary.json is damaged, or the checkpoint has completed all steps of the run.
     """
     path, steps = directory / "summary.json", run.config.trainer.steps
     log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")

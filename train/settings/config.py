@@ -429,7 +429,7 @@ class TrainerConfig(Frozen):
     accumulate: int = 1
     # The number of tokens per optimizer step, over all ranks. The number must be a multiple of the tokens of a micro-step:
     # `data.seq_len` x `batch_size` x data-parallel ranks. If None, `accumulate` determines the number of tokens. In a sweep
-    # over `data.seq_len`, all jobs then have the smallest number that suits all lengths.
+    # over `data.seq_len`, the default is the smallest number that suits all lengths.
     tokens_per_step: int | None = None
     # The seed of the initial parameters.
     seed: int = 0
@@ -708,7 +708,6 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
 
 
 def _check_unused(config: Config) -> Iterator[str]:
-    # Users expect that every setting has an effect, for example that the run trains on other text.
     for name, value, reason in unused_settings(config):
         yield f"{name}={value} has no effect {reason}, or leave {name} out"
 

@@ -25,7 +25,7 @@ from ringattn.train.settings.token_budget import SOURCES
 
 
 def reset_unused(config: Config, given: set[str]) -> Config:
-    """Reset settings that have no effect to their defaults, unless the command line sets them.
+    """Reset unused settings to their defaults, except settings of the command line.
 
     If a setting of the command line has no effect, `config.check` raises an error.
     """
@@ -50,7 +50,7 @@ def given_names(overrides: Iterable[str]) -> set[str]:
 
 
 def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is_own: bool) -> Config:
-    """Return the settings of a run that resumes from a checkpoint with the settings `saved`.
+    """Return the settings of a run that resumes from a checkpoint.
 
     Args:
         composed: the settings from Hydra.
@@ -87,7 +87,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
 
 
 def settings_of_published_model(composed: Config, given: set[str], folder: Path, model: ModelConfig) -> Config:
-    """Return the settings of a new run that starts from a Hugging Face model with the settings `model`.
+    """Return the settings of a new run that starts from the Hugging Face model in `folder`.
 
     Other arguments as in `settings_of_resumed_run`.
     """
@@ -109,8 +109,8 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # A file such as configs/model/8b.yaml leaves out settings with default values. If a file leaves out a size, the default
-        # replaces the size of the existing model. The other settings of the existing model stay.
+        # With model=8b, all sizes come from configs/model/8b.yaml or have their defaults. Other settings that the file leaves
+        # out stay as in the existing model.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:

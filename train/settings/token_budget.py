@@ -89,7 +89,7 @@ def check_sources(config: Config, given: Collection[str]) -> None:
 def common_tokens_per_step(config: Config, lengths: Iterable[int], world_size: int) -> int:
     """Return the smallest number of tokens per step that suits all sequence lengths of a sweep.
 
-    If every length divides the longest length, the sequences per step at the longest length stay as configured.
+    If every length divides the longest length, the job with the longest length keeps `trainer.accumulate`.
     """
     trainer = config.trainer
     return math.lcm(*lengths) * trainer.batch_size * trainer.accumulate * num_data_parallel_ranks(config, world_size)

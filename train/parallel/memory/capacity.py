@@ -119,6 +119,6 @@ def host_memory() -> float:
     """Return the memory of this host, or the memory limit of its container, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in LIMITS:
-        with suppress(OSError, ValueError):  # Hosts may lack the file, and its content may be "max".
+        with suppress(OSError, ValueError):  # The file may be missing, or contain "max".
             total = min(total, int(Path(path).read_text()))
     return total

@@ -66,8 +66,8 @@ class _InChunks(torch.autograd.Function):
             return (inputs[0].new_empty(()).expand(inputs[0].shape),)
         outputs: list[Tensor | None] = []
         for rows in _chunks(inputs[0], chunk):
-            # The forward pass also records a graph, because FP8 layers and compiled code compute differently without a graph.
-            # The hooks prevent activation checkpointing from saving the tensors of this graph.
+            # Record an autograd graph, because FP8 layers and compiled code compute other results without a graph. The hooks
+            # prevent activation checkpointing from saving the tensors of this graph.
             with torch.set_grad_enabled(is_training), saved_tensors_hooks(_same, _same):
                 parts = function(*_leaves(inputs, rows, ctx.needed))
             outputs = outputs or [_output_like(part, inputs[0]) for part in parts]

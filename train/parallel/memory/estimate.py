@@ -157,7 +157,7 @@ def needs(
     loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
     moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
     parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)
-    # The memory can have its peak only after the last block, or where the blocks begin to save other tensors.
+    # The peak can only be at the first or the last block, or at a block where the memory plan changes.
     changes = {layers - 1, plan.recomputed_blocks - 1, plan.offloaded_blocks, plan.offloaded_blocks - 1, 0}
     for index in changes & set(range(layers)):
         # The backward pass has already replaced the activations of later blocks by gradients.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class MemoryPlan:
     """Decides where a rank keeps the data of a step. All ranks have the same plan."""
 
-    # The backward pass recomputes this many blocks, beginning with the first block, but not their attention.
+    # The backward pass recomputes the first `recomputed_blocks` blocks, except for their attention.
     recomputed_blocks: int = 0
     # The first `attention_blocks` of the recomputed blocks also recompute attention.
     attention_blocks: int = 0
