@@ -8,7 +8,7 @@ its error.
 """
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from ringattn.train import preemption
 from ringattn.train.checkpoint import storage
 from ringattn.train.checkpoint.progress import format_size
 from ringattn.train.parallel.memory.capacity import InsufficientMemory, host_memory
-from ringattn.train.parallel.memory.pinned import empty_pinned
+from ringattn.train.parallel.memory.pinned import empty_pinned, host_thread
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
 from ringattn.train.settings.config import ConfigError, round_up
 
@@ -92,7 +92,7 @@ class Saver:
         self._device, self._is_background, self._in_flight = device, size is not None, _nothing()
         timeout = timedelta(seconds=timeout_s)
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self._is_background else None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", _begin_thread, (device,))
+        self._thread = host_thread("checkpoint", device)
         self._copies = HostCopies(device)
         # Pinning 32 GiB takes 13 s, during which torch.compile is usually busy with the first step.
         self._reserved: Any = None if size is None else self._thread.submit(self._copies.reserve, size + SLACK)
@@ -141,11 +141,6 @@ class Saver:
             self.wait()
         elif error := self._in_flight.exception():
             log.error(f"{'checkpoint':<12}{error}")
-
-
-def _begin_thread(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Without this call, the thread would initialise the first GPU.
 
 
 def _nothing() -> Future[Path | None]:

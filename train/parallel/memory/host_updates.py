@@ -1,14 +1,13 @@
 """Update parameters in host memory in a background thread, while the device computes the next forward pass."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from ringattn.train.optim import AdamW
 from ringattn.train.parallel.memory.host_parameters import HostGroup
-from ringattn.train.parallel.memory.pinned import begin_host_thread
+from ringattn.train.parallel.memory.pinned import host_thread
 
 
 class HostUpdates:
@@ -24,7 +23,7 @@ class HostUpdates:
 
     def __init__(self, model: nn.Module, groups: Sequence[HostGroup], optimizer: AdamW, device: torch.device) -> None:
         self.groups, self._optimizer = groups, optimizer
-        self._thread = ThreadPoolExecutor(1, "host-updates", begin_host_thread, (device,))
+        self._thread = host_thread("host-updates", device)
         if groups:
             model.register_state_dict_pre_hook(self._wait_before_state_dict)
 

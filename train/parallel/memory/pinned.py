@@ -50,16 +50,27 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
 
 def run_with_cores(function: Callable[[], T], device: torch.device) -> T:
     """Run a function in a thread that uses several cores. The function works on host memory."""
-    with ThreadPoolExecutor(1, "host-memory", begin_host_thread, (device,)) as thread:
+    with host_thread("host-memory", device) as thread:
         return thread.submit(function).result()
 
 
-def begin_host_thread(device: torch.device) -> None:
-    """Prepare a thread that works on host memory: choose its device and its number of cores."""
-    # On a CPU, the ranks of a host already divide its cores. In a run on a GPU, threads use one core by default.
-    if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # Without this call, the thread would initialise the first GPU.
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1))
+def host_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """Return an executor with one thread, which works on host memory and uses several cores.
+
+    The current device of the thread is `device`. If `device` has no index, it is the current device of the caller.
+    """
+    if device.type != "cuda":
+        return ThreadPoolExecutor(1, name)  # On CPUs, the ranks of a host already divide its cores.
+    # New threads begin with the first GPU.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # In a run on a GPU, other threads use one core by default.
+    cores = max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1)
+
+    def begin() -> None:
+        torch.cuda.set_device(index)
+        torch.set_num_threads(cores)
+
+    return ThreadPoolExecutor(1, name, begin)
 
 
 def resident_bytes() -> int:

@@ -2,13 +2,14 @@
 
 import gc
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
-from ringattn.train.parallel.memory.pinned import OTHER_CORES, empty_pinned, resident_bytes, run_with_cores
+from ringattn.train.parallel.memory.pinned import OTHER_CORES, empty_pinned, host_thread, resident_bytes, run_with_cores
 
 GPU = torch.device("cuda", 0)
 
@@ -24,7 +25,19 @@ def fake_cudart(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> dict[int, in
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "set_device", int)  # As in PyTorch, a device without an index is an error.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return pinned
+
+
+@pytest.mark.parametrize(("device", "expected"), [(torch.device("cuda"), 3), (GPU, 0), (torch.device("cpu"), None)])
+def test_a_host_thread_uses_the_current_device_of_its_creator(device, expected, monkeypatch):
+    indices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: indices.append(int(device)))
+    creator = threading.get_ident()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3 if threading.get_ident() == creator else 0)
+    with host_thread("test", device) as thread:
+        thread.submit(int).result()
+    assert indices == ([] if expected is None else [expected])
 
 
 def test_memory_is_pinned_until_its_last_view_is_gone(monkeypatch):
