@@ -14,11 +14,6 @@ import matplotlib.pyplot as plt
 PALETTE = 64
 
 
-def clean_axes(axes: plt.Axes) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def set_length_axis(axes: plt.Axes, lengths: Iterable[int], label: str) -> None:
     lengths = sorted(set(lengths))
     axes.set_xscale("log", base=2)

@@ -14,10 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ringattn.train.reports.figures import clean_axes
 from scripts import command
 from scripts.accuracy import GROUP_TOLERANCE
 from scripts.bench.cases import Case
-from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
+from scripts.plots import plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
 DIRECTIONS = ("forward", "backward")

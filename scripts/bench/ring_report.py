@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ringattn.train.reports.figures import clean_axes
 from scripts import command
-from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
+from scripts.plots import plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from ringattn.train.reports.figures import clean_axes
 from scripts import command, gpus
 from scripts.bench.training import find_reason
-from scripts.plots import clean_axes, plot_points, plt, save_plot
+from scripts.plots import plot_points, plt, save_plot
 from scripts.tables import markdown_table
 
 TOKENS = 32_768

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from ringattn.train.reports.figures import clean_axes
 from scripts import command, gpus
-from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
+from scripts.plots import plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
 DEFAULT_VARIANTS = ("ringattn", "stock", "stock-recompute")

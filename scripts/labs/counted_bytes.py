@@ -19,11 +19,12 @@ import torch
 
 from ringattn import Mask, flash_attention
 from ringattn.kernels.interval_mask import Intervals
+from ringattn.train.reports.figures import clean_axes
 from scripts import command
 from scripts.labs import measure
 from scripts.labs.blockwise_bytes import TileSize, counted_loads, predicted_loads, tile_size
 from scripts.labs.naive_attention import Sizes, random_inputs
-from scripts.plots import clean_axes, plt, short_length
+from scripts.plots import plt, short_length
 from scripts.tables import markdown_table
 from scripts.tools.count_bytes import PREDICTIONS, SECTOR_BYTES, Traffic
 

@@ -30,12 +30,13 @@ from ringattn.train import optim
 from ringattn.train.model.gpt import GPT, Block, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel.shard import compile_blocks
+from ringattn.train.reports.figures import clean_axes
 from ringattn.train.settings.config import ModelConfig, OptimConfig
 from scripts import command
 from scripts.bench.stock_training import load_model_config
 from scripts.labs import measure
 from scripts.labs.measure import MIB
-from scripts.plots import clean_axes, plt, short_length
+from scripts.plots import plt, short_length
 from scripts.tables import markdown_table
 
 VARIANTS = ("eager", "sdpa", "ringattn")

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ringattn import flash_attention
+from ringattn.train.reports.figures import clean_axes
 from scripts import command
 from scripts.accuracy import output_of
 from scripts.labs import measure
 from scripts.labs.measure import MIB
-from scripts.plots import clean_axes, plot_points, plt, set_length_axis, short_length
+from scripts.plots import plot_points, plt, set_length_axis, short_length
 from scripts.tables import markdown_table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

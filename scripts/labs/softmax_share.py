@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from ringattn.train.reports.figures import clean_axes
 from scripts import command
 from scripts.labs import measure
 from scripts.labs.naive_attention import IMPLEMENTATIONS, STEPS, Sizes, naive_attention, random_inputs
-from scripts.plots import clean_axes, plt
+from scripts.plots import plt
 from scripts.tables import markdown_table
 
 SIZES = {"cpu": Sizes([1024], 4, 64, torch.float32), "cuda": Sizes([8192], 16, 128, torch.bfloat16)}

@@ -27,6 +27,7 @@ from ringattn.planning.rank_plan import get_plan
 from ringattn.planning.schedule import LocalStep
 from ringattn.ring import run_schedule
 from ringattn.state import PartialState
+from ringattn.train.reports.figures import clean_axes, new_figure
 
 MAX_SCORES = 64  # with more scores, the tables and the picture would be too long to read
 
@@ -251,12 +252,9 @@ def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) 
     """Draw one column of bar charts per trace. Each event has a bar chart of the probabilities exp(s - m). Solid bars are newly
     added keys, and each colour is a rank.
     """
-    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
-    from matplotlib.figure import Figure
-
     scores, num_rows = problem.scores.tolist(), max(len(trace.events) for trace in traces.values())
     colours = {int(x): f"C{rank % 10}" for rank in range(layout.ranks) for x in layout.positions(rank)}
-    figure = Figure(figsize=(5 * len(traces), 0.9 + 1.1 * num_rows), layout="constrained")
+    figure = new_figure(5 * len(traces), 0.9 + 1.1 * num_rows)
     charts = figure.subplots(num_rows, len(traces), sharex=True, sharey=True, squeeze=False)
     for column, (title, trace) in zip(charts.T, traces.items(), strict=True):
         for axes, event in zip(column, trace.events, strict=False):
@@ -265,8 +263,7 @@ def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) 
                 axes.bar(i, math.exp(scores[i] - event.m), color=colours[i], alpha=1.0 if solid else 0.4)
             text = f"m = {_number(event.m)}, alpha = {_alpha(event)}, l = {_number(event.l)}"
             axes.set_title(f"hop {event.hop}, rank {event.rank}, {_what(event)}: {text}", fontsize=8, loc="left")
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
+            clean_axes(axes)
         for axes in column[len(trace.events) :]:
             axes.set_axis_off()
         column[len(trace.events) - 1].set_xlabel("key")

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.train.reports import metrics
+from ringattn.train.reports.figures import clean_axes
 from scripts import command
-from scripts.plots import clean_axes, plt, save_plot
+from scripts.plots import plt, save_plot
 from scripts.tables import markdown_table
 
 # Each point of a curve is a mean over WIDTH steps.

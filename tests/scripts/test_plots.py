@@ -1,6 +1,7 @@
 import pytest
 
-from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis, short_length
+from ringattn.train.reports.figures import clean_axes
+from scripts.plots import plot_points, plt, save_plot, set_length_axis, short_length
 
 
 @pytest.mark.parametrize(

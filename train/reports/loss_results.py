@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.train.settings.config import replace_link
+from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 
 # The number of bootstrap samples.
 NUM_DRAWS = 1000
@@ -101,9 +101,7 @@ def _with_error(form: str, value: float, errors: np.ndarray | None, index: int) 
 
 def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
     """Plot the losses by length, and their differences from the loss at the shortest length, as a PNG file with error bars."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = new_figure(11, 4)
     left, right = figure.subplots(1, 2)
     own, differences = losses.errors() or (None, None)
     draw_by_length(left, losses.lengths, losses.means, own)
@@ -115,10 +113,8 @@ def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
     right.set_title("below zero: a longer context helps", fontsize="medium")
     for axes in (left, right):
         axes.set_xlabel("sequence length in tokens")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(replace_link(output), dpi=150)
+        clean_axes(axes)
+    save_figure(figure, output, title)
 
 
 def label_numbers(axis: Any) -> None:

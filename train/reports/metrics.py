@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.train.model.flops import utilisation
+from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 from ringattn.train.reports.loss_results import draw_by_length, from_metrics, label_numbers
 from ringattn.train.reports.wandb_run import WandbRun
 from ringattn.train.settings.config import Config, replace_link
@@ -193,14 +194,11 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
     The left panel shows the losses over tokens, or over steps if the numbers of tokens are unknown. If the text was evaluated,
     the right panel shows the latest loss of the same held-out tokens by sequence length.
     """
-    # The import is slow. Unlike pyplot, Figure needs no display and has no global state.
-    from matplotlib.figure import Figure
-
     records = [record for record in read(path) if record.get("loss") is not None]
     evaluated = [record for record in records if record.get("eval_loss") is not None]
     # Runs of earlier versions lack losses by length.
     by_length = bool(evaluated) and bool(from_metrics(evaluated[-1]))
-    figure = Figure(figsize=(11 if by_length else 7, 4), layout="constrained")
+    figure = new_figure(11 if by_length else 7, 4)
     panels = figure.subplots(1, 2 if by_length else 1, squeeze=False)[0]
     x = "total_tokens" if records and all("total_tokens" in record for record in records) else "step"
     positions, losses = [record[x] for record in records], [record["loss"] for record in records]
@@ -209,7 +207,6 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
     panels[0].set_xlabel("tokens" if x == "total_tokens" else "step")
     panels[0].locator_params(axis="x", nbins=5)
     label_numbers(panels[0].xaxis)
-    figure.suptitle(title, fontsize="medium")
     if evaluated:
         losses = [record["eval_loss"] for record in evaluated]
         panels[0].plot([record[x] for record in evaluated], losses, "o-", color="C1", label="held-out text")
@@ -218,28 +215,23 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
         _plot_by_length(panels[1], evaluated[-1])
     for axes in panels:
         axes.set_ylabel("loss (nats per token)")
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(replace_link(output), dpi=150)
+        clean_axes(axes)
+    save_figure(figure, output, title)
 
 
 def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
     """Plot the time of every step and the time spent waiting for data as a PNG file."""
-    from matplotlib.figure import Figure
-
     records = [record for record in read(path) if "data_wait_s" in record]
     steady = records[1:] or records  # The first step includes the warm-up.
     share = sum(record["data_wait_s"] for record in steady) / max(sum(record["seconds"] for record in steady), 1e-9)
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     for name, label in (("seconds", "step"), ("data_wait_s", f"waiting for data ({share:.2%} without the first step)")):
         axes.plot([record["step"] for record in records], [record[name] for record in records], "o-", markersize=2, label=label)
     axes.set(xlabel="step", ylabel="seconds", yscale="log")
     axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(replace_link(output), dpi=150)
+    clean_axes(axes)
+    save_figure(figure, output, title)
 
 
 def _smooth(losses: list[float]) -> list[float]:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ringattn.train.data.best_fit import BestFitDataset
 from ringattn.train.data.mixture import MixtureDataset
 from ringattn.train.data.packing import PackedDataset
-from ringattn.train.settings.config import replace_link
+from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 
 Text = PackedDataset | BestFitDataset
 
@@ -50,10 +49,8 @@ def describe_packing(facts: Mapping[str, float]) -> str:
 
 def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
     """Plot histograms of document lengths as a PNG file: of whole documents, and of their parts in sequences."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes: Any = figure.subplots()
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
     longest = max(int(text.lengths.max()) for text in texts.values())
     # The upper edges of the bins are powers of the square root of 2.
     bins = 2 ** np.arange(0, np.log2(longest) + 1, 0.5)
@@ -65,7 +62,6 @@ def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
     axes.axvline(next(iter(texts.values())).seq_len, color="0.5", linewidth=0.8, label="data.seq_len")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="length in tokens", ylabel="share of the tokens")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    clean_axes(axes)
     axes.legend(frameon=False)
-    figure.savefig(replace_link(output), dpi=120)
+    save_figure(figure, output)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ringattn.train.settings.config import replace_link
+from ringattn.train.reports.figures import new_figure, save_figure
 
 # Maps a pair (sequence length in tokens, position of the answer in percent) to an accuracy.
 Accuracies = dict[tuple[int, int], float]
@@ -35,10 +35,8 @@ def accuracy_table(accuracies: Accuracies) -> str:
 
 def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: str = "") -> None:
     """Draw a heat map as a PNG file. `chance` is the accuracy of a model that guesses."""
-    from matplotlib.figure import Figure
-
     lengths, positions = _axes(accuracies)
-    figure = Figure(figsize=(2.5 + 0.9 * len(lengths), 1.5 + 0.35 * len(positions)), layout="constrained")
+    figure = new_figure(2.5 + 0.9 * len(lengths), 1.5 + 0.35 * len(positions))
     axes = figure.subplots()
     grid = [[accuracies[length, position] for length in lengths] for position in positions]
     colours = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
@@ -51,9 +49,8 @@ def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: 
     axes.set_xlabel("length of the sequence in tokens")
     axes.set_ylabel("position of the answer")
     axes.set_title(f"accuracy in percent (chance: {100 * chance:.1f})", fontsize="medium")
-    figure.suptitle(title.replace(": ", ":\n"), fontsize="medium")  # The picture is narrow.
     figure.colorbar(colours, label="accuracy")
-    figure.savefig(replace_link(output), dpi=150)
+    save_figure(figure, output, title.replace(": ", ":\n"))  # The picture is narrow.
 
 
 def _axes(accuracies: Accuracies) -> tuple[list[int], list[int]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 from ringattn.train.reports.loss_results import draw_by_length, label_numbers
 from ringattn.train.reports.wandb_run import chosen_mode, keep_tables_in, project_name, run_id, sync_command
 from ringattn.train.settings.config import Config, replace_link
@@ -144,9 +145,7 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     x axis lists the jobs. A job without a summary is marked by a dotted line. The fourth panel shows one line per job, with its
     loss by sequence length.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure = new_figure(11, 7.5)
     speed, flops, memory, losses = figure.subplots(2, 2).flat
     _plot_entries(speed, outcomes, {"tokens_per_s": ""}, "tokens/s, all ranks")
     has_mfu = any(isinstance(each.result, dict) and each.result.get("mfu") is not None for each in outcomes)
@@ -158,11 +157,9 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     estimate = {} if any(each.get("device") == "cpu" for each in results) else {"estimated_memory_gib": "estimated"}
     _plot_entries(memory, outcomes, {"peak_memory_gib": "measured"} | estimate, "peak GiB per rank")
     _plot_losses(losses, outcomes)
-    figure.suptitle(_sweep_title(outcomes, results), fontsize="medium")
     for axes in (speed, flops, memory, losses):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(replace_link(output), dpi=120)
+        clean_axes(axes)
+    save_figure(figure, output, _sweep_title(outcomes, results))
 
 
 def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:

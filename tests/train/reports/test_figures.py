@@ -1,0 +1,16 @@
+import struct
+
+from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
+
+
+def test_a_figure_has_its_size_and_replaces_a_link(tmp_path):
+    (tmp_path / "other").write_text("keep")
+    (tmp_path / "x.png").symlink_to(tmp_path / "other")
+    figure = new_figure(2, 1)
+    axes = figure.subplots()
+    clean_axes(axes)
+    assert [side for side, spine in axes.spines.items() if spine.get_visible()] == ["left", "bottom"]
+    save_figure(figure, tmp_path / "x.png", "a title")
+    assert struct.unpack(">II", (tmp_path / "x.png").read_bytes()[16:24]) == (300, 150)
+    assert (tmp_path / "other").read_text() == "keep"
+    assert figure.get_suptitle() == "a title"

@@ -1,0 +1,25 @@
+"""The style of the pictures of runs and scripts."""
+
+from pathlib import Path
+from typing import Any
+
+from ringattn.train.settings.config import replace_link
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return a matplotlib figure. The sizes are inches."""
+    # The import is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def clean_axes(axes: Any) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_figure(figure: Any, output: Path, title: str = "") -> None:
+    """Write a figure as a PNG file."""
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(replace_link(output), dpi=150)
