@@ -21,17 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.train import preemption
 from ringattn.train.checkpoint import storage
-from ringattn.train.checkpoint.progress import format_size
-from ringattn.train.parallel.memory.capacity import InsufficientMemory, host_memory
+from ringattn.train.parallel.memory.capacity import InsufficientMemory, copies_error, copies_problem, format_size, host_memory
 from ringattn.train.parallel.memory.pinned import empty_pinned, host_thread
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
-from ringattn.train.settings.config import ConfigError, round_up
+from ringattn.train.settings.config import round_up
 
 log = logging.getLogger(__name__)
-
-# Copies of a checkpoint use at most this fraction of the available host memory. The data loader and the page cache also need
-# host memory.
-MEMORY_FRACTION = 0.5
 
 # Each copy begins at a multiple of this number of bytes, which suits every dtype.
 ALIGNMENT = 64
@@ -50,23 +45,19 @@ def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0
         planned: the bytes of host memory that the memory plan of this rank uses.
 
     Raises:
-        ConfigError: on every rank, if `wanted` is True, but a rank has too little host memory.
+        InsufficientMemory: on every rank, if `wanted` is True, but a rank has too little host memory.
     """
     # MemAvailable ignores the memory limit of a container, and the memory that the plan has not allocated yet.
     available = min(_available_memory() / ranks_per_host(), host_memory() / ranks_per_host() - planned)
-    fits = size <= MEMORY_FRACTION * available
-    problem = (
-        f"background saves need {format_size(size)} of host memory per rank, which is more than half of the "
-        f"{format_size(available)} available"
-    )
+    problem = copies_problem(size, available)
     with sync_errors():
-        if wanted and not fits:
-            raise ConfigError(f"trainer.background_saves=true: {problem}; use more ranks, or leave the setting out")
-    all_fit = torch.tensor(int(fits), device="cpu")
+        if wanted and problem:
+            raise copies_error(problem)
+    all_fit = torch.tensor(int(not problem), device="cpu")
     dist.all_reduce(all_fit, dist.ReduceOp.MIN)
     chosen = saves_early if wanted is None else wanted
     if chosen and not all_fit:
-        log.info(f"{'checkpoint':<12}steps wait for saves, because {problem if not fits else 'another rank lacks host memory'}")
+        log.info(f"{'checkpoint':<12}steps wait for saves, because {problem or 'another rank lacks host memory'}")
     return chosen and bool(all_fit)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringattn.train import preemption
+from ringattn.train.parallel.memory.capacity import format_size
 from ringattn.train.parallel.memory.pinned import resident_bytes
 
 log = logging.getLogger(__name__)
@@ -77,10 +78,6 @@ def show_allocation(size: int) -> AbstractContextManager[None]:
         return nullcontext()
     before, verbs = resident_bytes(), ("allocating", "allocated")
     return show_progress(verbs, "host memory", size, lambda: (resident_bytes() - before) / size)
-
-
-def format_size(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def bytes_on_disk(folder: Path, pattern: str = "*") -> int:

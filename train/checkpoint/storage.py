@@ -41,7 +41,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ringattn.train.checkpoint.index import parse_index
-from ringattn.train.checkpoint.progress import bytes_on_disk, format_size, local_bytes, show_progress
+from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
+from ringattn.train.parallel.memory.capacity import format_size
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.settings.config import ConfigError
 

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ringattn.train import preemption, trainer
 from ringattn.train.checkpoint import background, storage
 from ringattn.train.checkpoint.background import HostCopies, Saver
 from ringattn.train.checkpoint.storage import CheckpointError, DiskFullError
+from ringattn.train.parallel.memory.capacity import COPIES, GIB, Capacity, Needs
 from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, ConfigError, with_settings
 from tests.distributed import run_ranks
@@ -188,6 +190,22 @@ def test_memory_of_the_plan_and_the_limit_of_a_container_are_not_available(monke
     monkeypatch.setattr(background, "host_memory", lambda: 500)
     with one_rank():
         assert [background.choose(None, 100, True, planned) for planned in (0, 300, 301)] == [True, True, False]
+
+
+def test_the_memory_plan_and_the_run_use_the_same_check(monkeypatch):
+    """With 30 GiB of offloaded data, copies of 40 GiB require 110 GiB of host memory."""
+    monkeypatch.setattr(background, "_available_memory", lambda: float("inf"))
+    needs = Needs({}, {"activations": 30.0 * GIB, COPIES: 40.0 * GIB})
+    with one_rank():
+        for host, fits in ((109, False), (110, True)):
+            monkeypatch.setattr(background, "host_memory", lambda host=host: host * GIB)
+            expectation = nullcontext() if fits else pytest.raises(ConfigError, match=r"of the 79\.0 GiB available; use more")
+            with expectation as planned:
+                Capacity(80.0 * GIB, host * GIB).check(needs)
+            with expectation as started:
+                background.choose(True, 40 * GIB, True, needs.offloaded)
+            assert fits or str(planned.value) == str(started.value)
+            assert Capacity(80.0 * GIB, host * GIB).fits(needs) == fits
 
 
 def test_background_saves_without_memory_are_an_error(monkeypatch):

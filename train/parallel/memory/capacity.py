@@ -22,6 +22,10 @@ USABLE_FRACTION = 0.95
 # Python, CUDA and the data loader of a rank need about this many bytes of host memory.
 PROCESS_BYTES = 5 * GIB
 
+# Copies of a checkpoint use at most this fraction of the available host memory. The data loader and the page cache also need
+# host memory.
+COPIES_FRACTION = 0.5
+
 # Linux writes the memory limit of a container to one of these files.
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
@@ -45,6 +49,10 @@ class Needs(NamedTuple):
         return sum(count for purpose, count in self.host.items() if purpose != COPIES)
 
     @property
+    def copies(self) -> float:
+        return self.host.get(COPIES, 0)
+
+    @property
     def total(self) -> float:
         return sum(self.device.values()) + sum(self.host.values())
 
@@ -54,13 +62,15 @@ class Limit(NamedTuple):
 
     gpu: float | None  # None on CPUs, where `host` is the only memory
     host: float
+    total: float  # all host memory of the rank
 
     def fits_device(self, needs: Needs) -> bool:
         return self.gpu is None or sum(needs.device.values()) <= self.gpu
 
     def fits(self, needs: Needs) -> bool:
         host = needs.total if self.gpu is None else sum(needs.host.values())
-        return self.fits_device(needs) and host <= self.host
+        problem = copies_problem(needs.copies, self.total - needs.offloaded)
+        return self.fits_device(needs) and host <= self.host and not problem
 
 
 class Capacity(NamedTuple):
@@ -77,14 +87,15 @@ class Capacity(NamedTuple):
     def limit(self, fraction: float = USABLE_FRACTION) -> "Limit":
         """`fraction` is the usable fraction of the GPU's memory."""
         if self.gpu is None:
-            return Limit(None, USABLE_FRACTION * self.host)
-        return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0))
+            return Limit(None, USABLE_FRACTION * self.host, self.host)
+        return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0), self.host)
 
     def share(self, needs: Needs) -> float:
-        """Return the used fraction of GPU or host memory, whichever is larger."""
+        """Return the largest used fraction of GPU memory, host memory, and memory for copies."""
+        copies = needs.copies / max(COPIES_FRACTION * (self.host - needs.offloaded), 1)
         if self.gpu is None:
-            return needs.total / self.host
-        return max(sum(needs.device.values()) / self.gpu, sum(needs.host.values()) / max(self.limit().host, 1))
+            return max(needs.total / self.host, copies)
+        return max(sum(needs.device.values()) / self.gpu, sum(needs.host.values()) / max(self.limit().host, 1), copies)
 
     def fits(self, needs: Needs) -> bool:
         return self.limit().fits(needs)
@@ -93,6 +104,8 @@ class Capacity(NamedTuple):
         if self.fits(needs):
             return
         limit = self.limit()
+        if problem := copies_problem(needs.copies, self.host - needs.offloaded):
+            raise copies_error(problem)
         if self.gpu is None or limit.gpu is None:
             both = {name: needs.device.get(name, 0) + needs.host.get(name, 0) for name in (*needs.device, *needs.host)}
             raise _error(both, limit.host, "its share of this host")
@@ -113,6 +126,25 @@ def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
         "more ranks, a shorter data.seq_len, a smaller model or batch, or leave out settings of memory, "
         "trainer.background_saves=true and trainer.cuda_graphs=true"
     )
+
+
+def copies_problem(size: float, available: float) -> str:
+    """Return why copies of `size` bytes do not fit into `available` bytes of host memory, or "" if they fit."""
+    available = max(available, 0)
+    if size <= COPIES_FRACTION * available:
+        return ""
+    return (
+        f"background saves need {format_size(size)} of host memory per rank, which is more than half of the "
+        f"{format_size(available)} available"
+    )
+
+
+def copies_error(problem: str) -> InsufficientMemory:
+    return InsufficientMemory(f"trainer.background_saves=true: {problem}; use more ranks, or leave the setting out")
+
+
+def format_size(count: float) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def host_memory() -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ringattn.train.parallel.memory import capacity
-from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, GIB, Capacity, InsufficientMemory, Needs
+from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, COPIES, GIB, Capacity, InsufficientMemory, Needs
 
 GPU = Capacity(80 * GIB, 125 * GIB)
 
@@ -23,6 +23,12 @@ GPU = Capacity(80 * GIB, 125 * GIB)
         ),
         # 5 GiB of the host are for the process.
         ({}, {"activations": 114 * GIB}, r"114.0 GiB \(activations 114.0\), but its share of this host has 113.8 usable"),
+        ({}, {"activations": 25 * GIB, COPIES: 50 * GIB}, None),
+        (
+            {},
+            {"activations": 25 * GIB, COPIES: 51 * GIB},
+            r"saves=true: .* 51.0 GiB .* more than half of the 100.0",
+        ),
     ],
 )
 def test_an_error_lists_the_memory_by_purpose_if_it_does_not_fit(device, host, error):
