@@ -18,18 +18,21 @@ All figures are predictions for bf16 with torch.compile, for sequences of one do
 - memory: the peaks of runs on H100s and H200s (tests/train/parallel/memory/test_estimate.py)
 
 The speed of the network between hosts (40 GB/s per GPU) and the figures of GPUs other than H100 and H200 are assumptions.
-Further arguments are settings of train/run.py, such as memory.optimizer=keep.
+Further arguments are settings of train/run.py, such as memory.optimizer=keep. The settings parallel.ring and parallel.ulysses
+restrict the meshes.
 """
 
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 
 import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 
+from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.train.commands.errors import USER_ERRORS, describe_error
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import prediction
@@ -38,7 +41,7 @@ from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.timing import Gpu, Machine, StepTime, sequences_per_step, step_time
-from ringattn.train.settings.config import Config, check_values, with_settings
+from ringattn.train.settings.config import Config, ConfigError, check_mesh, check_values, with_settings
 from ringattn.train.settings.literal import to_config
 from ringattn.train.settings.overrides import check_overrides
 from scripts import command
@@ -80,8 +83,19 @@ class Result:
     speed: float  # tokens/s of all GPUs
 
 
+def meshes(config: Config, ranks: int) -> list[MeshShape]:
+    """Return the meshes that have the given `parallel.ring` and `parallel.ulysses`."""
+    ring, ulysses = config.parallel.ring, config.parallel.ulysses
+    return [
+        shape
+        for shape in prediction.possible_shapes(config, ranks)
+        if ring in (None, shape.sequence)
+        and shape.ulysses == (gcd(shape.sequence, config.model.heads) if ulysses == 0 else ulysses or shape.ulysses)
+    ]
+
+
 def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
-    for shape in prediction.possible_shapes(config, machine.ranks):
+    for shape in meshes(config, machine.ranks):
         plan, needs = choose_plan(config, shape, machine)
         if machine.capacity.fits(needs):
             yield shape, plan, needs
@@ -152,6 +166,8 @@ def report(config: Config, cluster: Cluster) -> str:
 def compose(model: str, seq_len: int, settings: list[str]) -> Config:
     ConfigStore.instance().store(name="schema", node=Config)
     overrides = [f"model={model}", f"data.seq_len={seq_len}", "data.mask_documents=false", "trainer.device=cuda", "name=plan"]
+    if not any(setting.startswith("parallel=") for setting in settings):
+        overrides.append("parallel.ulysses=null")  # The default is 1.
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = to_config(hydra.compose("train", [*overrides, *settings]))
     check_values(config)
@@ -171,6 +187,13 @@ def main(argv: list[str]) -> None:
     try:
         check_overrides(settings)
         config = compose(args.model, args.seq_len, settings)
+        for count in args.gpus:
+            if not meshes(config, count):
+                check_mesh(config, count)
+                raise ConfigError(
+                    f"no mesh of {count} GPUs has these settings: use at most {MAX_PLANNED_RANKS} ranks per sequence, and a "
+                    "multiple of the tokens of a micro-step as trainer.tokens_per_step"
+                )
     except USER_ERRORS as error:
         sys.exit(f"error: {describe_error(error)}")
     print(f"Predictions for {args.model} with {args.seq_len:,} tokens per sequence on {GPUS[args.gpu][0]}\n")

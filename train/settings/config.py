@@ -681,6 +681,12 @@ def check_values(config: Config) -> None:
         raise ConfigError(problem)
 
 
+def check_mesh(config: Config, world_size: int) -> None:
+    """Check `parallel.ring` and `parallel.ulysses`. Errors as in `check`."""
+    for problem in _check_parallel(config, world_size):
+        raise ConfigError(problem)
+
+
 # The following functions yield a message for every invalid setting. Only the first message is raised, so a later check may
 # assume that the earlier checks have succeeded.
 

@@ -32,6 +32,35 @@ def test_settings_of_the_command_line_are_used():
     assert all("recomputes 32 of 32" in plan for plan in lines(text, "memory plan"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("parallel.ring=2", {(2, 1), (1, 2)}),
+        ("parallel.ulysses=2", {(1, 2), (2, 2)}),
+        ("parallel=ulysses", {(1, 1), (1, 2), (1, 4)}),
+        ("parallel=state_ring", {(1, 1), (2, 1), (4, 1)}),
+        ("model=52m", {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)}),
+    ],
+)
+def test_settings_restrict_the_meshes(setting, expected):
+    found = plan_training.meshes(compose("52m", 8192, [setting]), 4)
+    assert {(shape.ring, shape.ulysses) for shape in found} == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ("parallel.ring=3", "parallel.ring=3 must divide the number of ranks, 4: choose one of 1, 2, 4"),
+        ("trainer.tokens_per_step=5", "no mesh of 3 GPUs has these settings: use .*trainer.tokens_per_step"),
+    ],
+)
+def test_an_impossible_mesh_is_reported_in_one_line(setting, error, capsys):
+    with pytest.raises(SystemExit) as raised:
+        plan_training.main(["--model", "52m", "--seq-len", "8192", "--gpus", "3", "4", setting])
+    assert re.fullmatch(f"error: {error}", raised.value.code)
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.parametrize("setting", ["memory.optimizer=[1", "memory.optimizer=host", "trainer.step=1", "data.seq_len=x"])
 def test_a_malformed_setting_is_reported_in_one_line(setting):
     with pytest.raises(SystemExit) as raised:
