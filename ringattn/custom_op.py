@@ -228,7 +228,7 @@ def _is_recorded(*tensors: Tensor) -> bool:
 
 
 def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert real tensors, which an active fake-tensor mode rejects."""
+    """Convert real tensors to fake tensors if a fake-tensor mode is active."""
     mode = detect_fake_mode()
     if mode is None:
         return arguments

@@ -46,7 +46,7 @@ class KVCache:
     rank knows which rank holds which tokens, so no messages are needed. The first tokens allocate the memory of the whole
     cache.
 
-    On one rank, a CUDA graph can append tokens. It reads their positions from GPU memory:
+    On one rank, a CUDA graph can append tokens and read the positions of the tokens from GPU memory:
 
         rows = torch.zeros(1, dtype=torch.int64, device="cuda")  # the position of the new token
         with torch.cuda.graph(graph):

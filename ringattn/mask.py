@@ -168,7 +168,7 @@ class Mask:
                 decrease from one query to the next.
 
         Raises:
-            ValueError: lo or hi does not have this form.
+            ValueError: lo or hi is invalid.
         """
         intervals = _as_intervals(lo, hi)
         return cls(pieces=tuple(Pieces.of(*entry) for entry in intervals))

@@ -106,7 +106,7 @@ class RowsBefore:
 
     @cached_property
     def _by_owner(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sort the positions by rank. Return their flat indices, and where each rank starts."""
+        """Return the flat indices of all positions, sorted by rank, and the start of each rank's indices."""
         _, _, owner = self._pieces
         order = owner.ravel().astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
         return order, owner.ravel()[order].searchsorted(np.arange(self.layout.ranks + 1))
@@ -159,9 +159,9 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     piece in the tables is empty and starts at `seq_len`.
 
     Returns:
-        The first position and the rank of each piece, (pieces,), then two tables (2, ranks, pieces), and the length of the
-        pieces, or 0 if their lengths differ. The first table counts each rank's rows before each piece. The second table sums
-        these counts over all positions before each piece. In int32, the sums of the second table may overflow.
+        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. tables[0, rank, i] is
+        the number of rows of `rank` before piece i, and tables[1, rank, i] is the sum of this number over all positions before
+        piece i. In int32, the sums may overflow. The length of the pieces is size, or 0 if their lengths differ.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))

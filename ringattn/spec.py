@@ -82,7 +82,7 @@ class AttentionSpec(NamedTuple):
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
-        """Return all settings that must be equal on all ranks, and the `others`, under the names that error messages use."""
+        """Return the settings that must be equal on all ranks, by the names that error messages use."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],

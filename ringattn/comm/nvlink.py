@@ -122,7 +122,7 @@ class RouteStep:
         return any(send.message.kind == "result" for send in self.sends)
 
 
-Route = tuple[list[RouteStep], bool]  # RouteSteps of one rank, and whether all results are kept
+Route = tuple[list[RouteStep], bool]  # the steps of one rank, and the value of `RingPass.keeps_results`
 
 
 class Slots:
@@ -266,7 +266,7 @@ class NvlinkTransport(Transport):
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`, which `writer` sets for send `number` of an all-to-all.
+        """Return the address of the flag that `writer` sets in the memory of `rank` with send `number` of an all-to-all.
         MAX_SENDS selects the ready flag.
         """
         return self._flag_addresses[rank] + 4 * ((self._ring_rows + number) * self.size + writer)

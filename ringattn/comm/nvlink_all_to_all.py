@@ -5,8 +5,8 @@ layout of the tensors to fill, so a sender copies its slice straight to the fina
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
-ranks wait for these flags before they write. Send i waits only for work that other ranks issue at their send i or earlier, so
-no deadlock is possible.
+ranks wait for these flags before they write. Deadlocks are impossible, because send i waits only for work that other ranks
+issue up to their send i.
 """
 
 from functools import lru_cache

@@ -201,8 +201,8 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # Exchanges so far, or 0 if the host waits for messages. If the numbers of two ranks differed after a call, the GPUs would
-    # wait forever.
+    # The number of exchanges so far, or 0 if messages do not use NCCL. After calls with different numbers of exchanges, NCCL
+    # would wait forever.
     num_exchanges = 0
     waiting_since: float | None = None  # start of the host's current wait, or None
 

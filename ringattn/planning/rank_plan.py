@@ -64,8 +64,7 @@ class Plan:
     """A `Plan` is one rank's plan of all ring passes with one mask and one layout.
 
     Args:
-        device: the device of the intervals.
-        is_fixed: True if the schedules must not depend on the mask, for `ringattn.planning.plan_slots`. Every rank then
+        is_fixed: True if the schedules must not depend on the mask, because a CUDA graph captures the plan. Every rank then
             computes with all rows of every block, and the kernels skip masked tiles. "auto" selects the KV ring.
     """
 
@@ -242,7 +241,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals of the queries of `query_rank` as ranges of key rows of `key_rank`.
+    """For each query row of `query_rank`, return the range [lo, hi) of key rows of `key_rank`.
 
     The bounds lo and hi are integer tensors (B or 1, query rows) on the CPU.
     """
@@ -366,8 +365,8 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plans(plans: Sequence[Plan]) -> Generator[None]:
-    """Let a CUDA graph capture the given plans. In this context, each call uses the plan with the same `Mask.reach`, regardless
-    of the documents and the layout of the call.
+    """Let a CUDA graph capture the given plans. In this context, each call uses the given plan with the same `Mask.reach`, even
+    if the documents or the layout differ.
     """
     global _forced
     _forced = {plan.mask.reach: plan for plan in plans}

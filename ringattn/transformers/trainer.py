@@ -71,7 +71,7 @@ class RingMixin(Base):
         result: Any = super().compute_loss(model, arguments, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
         if self.ring_mesh is not None:
-            # Report the mean loss of the ring, with the gradient of this rank's loss.
+            # Replace the value of the loss by the mean over the ring, but keep the gradient of this rank's loss.
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=self.ring_mesh.get_group())
             loss = loss + (mean / self.ring_size - loss.detach())

@@ -176,8 +176,8 @@ def check(
     """Check the forward and the backward of an implementation. Exceptions are reported in `found`.
 
     Returns:
-        (found, calls). Both have the keys "forward" and "backward". The dict `found` contains the results of `check_call`, or
-        the reason why there are none. The dict `calls` contains only calls with correct results.
+        Two dicts with the keys "forward" and "backward". The first dict `found` contains the results of `check_call`, or the
+        reason why there are none. The second dict `calls` contains only calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}

@@ -167,7 +167,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # Decoding may end in a fault with every transport.
+        # If ranks raise at different kernels of a decoding call, the call may end in a fault.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -290,7 +290,7 @@ class Episode:
 
 
 def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
-    """Return the table's column for the outcomes of a call. `endings` contains the messages of watchdogs that ended ranks."""
+    """Return the table column for these outcomes of a call. `endings` contains the messages of watchdogs that ended ranks."""
     faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
     for rank, ending in endings.items():
         faults[rank] = faults[rank] or [f"fault: {ending}"]

@@ -99,8 +99,9 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Measure a forward, a forward with a state, a backward, and a backward with fp32 gradients, in TFLOP/s. A call that fails
-    gives the name of its error. The calls are timed in turn in several rounds, because a GPU has a higher clock after a pause.
+    """Measure a forward, a forward with a state, a backward, and a backward with fp32 gradients, in TFLOP/s. If a call fails,
+    its cell contains the name of the error. The calls are timed in turn in several rounds, because a GPU has a higher clock
+    after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5

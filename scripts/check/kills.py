@@ -47,7 +47,7 @@ EVAL_EVERY = 10  # steps
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
 # A launch fails after this many seconds.
 TIMEOUT = 900
-# After torchrun, all processes must end within this many seconds.
+# After torchrun ends, all its processes must end within this many seconds.
 MAX_SECONDS_LEFT = 60
 # This environment variable marks all processes of a run.
 MARKER = "RINGATTN_CHECK_KILLS"

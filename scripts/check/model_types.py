@@ -3,8 +3,8 @@
     python -m scripts.check.model_types                 # all types of the installed version, as a Markdown table; minutes
     python -m scripts.check.model_types qwen3 gemma2    # some types
 
-The models are tiny and have random weights in float64. A type is exact if all logits and gradients equal those of eager
-attention, for two packed documents. For all other types, `put_on_ring` or the first call must raise an error.
+The models are tiny and have random weights in float64. A type is exact if all logits and gradients of two packed documents
+equal those of eager attention. For all other types, `put_on_ring` or the first call must raise an error.
 """
 
 import argparse
