@@ -208,8 +208,9 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
     if changes:
         return ", ".join(changes.values())
     if any(saved.get(name) != current.get(name) for name in ("tokens_per_epoch", "documents", "text")):
-        tokens = [fingerprint.get("tokens_per_epoch", "an unknown number of") for fingerprint in (saved, current)]
-        return f"the text of {config.data.description} has changed from {tokens[0]} to {tokens[1]} tokens, but no setting"
+        tokens = [fingerprint.get("tokens_per_epoch") for fingerprint in (saved, current)]
+        change = "" if None in tokens else f" from {tokens[0]} to {tokens[1]} tokens"
+        return f"the text of {config.data.description} has changed{change}, but no setting"
     return ", ".join(f"{name} {saved[name]} (now {current.get(name)})" for name in saved if saved[name] != current.get(name))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from ringattn.train.data import sources
 from ringattn.train.data.documents import NumberedSequences, random_order
-from ringattn.train.data.tokenisation import add_ends
+from ringattn.train.data.tokenisation import add_ends, describe_tokenizer
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
@@ -40,6 +40,8 @@ CHUNK_CHARACTERS = 2**18
 SAMPLED_BYTES = 2**16
 # Smaller pieces would have too few documents.
 MIN_PIECE_BYTES = 2**20
+# These settings determine the documents of a stream, or their tokens.
+DOCUMENT_SETTINGS = ("subset", "split", "column", "special_tokens")
 
 
 class Position(NamedTuple):
@@ -84,6 +86,11 @@ class Reader:
         self._faulty, self._fault = position.faulty, position.fault
         self._load_block(position.block)
         self._position = position
+        if position.document >= len(self._texts) or position.token >= len(self._document()):
+            raise ConfigError(
+                f"{stream.config.description} has changed since the checkpoint was saved, so a saved position is not in the text: "
+                "restore the text, or start a new run with trainer.init_from"
+            )
 
     @property
     def position(self) -> Position:
@@ -199,7 +206,11 @@ class StreamDataset(NumberedSequences):
     def fingerprint(self) -> dict[str, Any]:
         """Return values that identify the stream. If the values change, saved positions become invalid."""
         known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
-        return known | {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
+        known |= {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
+        known |= {name: getattr(self.config, name) for name in DOCUMENT_SETTINGS}
+        if self.config.on_error == "skip":  # larger documents are skipped
+            known |= {"max_document_mb": self.config.max_document_mb}
+        return known | {"tokenizer": describe_tokenizer(self.tokenizer)}
 
     @property
     def positions(self) -> dict[int, Position]:

@@ -150,6 +150,18 @@ def test_a_repetition_names_the_reader(folder):
         before = data.positions
 
 
+def test_a_position_outside_the_text_is_rejected(folder):
+    """Without an error, the reader would search for the position forever."""
+    data = stream(folder)
+    for index in range(10):
+        data.sequence(index)
+    saved = data.saved_positions([data.positions], 10)
+    for field, value in (("document", 99), ("token", 999)):
+        position = Position(*saved["2"])._replace(**{field: value})
+        with pytest.raises(ConfigError, match="has changed since the checkpoint was saved"):
+            data.at({**saved, "2": list(position)}, 10).sequence(10)
+
+
 def test_incomplete_positions_are_rejected(folder):
     data = stream(folder)
     for index in range(10):
@@ -257,6 +269,14 @@ def test_the_fingerprint_depends_on_the_text_and_the_settings(folder, tmp_path):
     before = stream(folder).fingerprint
     assert json.loads(json.dumps(before)) == before
     assert stream(folder, shuffle_buffer=21).fingerprint != before
+    # Other documents or tokens would make the saved positions invalid.
+    for settings in ({"column": "other"}, {"special_tokens": "parse"}, {"subset": "en"}):
+        assert stream(folder, **settings).fingerprint != before
+    assert stream(folder, max_document_mb=1).fingerprint == before
+    skipping = [stream(folder, on_error="skip", max_document_mb=size).fingerprint for size in (1, 2)]
+    assert skipping[0] != skipping[1]
+    tokenizer = JsonTokenizer(write_tokenizer(tmp_path, adds_bos=False))
+    assert replace(stream(folder), tokenizer=tokenizer).fingerprint != before
     folder.rename(tmp_path / "moved")
     assert stream(tmp_path / "moved").fingerprint == before
     with (tmp_path / "moved" / "0.jsonl").open("r+") as file:
