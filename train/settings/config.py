@@ -573,6 +573,9 @@ MAY_DIFFER = {
 # The number of consecutive elements of a matrix row that share a scale in 8-bit moments.
 MOMENT_BLOCK = 256
 
+# The smallest share of a source in a mixture. The numbers of sequences would overflow for much smaller shares.
+MIN_SHARE = 1e-6
+
 # The values of `model.layer_types`.
 LAYER_TYPES = ("sliding", "full", "sliding-nope", "full-nope")
 
@@ -920,6 +923,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
     if data.source == "mix" and not data.mix:
         yield "data.source=mix requires data.mix: set it, for example to [{source:jsonl,path:web.jsonl,weight:0.7},...]"
     names = [source.name or source.source for source in data.mix]
+    total = sum(source.weight for source in data.mix)
     for name, source in zip(names, data.mix, strict=True):
         if names.count(name) > 1:
             yield f"data.mix has {names.count(name)} sources with the name {name}: give every source another name"
@@ -927,6 +931,8 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix has a source with the name {name!r:.60}: use letters, digits, dots, hyphens and underscores"
         if not 0 < source.weight < math.inf:
             yield f"data.mix: {name}: weight={source.weight}: must be greater than 0"
+        if source.weight < MIN_SHARE * total:
+            yield f"data.mix: {name}: weight={source.weight}: must be at least {MIN_SHARE} of the sum of the weights, {total}"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
         # A setting without effect on this source may affect another source.

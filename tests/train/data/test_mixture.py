@@ -150,6 +150,8 @@ def test_a_change_of_a_weight_or_a_source_changes_the_fingerprint(tmp_path):
         ([MixSource(), MixSource()], "2 sources with the name stdlib"),
         ([MixSource("a/b")], "'a/b'"),
         ([MixSource(weight=0.0)], "weight=0.0: must be greater than 0"),
+        ([MixSource(), MixSource("b", weight=1e-7)], "b: weight=1e-07: must be at least 1e-06 of the sum"),
+        ([MixSource(weight=1e308), MixSource("b", weight=1e308)], "must be at least 1e-06 of the sum of the weights, inf"),
         ([MixSource(source="recall")], "source=recall is impossible"),
         ([MixSource(source="csv")], "unknown data.source=csv"),
         ([MixSource(path="x")], "data.path=x has no effect"),
