@@ -300,6 +300,8 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
     if config.source == "recall":
         return recall.RecallDataset(config.seq_len, recall.EVALUATION_SEED)
     if config.resolved_eval_fraction > 0:
+        if isinstance(training, MixtureDataset):
+            check_mixture(config, training)
         return load_fraction(config, tokenizer, config.seq_len)
     if config.held_out is None:
         return None
@@ -317,6 +319,16 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
             "and 'data.eval_split=\"train[95%:]\"'"
         )
     return held_out
+
+
+def check_mixture(config: DataConfig, training: MixtureDataset) -> None:
+    """Raise ConfigError if a source contains held-out text of another source. Of the same documents, the same are held out."""
+    for (name, first), (other, second) in itertools.combinations(config.members.items(), 2):
+        if sources.overlap(first, second, training.sources[name].splits):
+            raise ConfigError(
+                f"data.mix: {name} and {other} read some of the same text, so the training text contains some of the held-out "
+                "text: choose other files or disjoint splits, or set data.eval_fraction=0"
+            )
 
 
 @functools.cache

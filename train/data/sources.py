@@ -610,15 +610,29 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
     Two corpora without a common file are disjoint. Corpora with the same files are disjoint if their splits are disjoint.
     Two corpora that share some of their files are not disjoint.
     """
-    if training.path and training.source == "prepared":
-        first, second = ([str(Path(each.path or "").expanduser().resolve())] for each in (training, held_out))
-    elif training.path and training.source != "hub":
-        first, second = files(training), files(held_out)
-    else:
-        first, second = [training.path], [held_out.path]
+    first, second = _paths(training), _paths(held_out)
     if first == second:
         return not splits_overlap(training.split, held_out.split, sizes)
     return not set(first) & set(second)
+
+
+def _paths(config: DataConfig) -> list[str | None]:
+    if config.path and config.source == "prepared":
+        return [str(Path(config.path).expanduser().resolve())]
+    return [*files(config)] if config.path and config.source != "hub" else [config.path]
+
+
+def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> bool:
+    """Return whether two sources have a part of their text in common, but do not have the same documents.
+
+    `sizes` as in `splits_overlap`.
+    """
+    library = ("stdlib", "packages")
+    kinds = [("library" if each.source in library else each.source, each.subset, each.columns) for each in (first, second)]
+    if kinds[0] != kinds[1] or are_disjoint(first, second, sizes):
+        return False
+    texts = [(each.source, each.join, each.split, _paths(each)) for each in (first, second)]
+    return texts[0] != texts[1]
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:

@@ -88,7 +88,7 @@ class Reader:
         self._position = position
         if position.document >= len(self._texts) or position.token >= len(self._document()):
             raise ConfigError(
-                f"{stream.config.description} has changed since the checkpoint was saved, and does not contain a saved position: "
+                f"{stream.config.description} has changed since the checkpoint was saved, so its saved position is invalid: "
                 "restore the text, or start a new run with trainer.init_from"
             )
 

@@ -162,6 +162,29 @@ def test_invalid_mixtures_are_rejected(mix, named):
         check(Config(data=DataConfig(source="mix", mix=mix)), world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_rejected"),
+    [
+        ({}, False),  # The split into training and held-out text is the same.
+        ({"path": "a*.jsonl"}, False),
+        ({"path": "*.jsonl"}, True),
+        ({"split": "train[:50%]"}, True),
+        ({"path": "b.jsonl"}, False),
+    ],
+)
+def test_held_out_text_is_not_in_another_source(tmp_path, monkeypatch, changes, is_rejected):
+    monkeypatch.chdir(tmp_path)
+    data_config(tmp_path)
+    mix = [MixSource("a", source="jsonl", path="a.jsonl"), MixSource("b", **{"source": "jsonl", "path": "a.jsonl"} | changes)]
+    config = DataConfig(source="mix", mix=mix, seq_len=64)
+    training = load_training(config, BytesTokenizer())
+    if is_rejected:
+        with pytest.raises(ConfigError, match="a and b read some of the same text"):
+            load_held_out(config, BytesTokenizer(), training)
+    else:
+        assert load_held_out(config, BytesTokenizer(), training) is not None
+
+
 def test_a_source_that_cannot_be_read_is_named(tmp_path):
     mix = [MixSource("code"), MixSource("web", source="jsonl", path=str(tmp_path / "none.jsonl"))]
     with pytest.raises(ConfigError, match=r"data.mix: web: data.path=\S+ matches no file"):
