@@ -1,8 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
 On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. A stop request
-interrupts an evaluation, and a step after the current micro-step. Another launch resumes from the checkpoint, and repeats the
-interrupted work.
+also interrupts an evaluation, and interrupts a step after the current micro-step. Another launch resumes from the checkpoint,
+and repeats the interrupted work.
 """
 
 import errno

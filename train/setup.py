@@ -146,7 +146,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         machine.capacity.check(needs)
     with sync_errors():
         data = load_training(config.data, tokenizer)
-    # While rank 0 loads, the other ranks wait in a collective. Therefore, errors are raised after each load.
+    # Raise errors after each load, because the other ranks wait in a collective while rank 0 loads.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
@@ -179,8 +179,8 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     """Build a training run.
 
     Args:
-        config: the settings. `config.check` must have accepted them. None in `optim.lr` selects the default learning rate.
-        init_from: the path of the initial weights of a new run. This function checks the weights, but does not load them.
+        config: the settings, which `config.check` must have accepted.
+        init_from: the path of the initial weights, which are checked, but not loaded.
         parent: the checkpoint of another run from which this run branches.
 
     Raises:
@@ -238,7 +238,7 @@ def end_with_text(config: Config, data: TrainingData, mesh: Mesh) -> Config:
     """If `data.exhausted` is "end", reduce the steps so that the run ends before its text runs out.
 
     Raises:
-        ConfigError: the text does not suffice for one step.
+        ConfigError: the text is too short for one step.
     """
     if config.data.exhausted == "repeat":
         return config

@@ -182,7 +182,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
     if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
-        # Start this gather now. Without this gather, the GPU would wait until the host launches the gather of the next step.
+        # Gather the parameters now, so that the GPU does not wait until the host launches the gather of the next step.
         cast("FSDPModule", run.model).unshard()
     return lr
 
@@ -234,7 +234,7 @@ def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
 def count_pairs(model: ModelConfig, masks: Masks, batch: Batch) -> int:
     """Count the (query, key) pairs that the masks allow, in all layers and sequences together."""
     pairs = {window: mask.pairs(batch.tokens.shape[1]) for window, mask in masks.items()}
-    # Without documents, `mask.pairs` has one entry, which holds for every sequence.
+    # Without documents, `mask.pairs` has a single entry for all sequences.
     return sum(sum(pairs[window]) * (len(batch.tokens) // len(pairs[window])) for window in model.windows)
 
 

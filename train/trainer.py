@@ -324,7 +324,7 @@ def saves_after_step(step: int, trainer: TrainerConfig) -> bool:
 
 
 def check_space(run: Run, directory: Path, done: int) -> None:
-    """Check that the disk has space for the checkpoints after step `done`. If there are none, log the reason."""
+    """Check the disk space for the checkpoints after step `done`. If no checkpoint will be saved, log the reason."""
     trainer = run.config.trainer
     # For each parameter, AdamW stores two averages of the same size.
     needed = 3 * storage.estimate_size(run.model.parameters())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.train.settings.config import ConfigError
 
-# The 16 numbers of MXFP4 are these and their negatives. Each group of 32 numbers shares one scale.
+# MXFP4 has 16 numbers, namely the numbers in FP4 and their negatives. Each group of 32 numbers shares one scale.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_BIAS = 127
 

@@ -44,7 +44,7 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
     "yarn-exact": {**YARN, "truncate": False},
     "longrope": {},
 }
-# If the "factor" of these rope types is null, it is the ratio of the extended to the trained length.
+# If the "factor" of these rope types is null, the factor is the extended length divided by the trained length.
 HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
 # Loading ignores constants and masks that other programs store as tensors.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -121,7 +121,7 @@ def model_config(path: Path) -> ModelConfig:
 
 
 def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a model with this config.json.
+    """Return the settings of a model with the given config.json.
 
     Raises:
         ConfigError: an entry has a wrong type, or the model is not supported.
@@ -354,10 +354,10 @@ def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
 
 
 def load(path: Path, model: nn.Module) -> None:
-    """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
+    """Load the weights in a folder into `model`. Each rank reads only the rows of its own shards.
 
     The embedding of `model` may have additional padded rows, which this function does not change. DCP's
-    HuggingFaceStorageReader is not used, because it cannot leave out rows.
+    HuggingFaceStorageReader cannot skip rows, so this function does not use it.
 
     Args:
         path: the folder of the Hugging Face model.

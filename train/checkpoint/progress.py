@@ -38,7 +38,7 @@ def show_progress(
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
         path: what the body processes, such as the file or the folder that it reads or writes.
         size: the number of bytes that all ranks together read or write, or the amount of other work.
-        fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls this function.
+        fraction: a function that returns how much of the work is done, from 0 to 1, and which a thread calls.
         unit: the unit of `size`, such as "tokens", or None for bytes.
         if_killed: a function that returns the consequence of a kill, which is logged after a stop signal.
     """
@@ -90,5 +90,5 @@ def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the size on this rank in bytes. A rank holds only its shard of a DTensor."""
+    """Return the bytes of tensors, and of this rank's shards of DTensors."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

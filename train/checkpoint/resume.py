@@ -276,7 +276,7 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str], free: 
     Returns:
         A dict from the name of each differing setting to its description.
     """
-    # JSON turns tuples into lists. Therefore, the saved and the current settings are both converted to JSON.
+    # Convert the saved and the current settings to JSON, because JSON turns tuples into lists.
     before, now = (json.loads(json.dumps(asdict(each))) for each in (saved_config(meta), config))
     changes = {}
     for group in groups:

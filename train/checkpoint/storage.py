@@ -279,7 +279,7 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """torch's error "unexpected pos" has the OSError of the disk as its context. Errors from other ranks have no context."""
+    """torch's error "unexpected pos" has the OSError of the disk as its context, except for errors from other ranks."""
     if isinstance(error, OSError):
         return error.errno in FULL_DISK
     if error is not None and error.__context__ is not None:
@@ -355,8 +355,7 @@ def _meta_checksum(meta: dict[str, Any]) -> int:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    # Sync the contents before the rename. Without this sync, a power failure could leave an incomplete checkpoint with a valid
-    # name.
+    # Sync the contents first, so that a power failure never leaves an incomplete checkpoint with its final name.
     _fsync(temporary)
     if target.exists():
         _hide(target)
@@ -479,8 +478,7 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        Earlier versions saved no checksums of shards. For such a shard, check the checksums in its zip archive. torch.load
-        ignores them.
+        If an earlier version saved no checksum of the shard, check the checksums in the zip archive, which torch.load ignores.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):

@@ -124,7 +124,7 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
 
 
 def describe_external_error(error: Exception) -> str | None:
-    """Describe an error that a disk or another rank has caused in one line. Return None for all other errors."""
+    """Describe an error of a disk or of another rank in one line. Return None for all other errors."""
     if isinstance(error, RingFault | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:

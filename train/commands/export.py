@@ -275,7 +275,7 @@ def config_json(
         max_positions: the number of tokens of the longest sequences of the training.
         special: the ids of the special tokens by their names in config.json.
         dtype: the dtype of the weights.
-        published: a Hugging Face folder. The export has the family of its model, if possible.
+        published: a Hugging Face folder, whose model family the export has if possible.
 
     Raises:
         ConfigError: transformers has no architecture with these settings.

@@ -1,4 +1,4 @@
-"""Tokenise a text before training, so that every run on it starts at once.
+"""Tokenise a text before training, so that runs on this text start at once.
 
     ringattn-prepare output=FOLDER data=jsonl data.path='corpus/*.jsonl' data.tokenizer=tokenizer.json
     ringattn-train data=prepared data.path=FOLDER ...

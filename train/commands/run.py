@@ -100,7 +100,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
         """`directory` is the directory of any job."""
         jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
-        logging.disable(logging.INFO)  # Each job logs these choices again when it starts.
+        logging.disable(logging.INFO)  # Each job logs its choices when it starts.
         try:
             for overrides in jobs_of_sweep(params):
                 job = Outcome(overrides, varied_settings(overrides, params))
@@ -175,7 +175,7 @@ def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, di
 
 
 def run_as_other_rank() -> int:
-    """Run the functions that rank 0 broadcasts, until it broadcasts None. Return the exit status.
+    """Run the functions that rank 0 broadcasts, until rank 0 broadcasts None. Return the exit status.
 
     A user error or a request to stop ends the job on all ranks. Rank 0 reports the error, and decides whether another job
     follows.
@@ -221,11 +221,11 @@ def check_earlier_attempt(directory: Path, attempt: int) -> None:
 
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     """Let Hydra call `run_job` for every job. Return the exit status."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Let Hydra raise errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
-    # Hydra creates the directory of the run from ${run_name:...} in configs/train.yaml. The name of the run is therefore
-    # checked first.
+    # Hydra creates the directory of the run from ${run_name:...} in configs/train.yaml. Therefore, the resolver checks the
+    # name.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", _common_settings, replace=True)

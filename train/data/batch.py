@@ -15,9 +15,8 @@ class Batch:
 
     Attributes:
         tokens: (B, S) int64.
-        labels: (B, S) int64, the next tokens. A label of IGNORE does not contribute to the loss. Labels are computed on the
-            whole sequence, so no rank needs a token of another rank.
-        documents: for each sequence, the length of each document, or part of a document, in it. The lengths sum to S.
+        labels: (B, S) int64, the next tokens, or IGNORE for tokens without a loss.
+        documents: for each sequence, the lengths of its documents, or parts of documents, which sum to S.
     """
 
     tokens: torch.Tensor

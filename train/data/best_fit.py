@@ -96,7 +96,6 @@ def pack_best_fit(sizes: np.ndarray, seq_len: int) -> np.ndarray:
 
     Args:
         sizes: (pieces,) int64, from 1 to `seq_len`. Pieces of equal size keep their order.
-        seq_len: the number of tokens per sequence.
     """
     order = (-sizes).argsort(kind="stable")
     result = np.empty_like(sizes)

@@ -44,8 +44,8 @@ from ringattn.train.settings.config import Config, ConfigError
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2), PR_SET_PDEATHSIG, kills the loader process (signal 9) when the training process dies, even if another
-# child has inherited the input. The standard output carries messages, so redirect all prints of imports and steps to the
-# standard error.
+# child has inherited the input. The standard output contains only messages, so redirect everything that Python code prints to
+# the standard error.
 START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -167,7 +167,7 @@ class Loader:
     def _prepare(self, consumed: int) -> list[MicroStep]:
         try:
             return self.preparation.prepare(consumed)
-        except ConfigError as error:  # Other ranks may not have this error.
+        except ConfigError as error:  # The error may occur on this rank only.
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:

@@ -21,7 +21,7 @@ class MixtureDataset(NumberedSequences):
 
     Attributes:
         sources: the sequences of each source, by name.
-        weights: the share of each source in the tokens. The shares sum to 1.
+        weights: the share of each source in the tokens.
         sequences_per_epoch: the number of sequences before the first source runs out.
         group_size: the number of consecutive sequences that come from the same source.
     """
@@ -30,7 +30,7 @@ class MixtureDataset(NumberedSequences):
         """Mix the sources in proportion to their weights.
 
         Args:
-            sources: the sequences of each source, by name. Each source is a PackedDataset or a RecordDataset.
+            sources: the PackedDataset or RecordDataset of each source, by name.
             weights: the weight of each source, greater than 0.
             group_size: the number of consecutive sequences from the same source.
         """
@@ -49,7 +49,7 @@ class MixtureDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the mixture. If the values change, a saved position in the data is invalid."""
+        """Return values that identify the mixture. A saved position is valid only for the same values."""
         sources = {name: [self.weights[name], each.fingerprint] for name, each in self.sources.items()}
         return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources}
 

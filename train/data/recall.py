@@ -93,7 +93,7 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return all `document_lengths` with space for two blocks of BLOCK tokens. If there are none, return the longest length."""
+    """Return all `document_lengths` with space for two blocks of BLOCK tokens, or only the longest length."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 

@@ -46,7 +46,7 @@ class RecordEncoder:
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 
     def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
-        """Return the tokens of a record, int32 (N,). A token t without loss is stored as -1 - t.
+        """Return the tokens of a record, int32 (N,). -1 - t encodes a token t without loss.
 
         Raises:
             ConfigError: the record is invalid. The message contains `where`.
@@ -170,7 +170,6 @@ def pack_whole(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
 
     Args:
         lengths: (records,) int64, at most `seq_len`. Records of equal length keep their order.
-        seq_len: the number of tokens per sequence.
 
     Returns:
         The indices of the records in each sequence.

@@ -137,7 +137,7 @@ class Shards:
             raise damaged(folder / INDEX, "the shards do not have its numbers of documents and tokens")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_opened": {}}  # Without this line, pickling would copy the tokens of the memory maps.
+        return vars(self) | {"_opened": {}}  # Pickling must not copy the tokens of the memory maps.
 
     def _map(self, name: str, suffix: str, dtype: np.dtype) -> np.ndarray:
         return np.memmap(self.folder / f"{name}.{suffix}", dtype, mode="r")

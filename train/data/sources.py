@@ -539,7 +539,7 @@ def hub_commit(config: DataConfig) -> str:
 
 
 def _hub_name(config: DataConfig) -> str:
-    # Releases of `datasets` before 4 would otherwise ask whether to run the code of a dataset.
+    # Releases of `datasets` before 4 must not ask whether to run the code of a dataset.
     settings: Any = datasets.config
     settings.HF_DATASETS_TRUST_REMOTE_CODE = False
     # `datasets` would interpret a name without an owner as a reader for local files. One of these readers unpickles files,

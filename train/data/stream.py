@@ -5,8 +5,8 @@
     block       the next documents of a reader, which are shuffled (the shuffle buffer)
     sequence i  the next S tokens of reader i mod R
 
-The number R of readers depends only on the corpus. Therefore the sequences do not depend on the number of ranks. If the number
-of data-parallel ranks divides R, each reader runs on only one data-parallel rank.
+The number R of readers depends only on the corpus, so the sequences do not depend on the number of ranks. If the number of
+data-parallel ranks divides the number of readers, each reader runs on only one data-parallel rank.
 
 The position of a reader contains the beginning of its block, and counts the documents and tokens consumed from this block. A
 resumed reader reads and shuffles the same block again. A checkpoint contains the position of every reader.
@@ -38,7 +38,7 @@ BLOCK_CHARACTERS = 2**26
 CHUNK_CHARACTERS = 2**18
 # A checksum covers this many bytes at the beginning of each file.
 SAMPLED_BYTES = 2**16
-# Smaller pieces would have too few documents.
+# The minimum size of a piece, so that a piece contains many documents.
 MIN_PIECE_BYTES = 2**20
 # These settings determine the documents of a stream, or their tokens.
 DOCUMENT_SETTINGS = ("subset", "split", "column", "special_tokens")
@@ -204,7 +204,7 @@ class StreamDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the stream. If the values change, saved positions become invalid."""
+        """Return values that identify the stream. Saved positions are valid only for the same values."""
         known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
         known |= {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
         known |= {name: getattr(self.config, name) for name in DOCUMENT_SETTINGS}
@@ -289,7 +289,7 @@ class FileCorpus:
     """Reads files of JSON lines or Parquet files.
 
     Attributes:
-        pieces: the pieces of the corpus. Small corpora are divided into smaller pieces, so that several ranks can read them.
+        pieces: the pieces of the corpus, which are smaller in small corpora.
         identity: a checksum of the names, the sizes and the beginnings of the files.
     """
 

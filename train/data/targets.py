@@ -48,7 +48,7 @@ class Passage:
 
     Attributes:
         tokens: (n,) int64.
-        labels: (n,) int64, the next tokens. Target tokens are the tokens whose label is not IGNORE.
+        labels: (n,) int64, the next tokens, or IGNORE for tokens that are not targets.
         documents: (n,) int64, the document number of each token, in ascending order.
         first: the position of the first target token.
     """
@@ -167,7 +167,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # Divide the text into `count` parts. A block of target tokens is at the end of each part.
+        # Divide the text into `count` parts, each with a block of target tokens at its end.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)

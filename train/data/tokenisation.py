@@ -68,10 +68,9 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
     Args:
         config: the settings of the corpus.
         tokenizer: the tokenizer.
-        ranks: the number of ranks on this host, which divide its cores. The setting `data.num_proc` overrides the number of
-            processes.
-        folder: the folder for the shards, by default in the cache of `datasets`. The default name depends on the content of the
-            corpus and on the tokenizer.
+        ranks: the number of ranks on this host, which divide its cores unless `data.num_proc` is set.
+        folder: the folder for the shards. The default is in the cache of `datasets` and depends on the content of the corpus
+            and on the tokenizer.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing or cannot be read, or the folder contains another corpus.

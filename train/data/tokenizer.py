@@ -69,8 +69,8 @@ class JsonTokenizer:
 
     Args:
         path: the file.
-        eos_token: the name of the end-of-text token. By default, a file of the same folder or END_OF_TEXT provides the name.
-        special_tokens: the value of `data.special_tokens`. `decode` omits special tokens unless this value is "parse".
+        eos_token: the name of the end-of-text token, by default from a file of the same folder or from END_OF_TEXT.
+        special_tokens: the value of `data.special_tokens`. Only with "parse", `decode` returns special tokens.
 
     Raises:
         ConfigError: the package `tokenizers` is missing, a file cannot be read, or there is no end-of-text token.

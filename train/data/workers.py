@@ -77,10 +77,9 @@ def run_tasks(
     Args:
         name: the name of the work in messages.
         function: a module-level function, which calls `add` with the number of bytes that it has processed.
-        state: data for all tasks. Each process receives the data once.
-        tasks: the tasks.
+        state: data for all tasks, which each process receives once.
         sizes: the number of bytes of each task.
-        num_proc: the largest number of processes. Small corpora use fewer processes.
+        num_proc: the largest number of processes.
         is_fast: whether tasks are so fast that only large corpora need several processes.
 
     Raises:
@@ -155,9 +154,9 @@ def _begin_process(*shared: Any) -> None:
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Without this line, every process would start a thread per core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Prevent every process from starting a thread per core.
     logging.getLogger().handlers[:] = [_Collector(logging.WARNING)]
-    # Without this thread, the process would wait forever for a task if its parent process was killed.
+    # Exit if the parent process is killed, instead of waiting forever for a task.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -69,16 +69,15 @@ def stream(
 
     The prompt runs through the model once, sharded as in training, and `layer_cache` stores its keys and values. Then the model
     processes one new token at a time on all ranks. A new token attends to all caches. The last rank samples it. On one GPU, the
-    step of a new token is the replay of a CUDA graph.
+    model processes each new token by replaying a CUDA graph.
 
     Args:
-        run: the run whose model generates the text. Token ids beyond the tokenizer's vocabulary are never sampled. Generation
-            stops at `eos`.
+        run: the run whose model generates the text.
         prompt: the token ids of the prompt.
-        num_tokens: the largest number of tokens to generate.
+        num_tokens: the number of tokens to generate, unless `eos` ends the text earlier.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
         top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`.
-        seed: the seed of the sampling. The number of ranks does not affect the random numbers.
+        seed: the seed of the sampling.
         adds_bos: whether the model reads one `bos` before the prompt, as in training on text.
     """
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()

@@ -24,9 +24,9 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
     Args:
-        run: the run. The windows are packed into sequences of `data.seq_len` tokens.
+        run: the run.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
-        show_bar: whether rank 0 shows a progress bar. If False, rank 0 logs the progress of a long evaluation.
+        show_bar: whether rank 0 shows a progress bar, or logs the progress of a long evaluation.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.

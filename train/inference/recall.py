@@ -70,7 +70,7 @@ def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int)
     Args:
         hidden: (B, N, dim).
         head: (V, dim). Rows from `vocab_size` on are padding.
-        labels: int64 (B, N), the next tokens. Only tokens with another label than IGNORE are answers.
+        labels: int64 (B, N), the next tokens, or IGNORE for tokens that are not answers.
         vocab_size: the number of tokens of the tokenizer.
     """
     is_answer = labels != IGNORE

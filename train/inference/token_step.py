@@ -38,7 +38,7 @@ class TokenStep:
         self.result: Tensor | None = None  # the memory to which every replay writes the result of `finish`
 
     def __call__(self, token: int, position: int) -> Tensor:
-        """Process the token at this position, and return the result of `finish`. The next call overwrites the result."""
+        """Process `token` at `position`, and return the result of `finish`. The next call overwrites the result."""
         self.token.fill_(token)
         self.position.fill_(position)
         if self.graph is None:

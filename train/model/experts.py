@@ -1,6 +1,6 @@
 """Define a feed-forward network of several experts (mixture of experts). A router chooses a few experts for every token.
 
-One grouped matrix product computes all experts, for which the tokens are sorted by expert. No token is dropped.
+The tokens are sorted by expert, so that one grouped matrix product computes all experts. No token is dropped.
 """
 
 import math
@@ -125,7 +125,7 @@ def balance_loss(routing: Tensor, tokens: Tensor, experts_per_token: int) -> Ten
     layers. If all experts have equally many tokens, the loss is `experts_per_token`.
 
     Args:
-        routing: (layers, 2, E), the routing of this rank in every layer. Only the probabilities have gradients.
+        routing: (layers, 2, E), the routing of this rank in every layer.
         tokens: (layers, E), the number of tokens of each expert on all ranks.
         experts_per_token: the number of experts of a token.
     """

@@ -1,7 +1,7 @@
 """Compute the linear layers of the blocks in FP8 during training steps, with one scale per tensor (torchao).
 
-The weights stay in fp32 and keep their names. In a forward pass without gradients, such as an evaluation, the layers compute in
-bf16. Evaluations therefore agree with the exported model. The router and the experts stay in bf16.
+The weights stay in fp32 and keep their names. In a forward pass without gradients, the layers compute in bf16, so that
+evaluations agree with the exported model. The router and the experts stay in bf16.
 """
 
 import logging

@@ -10,8 +10,8 @@ from torch import Tensor
 # Tokens with this label do not contribute to the loss.
 IGNORE = -100
 
-# The default number of tokens in a chunk. If the vocabulary is small, a chunk has about CHUNK_LOGITS logits instead, because
-# launching many small kernels would be slow.
+# The default number of tokens in a chunk. Chunks of a small vocabulary have more tokens and about CHUNK_LOGITS logits, because
+# launching many small kernels is slow.
 CHUNK = 2048
 CHUNK_LOGITS = 2**26
 
@@ -31,13 +31,13 @@ def cross_entropy(
 ) -> Tensor:
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
-    The sum of these parts over all ranks and micro-steps is the mean loss of all valid tokens. The loss and its gradients are
-    computed together, before the logits of a chunk are freed.
+    The sum of the returned losses over all ranks and micro-steps is the mean loss of all valid tokens. The loss and its
+    gradients are computed together, before the logits of a chunk are freed.
 
     Args:
         hidden: (B, N, dim).
         head: (V, dim), in hidden's dtype. Rows from `vocab_size` on are padding and receive no probability.
-        labels: int64 (B, N), the next tokens. A token with the label IGNORE has no loss.
+        labels: int64 (B, N), the next tokens, or IGNORE for tokens without a loss.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
         chunk: the tokens per chunk, by default `chunk_size(V)`. A chunk needs about 14 * chunk * V bytes, or 4 to 8 * chunk * V

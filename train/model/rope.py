@@ -99,6 +99,6 @@ def longrope_scale(factor: float, trained_len: int | None) -> float:
 def yarn_scale(factor: float) -> float:
     """Return the factor by which yarn multiplies queries and keys.
 
-    With this factor, attention over many tokens is as sharp as it was over fewer tokens.
+    The factor keeps attention over long sequences as sharp as over short sequences.
     """
     return 0.1 * math.log(factor) + 1

@@ -105,8 +105,8 @@ def choose_graphs(
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
     """Estimate the bytes that CUDA graphs add to the peak memory of a step.
 
-    Graphs keep copies of all parameters and gradients, and their intermediate results. Outside the graphs, the fp32 reduction
-    of the gradients and the evaluation need further memory.
+    Graphs keep copies of all parameters and gradients, and the intermediate results of the kernels. Outside the graphs, the
+    fp32 reduction of the gradients and the evaluation need further memory.
     """
     model, size = config.model, 2 if bf16 else 4
     head = padded_vocabulary(model, vocab_size) * model.dim
@@ -163,8 +163,8 @@ class ModelGraphs:
         plans = [Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True) for mask in masks.values()]
         with torch.autograd.set_multithreading_enabled(False):
             with use_plans(plans):
-                # The first call connects the ranks, compiles the kernels and requests all tables of the attention plans.
-                # Use copies of the parameters, because autograd binds parameters to the stream of this call.
+                # The first call connects the ranks, compiles the kernels and requests all tables of the attention plans. Use
+                # copies of the parameters, because autograd binds parameters to the stream of the capture.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = [PlanSlots(plan, device) for plan in plans]

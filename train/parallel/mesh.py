@@ -93,7 +93,7 @@ def attention(
 
     Args:
         masks, layout: the masks and the layout of a batch.
-        training: whether the functions are used in a training step, which matters for `trainer.fp8_attention`.
+        training: whether the functions are used in a training step.
         recompute: whether the backward pass recomputes blocks, except for attention.
     """
     attend = partial(

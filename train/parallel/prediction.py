@@ -41,11 +41,11 @@ def predict(
 
     Args:
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
-        shape: the numbers of ranks, which may differ from those of the settings.
+        shape: the shape of the mesh, which may differ from the settings.
         machine: the ranks of the job.
         shares: by the window of a layer, the number of (query, key) pairs that the mask allows in a mean sequence, relative to
             a single document; 1 for windows that are left out.
-        plan: where a rank keeps its data. If None, the function chooses the plan as a run would.
+        plan: the memory plan, or None for the plan that a run would choose.
     """
     plan = plan or choose_plan(config, shape, machine)[0]
     return step_time(config, shape, machine, plan, attention_of_layers(config, shape, machine, shares))

@@ -23,7 +23,7 @@ START_TIMEOUT = timedelta(minutes=30)
 # torchrun starts its store before the ranks. If the store does not respond within this time, torchrun has died.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
-# With this variable, cuBLAS selects workspaces that give the same bits in every run.
+# This environment variable makes cuBLAS select workspaces that give the same bits in every run.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -42,13 +42,13 @@ class Launch(NamedTuple):
 
 
 def connect_ranks(share_gpus: bool = False) -> Launch:
-    """Initialise the default process group. Without torchrun, this process is its only rank.
+    """Initialise the default process group. Without torchrun, this process is the only rank.
 
     The device of the run is not known yet, so the group has backends for GPUs (NCCL) and CPUs (gloo).
 
     Args:
-        share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo on GPUs
-            as well, because NCCL does not allow two ranks on one GPU. All ranks must pass the same value.
+        share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. Ranks that share a GPU use gloo,
+            because NCCL does not allow two ranks on one GPU. All ranks must pass the same value.
     """
     if "RANK" in os.environ:
         timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
@@ -85,10 +85,11 @@ def broadcast_object(value: Any) -> Any:
 
 @contextmanager
 def sync_errors(group: dist.ProcessGroup | None = None) -> Generator[None]:
-    """If one rank raises a ConfigError, raise it on all ranks. All ranks must run the body. `group` contains all ranks.
+    """If one rank raises a ConfigError, raise the error on all ranks, so that no rank waits forever. All ranks must run the
+    body. `group` contains all ranks.
 
-    Without this context, the other ranks would wait forever for a rank that, for example, cannot read a file. If several ranks
-    have an error, every rank raises the error of the lowest one. Without a process group, an error is raised as usual.
+    If several ranks have an error, every rank raises the error of the lowest rank. Without a process group, an error is raised
+    as usual.
     """
     own: ConfigError | None = None
     try:

@@ -31,7 +31,8 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     because the next forward pass begins with them. Return the model and the groups in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
-    # If the argument is None, FSDP frees the gathered parameters of all modules except the root after the forward pass.
+    # With `reshard_after_forward=None`, FSDP frees the gathered parameters of all modules except the root after the forward
+    # pass.
     reshard = None if estimate.reshard_after_forward(model.config, bf16) else False
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = estimate.blocks_per_group(model.config, bf16), list(model.blocks)

@@ -206,7 +206,7 @@ def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
     model, ulysses = run.config.model, run.mesh.ulysses.size()
     shape = run.config.trainer.batch_size, plan.layout.rows(plan.rank)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
-    # If there are fewer key heads than Ulysses ranks, each rank has one copied key head.
+    # If there are fewer key heads than Ulysses ranks, several ranks have copies of the same key head.
     heads = model.heads // ulysses, max(model.kv_heads // ulysses, 1)
     q, k = (torch.empty(*shape, count, model.resolved_head_dim, dtype=dtype, device="meta") for count in heads)
     precision = run.config.trainer.attention_precision(training=True)

@@ -53,10 +53,10 @@ class Recorder:
         peak_flops: float | None = None,
         wandb_run: WandbRun | None = None,
     ) -> None:
-        """Open metrics.jsonl.
+        """Open metrics.jsonl, and remove the records of steps after `done`.
 
         Args:
-            done: the number of completed steps, or math.inf. Records of later steps are removed.
+            done: the number of completed steps, or math.inf.
             peak_flops: the peak FLOP/s of one device, or None to omit the MFU.
             wandb_run: the W&B run, which also receives all records. The caller closes the W&B run.
         """
@@ -183,7 +183,7 @@ def write_atomically(path: Path, text: str) -> None:
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
-        # Without this fsync, the file could be empty if the machine crashes after the renaming.
+        # Sync before the renaming, because the file could be empty after a crash of the machine.
         os.fsync(file.fileno())
     os.replace(temporary, path)
 

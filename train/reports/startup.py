@@ -33,7 +33,7 @@ def end_part(name: str, end: float | None = None) -> None:
 
 
 def seconds() -> dict[str, float]:
-    """Return how many seconds each part of the current job's start took.
+    """Return the seconds that each part of the current job's startup took.
 
     "torch.compile" is the share of these seconds that compilation took.
     """

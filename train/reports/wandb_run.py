@@ -84,7 +84,7 @@ class WandbRun:
         """Finish the W&B run. If the run was recorded offline, log the command that uploads it.
 
         Args:
-            exit_code: 0 if the launch ended as intended. W&B shows a run with another exit code as failed.
+            exit_code: 0 if the launch ended as intended. W&B shows a run as failed if its exit code is not 0.
         """
         self._call(lambda run: run.finish(exit_code=exit_code))
         if self._run is not None and self._is_offline:
@@ -152,7 +152,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
             return run, mode == "offline"
         except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # Without `teardown`, the next attempt would fail, because the id is in use.
+            wandb.teardown()  # Free the id of the W&B run for the next attempt.
     return None, False
 
 

@@ -383,8 +383,8 @@ class MemoryConfig(Frozen):
     # (torchao), which needs a quarter of the memory. They stay in GPU memory.
     moments: str = "fp32"
     # The number of tokens of a sequence that a rank processes at once in norms, projections, feed-forward networks and experts.
-    # The backward pass recomputes one such chunk at a time. 0: all tokens. None: all tokens if they fit into memory, or else
-    # 16,384.
+    # The backward pass recomputes one chunk at a time. If None, the chunk has all tokens if they fit into memory, and otherwise
+    # 16,384 tokens. 0: all tokens.
     chunk: int | None = None
 
 
@@ -935,7 +935,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix: {name}: weight={source.weight}: must be at least {MIN_SHARE} of the sum of the weights, {total}"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
-        # A setting without effect on this source may affect another source.
+        # Reset shared settings, because a setting without effect on one source may affect another source.
         shared = {
             f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
         }

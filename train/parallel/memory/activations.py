@@ -93,7 +93,7 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Start a copy between `tensors` and the host memory from byte `start` on. Return an event at the end of the copy."""
+        """Start a copy between `tensors` and host memory from byte `start` on. Return an event that follows the copy."""
         # The compute stream may still use the source, or the memory that the destination reuses.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()

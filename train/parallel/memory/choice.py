@@ -26,7 +26,7 @@ HOST_CHOICES = 8
 def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[MemoryPlan, Needs]:
     """Choose the memory plan of a run, and return it with the bytes that a rank needs.
 
-    Plans are compared without the communication of attention, which is the same for all of them. If no plan fits, the result is
+    The comparison leaves out the communication of attention, which is the same for all plans. If no plan fits, the result is
     the plan that needs the least memory.
     """
     attention = kernels_alone(config, shape, machine.gpu or SLOW_GPU)
@@ -43,7 +43,7 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
         limit = machine.capacity.limit(fraction)
         candidates = _candidates(config, shape, machine.bf16, needs, limit)
         times = {plan: seconds(plan) for plan in candidates if limit.fits(needs(plan))}
-        # If plans are equally fast, the simplest plan is chosen.
+        # The simplest of several equally fast plans is chosen.
         return next((plan for plan, time in times.items() if time <= EQUAL_TIMES * min(times.values())), None)
 
     comfortable = best(COMFORTABLE_FRACTION)

@@ -1,8 +1,8 @@
 """Run the operations of a block around attention in chunks of tokens, in the forward and in the backward pass.
 
-In the backward pass, chunks are recomputed one after the other. Therefore only inputs and outputs of `Block.before` and
-`Block.after`, such as q, k and v, exist for all tokens at once. FSDP gathers the parameters once per block. Ranks may have
-different numbers of chunks, because chunks do not communicate.
+In the backward pass, chunks are recomputed one after the other. Only inputs and outputs of `Block.before` and `Block.after`,
+such as q, k and v, exist for all tokens at once. FSDP gathers the parameters once per block. Ranks may have different numbers
+of chunks, because chunks do not communicate.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +74,7 @@ class _InChunks(torch.autograd.Function):
             for output, part in zip(outputs, parts, strict=True):
                 if output is not None and part is not None:
                     _rows(output, rows).add_(part) if part.ndim <= 2 else _rows(output, rows).copy_(part)
-            del parts, part  # Without this line, the graphs of two chunks would exist at the same time.
+            del parts, part  # The graphs of two chunks must not exist at the same time.
         return tuple(outputs)
 
     @staticmethod

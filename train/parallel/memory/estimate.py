@@ -261,7 +261,7 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
     # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:
-        # A chunk of heads has its own q, k, v, out and dout. The gradients of all heads exist in full at the end.
+        # A chunk of heads has its own q, k, v, out and dout. At the end of the backward pass, the gradients of all heads exist.
         temporary = (temporary + size * (3 * query_dim + key_value_dim)) / head_chunks + size * (query_dim + key_value_dim)
     freed = 0  # by the feed-forward network
     if plan.num_chunks(rows) == 1:
@@ -270,7 +270,7 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
 
 
 def _head_chunks(config: Config, shape: MeshShape) -> int:
-    """With documents, a single chunk may suffice."""
+    """If documents are masked, attention may need only one chunk."""
     model = config.model
     if config.data.mask_documents:
         return 1

@@ -45,7 +45,7 @@ class StagingBuffers:
         self._stream.wait_event(self._left[self._current])
 
     def copy(self, weights: Tensor, start: int) -> Tensor:
-        """Copy weights (N,) to the elements of the buffer from `start` on. The current stream waits for the copy."""
+        """Copy weights (N,) to the current buffer, from element `start` on. The current stream waits for the copy."""
         buffer = self._buffers[self._current][start : start + len(weights)]
         with torch.cuda.stream(self._stream):
             buffer.copy_(weights, non_blocking=True)
@@ -64,8 +64,8 @@ class HostGroup:
 
     Attributes:
         parameters: the sharded parameters, DTensors on the CPU.
-        gradients: this rank's shard of the gradient of each parameter, fp32. The gradients are valid after the backward pass
-            has ended on the GPU.
+        gradients: this rank's shard of the gradient of each parameter, fp32, valid after the end of the backward pass on the
+            GPU.
         pending: the running update of the parameters, or None.
     """
 
@@ -137,9 +137,9 @@ class HostParameter(FSDPParam):
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
-        """While FSDP gathers weights, True prevents FSDP from converting the weights on the CPU.
+        """While FSDP gathers weights, the value True prevents FSDP from converting the weights on the CPU.
 
-        While FSDP reduces gradients, False prevents FSDP from copying the gradients to the CPU.
+        While FSDP reduces gradients, the value False prevents FSDP from copying the gradients to the CPU.
         """
         return not self._is_reduced
 

@@ -16,7 +16,7 @@ class MemoryPlan:
     offloaded_blocks: int = 0
     # The last `host_blocks` blocks have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
-    # The tokens of a sequence that a rank processes at once, except in attention. 0: all.
+    # The tokens of a sequence that a rank processes at once, except in attention, or 0 for all tokens.
     chunk: int = 0
 
     def num_chunks(self, tokens: int) -> int:
