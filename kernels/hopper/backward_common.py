@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# Keys beyond the last one have this lo, which exceeds every query index.
+# The lower bound of a missing row exceeds every token index, so all scores of the row are masked.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
 CONSUMER_REGISTERS = gl.constexpr(240)

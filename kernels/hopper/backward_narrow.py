@@ -38,7 +38,7 @@ ago, so the new dS may overwrite the old dS.
 Shared memory has two slots for K, because the first step of a work tile computes the last dQ of the previous work tile. The
 first dQ of a program is computed from uninitialised memory and added to a spare chunk.
 
-In memory, the sums of dq have the order of a consumer's registers. Storing P in register order avoids bank conflicts in shared
+The sums of dq are stored in the order in which the registers of a consumer hold dQ. This order avoids bank conflicts in shared
 memory, whose bandwidth limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler
 ptxas would then serialise all products.
 """
@@ -315,7 +315,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Skip a step in which no query attends to this consumer's keys, but add the previous dQ to dq."""
+    """Skip a step in which no query attends to this consumer's keys. Add only dQ of the previous step to dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)

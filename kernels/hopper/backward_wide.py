@@ -97,9 +97,7 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """Load the tile of a step into a ring buffer. The argument `scalars` contains lse for Q, or delta for dO, and is loaded
-    with the first part.
-    """
+    """Load a tile of Q, dO, K or V into a ring buffer. Also load `scalars`: lse for a tile of Q, or delta for a tile of dO."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)

@@ -6,9 +6,9 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-State stages are the pipeline stages of K and V after the last keys of a work tile. The threads store o without TMA if a work
-tile has fewer rows than TMA would write. The threads also load and store o without TMA if an update in place must rescale rows
-or skip overflowed rows.
+After the last keys of a work tile, the next pipeline stages of K and V hold o and are called *state stages*. The threads store
+o without TMA if a work tile has fewer rows than TMA would write. The threads also load and store o without TMA if an update in
+place must rescale rows or skip overflowed rows.
 """
 
 from triton.experimental import gluon
@@ -99,8 +99,8 @@ def split_columns(tile):
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the left part and the right part of a consumer's o in shared memory.
 
-    If one buffer can hold all columns of a consumer's o, the left view contains all columns. If one buffer suffices, consumers
-    with even numbers use the K buffer of a stage, and the others use the V buffer.
+    If `o_parts` is 1, the left view contains all columns of o. Consumers with even numbers then use the K buffer of a stage,
+    and consumers with odd numbers use the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys

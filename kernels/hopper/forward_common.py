@@ -5,8 +5,8 @@ contains the next stage of the K/V pipeline and the phase of the stage's barrier
 next, so the producer can load the next work tile while the consumers finish the previous one.
 
 The bit `slot` alternates between 0 and 1 from one work tile to the next. Consumers wait for phase `slot` of the barrier
-`q_full`, and the producer waits for phase `slot ^ 1` of the barrier `q_empty`. The slot of Q in shared memory is `slot %
-q_slots`.
+`q_full`, and the producer waits for phase `slot ^ 1` of the barrier `q_empty`. Q of a work tile is in slot `slot % q_slots` of
+shared memory.
 """
 
 from triton.experimental import gluon

@@ -26,8 +26,8 @@ and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion 
 exact up to 2048. Each operation of byte(x) takes one instruction for two levels.
 
 In the first steps of a work tile, `raise_ref_max` computes the reference max in fp32, because it may still be UNSET_REF_MAX. In
-later steps, `limit_levels` raises the reference max and lowers all levels of the row. Lowering levels adds errors only if the
-reference max changes by more than 238 in one step.
+later steps, `limit_levels` raises the reference max and lowers all levels of the row. Lowering the levels is exact unless one
+step raises the reference max by more than 238.
 """
 
 from triton.experimental import gluon
@@ -120,9 +120,8 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return PTX instructions that raise the reference max of the two rows of a thread.
 
-    Each operand is a pair. The new reference max is in $0 and $1, and alpha in $2 and $3. The registers $4 and $5 contain two
-    fp16 numbers each, which the caller adds to the levels. The thread's largest levels are in $6 and $7, and the old reference
-    max is in $8 and $9.
+    The outputs are the new reference max ($0 and $1), alpha ($2 and $3) and the number to add to the levels ($4 and $5, two
+    equal fp16 numbers each). The inputs are the thread's largest levels ($6 and $7) and the old reference max ($8 and $9).
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"

@@ -31,7 +31,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the contributions of the query tile at `start` to `sums`, which are dk / scale and dv / factor of a key tile."""
+    """Add the contributions of the query tile at `start` to `sums`, the pair (dk / scale, dv / factor) of a key tile."""
     q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale = operands
     dk, dv = sums
     head = (key_head * CONFIG.group + head).to(tl.int64)

@@ -255,7 +255,7 @@ def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROU
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # The divisor must not be 0 even if the loop is empty, because loads are issued in advance.
+        # The divisor must be at least 1 even if the loop is empty, because Triton computes the first addresses before the loop.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:

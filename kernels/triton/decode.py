@@ -9,9 +9,10 @@ of one key head:
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-For each batch entry whose keys are in a run, the run's program stores one partial state, called a *part*. The program that
-stores the last part of a batch entry and key head merges all of these parts. If merging in one program would take too long, a
-second launch merges the parts. The rows of a tile are the queries of all query heads that share a key head.
+A run may contain keys of several batch entries. For each of these batch entries, the program of the run stores a partial state,
+called a *part*. The program that stores the last part of a batch entry and key head merges all of these parts. If merging in
+one program would take too long, a second launch merges the parts. The rows of a tile are the queries of all query heads that
+share a key head.
 
 While a program waits for queries, it prefetches its first key tile into the L2 cache. With two launches, the prefetch may start
 before earlier kernels on the stream have ended, if these kernels allow an early start.
@@ -402,8 +403,8 @@ def _attend_kernel(
     if CONFIG.prefetch_early:
         _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, sinks is not None, CONFIG)
     if CONFIG.pdl:
-        gdc_wait()  # Wait for the inputs. The next kernel may start now, because it waits for the results.
-        gdc_launch_dependents()
+        gdc_wait()  # wait for the inputs
+        gdc_launch_dependents()  # the next kernel may start now, before this kernel has ended
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     if counters is not None and run == 0:
         _store_empty_entries((m, l, o, lse), tiles, entries, batch, head, row, CONFIG)

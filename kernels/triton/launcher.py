@@ -42,7 +42,7 @@ def launch(
             key += x.dtype, address % 16
             arguments.append(address)
         else:
-            # Triton compiles one kernel per set of descriptor dtypes and of None operands.
+            # Triton compiles another kernel if a descriptor has another dtype, or if another operand is None.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()
