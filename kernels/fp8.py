@@ -6,16 +6,16 @@ FP8 attention rounds q, k and v to e4m3, a format with 4 exponent bits, 3 mantis
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
-**Scales.** The scale of a block is the smallest power of two, from 2^-126 to 2^126, such that no finite element divided by the
+Scales. The scale of a block is the smallest power of two, from 2^-126 to 2^126, such that no finite element divided by the
 scale exceeds 448 in magnitude. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
 
-**Rotation.** Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
+Rotation. Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
 spreads a few large features over all features of a head, which removes most of the rounding error that they cause. Values are
 not rotated, because the output would then have to be rotated back.
 
-**Values.** For e4m3 operands, the instruction wgmma requires that the keys of the value matrix are contiguous. Each block of
-values is therefore stored as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t
-+ b contains key 8 (2 h + b // 2) + 2 t + b % 2:
+Values. For e4m3 operands, the instruction wgmma requires that the keys of the value matrix are contiguous. Each block of values
+is therefore stored as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b
+contains key 8 (2 h + b // 2) + 2 t + b % 2:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...

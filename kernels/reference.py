@@ -12,9 +12,9 @@ The scores of a query are s = scale * q k^T. For the keys that a query has atten
 exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and
 the lse -inf. The Hopper kernels may use a number other than the maximum as m, and compute l and o with this m.
 
-With `dropout`, o is the sum over the kept probabilities only, which are scaled. Dropout does not change m, l and lse. The
-argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton kernels
-may round the operands of fp32 products to 11 bits of mantissa.
+With `dropout`, o is the sum over the kept probabilities, multiplied by the dropout factor. Dropout does not change m, l and
+lse. The argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton
+kernels may round the operands of fp32 products to 11 bits of mantissa.
 
 Call these functions through `ringattn.kernels.dispatch`, which checks all arguments.
 """
@@ -77,8 +77,8 @@ def merge(a: State, b: State) -> State:
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Merge partial states into `base` (m, l, o), in place. If `dtype` is None, return `base`. Otherwise, return (out, lse)
-    from `finalize`, with `out` in `dtype`.
+    """Merge partial states into `base` (m, l, o), in place. Return `base` if `dtype` is None, or (out, lse) from `finalize`,
+    with `out` in `dtype`.
 
     For each pair (first, state) of `parts`, a state of n tokens is merged into the tokens [first, first + n) of `base`.
     """

@@ -20,8 +20,8 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
-# Work tiles are assigned in blocks. After a block of fewer than MIN_BLOCK work tiles, the next HEAP_TILES are assigned one by
-# one.
+# Work tiles are assigned in blocks. After a block of fewer than MIN_BLOCK work tiles, the next HEAP_TILES work tiles are
+# assigned one by one.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 

@@ -125,7 +125,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x if TMA can address it. Otherwise, return a contiguous copy."""
+    """Return x, or a contiguous copy if TMA cannot address x."""
     if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride(), 16 // x.element_size())):
         return x
     return x.clone(memory_format=torch.contiguous_format)

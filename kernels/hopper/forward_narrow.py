@@ -122,7 +122,7 @@ def _step(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    # Products finish in the order of issue. S comes first, because the softmax needs only S.
+    # The tensor cores finish products in the order of issue. S comes first, because the softmax needs only S.
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)

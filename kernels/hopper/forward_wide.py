@@ -159,7 +159,7 @@ def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
     first_stage, _, _ = position
-    # Products finish in the order of issue. S counts as two products.
+    # The tensor cores finish products in the order of issue. S counts as two products.
     if CONFIG.overlap:
         scores, position = _issue_scores(query, buffers, full, position, CONFIG)
         second_stage, _, _ = position

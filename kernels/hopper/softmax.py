@@ -4,9 +4,9 @@ FlashAttention subtracts the running maximum of each row, so that exp2 never ove
 scores of a row gives the same softmax. This kernel computes p = exp2(score - ref_max) with a reference max, in log2 units, that
 rarely changes:
 
-- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. After
-that tile, no step computes maxima or rescales l and o. Large probabilities are harmless, because fp32 and bf16 have the same
-relative precision for 2**40 as for 1.
+- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. In
+later tiles, the softmax neither computes maxima nor rescales l and o. Large probabilities are harmless, because fp32 and bf16
+have the same relative precision for 2**40 as for 1.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
 pass.
 - In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
@@ -173,7 +173,7 @@ def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the first step of a consumer. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
+    """Compute the softmax of a consumer's first step. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
 
     Keys beyond the last one are harmless, because their scores are masked.
@@ -194,8 +194,8 @@ def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_M
 
 @gluon.jit
 def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute a later step. Return (probabilities (64, keys), ref_max, l, alpha). If UPDATE_REF_MAX is set, the caller must
-    multiply o by alpha.
+    """Compute the softmax of a later step. Return (probabilities (64, keys), ref_max, l, alpha). If UPDATE_REF_MAX is set, the
+    caller must multiply o by alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
     _, num_masked_prefix, num_unmasked, num_masked = loop

@@ -23,7 +23,7 @@ the larger value of the two lines:
 
 Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
 and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion to fp16 therefore rounds to integers, which are
-exact up to 2048. Each operation of byte(x) takes one instruction for two levels.
+exact up to 2048. Each instruction processes two levels, which are packed into one 32-bit word.
 
 In the first steps of a work tile, `raise_ref_max` computes the reference max in fp32, because it may still be UNSET_REF_MAX. In
 later steps, `limit_levels` raises the reference max and lowers all levels of the row. Lowering the levels is exact unless one

@@ -72,8 +72,7 @@ def _key_gradient_kernel(
     Args:
         stats: see `_interleave`.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        dk, dv: contiguous. With ADD_DK and ADD_DV, the kernel adds to the contents of dk and dv. Otherwise, the kernel
-            overwrites dk and dv.
+        dk, dv: contiguous. ADD_DK and ADD_DV state whether the kernel adds to dk and dv instead of overwriting them.
 
     For the other arguments, see `forward._forward_kernel`.
     """

@@ -98,7 +98,7 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D) if the kernels can use its strides. Otherwise, return a copy that stores heads before tokens."""
+    """Return x (B, N, H, D), or a copy that stores heads before tokens if the kernels cannot use the strides of x."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -333,6 +333,7 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # Without broadcasting, each multiplication of Philox's first round depends on rows or columns only.
+    # Do not broadcast `queries` and `keys`, so that each product of Philox's first round is computed only per row or per
+    # column.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

@@ -241,7 +241,7 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the next page number in advance. Otherwise, Triton would wait for all earlier loads.
+            # Load the next page number in advance, because Triton would otherwise wait for all earlier loads.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
         # Memory bandwidth limits the kernel, so masking every tile costs no time. Rows from `end_key` on may contain NaN and
         # are not read.

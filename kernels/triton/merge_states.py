@@ -44,8 +44,8 @@ def _merge_kernel(
     """Merge up to three parts into the tokens [start, end) of the base (m, l, o). In this kernel, a row is one head of one
     token.
 
-    If `out` is None, the merged state replaces the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to
-    `lse`.
+    If `out` is None, the merged state replaces the base. If `out` is a tensor, the kernel writes o / l to `out` and m + log(l)
+    to `lse`.
     """
     blocks = tl.cdiv((end - start) * HEADS, ROWS)
     batch = tl.program_id(0) // blocks
