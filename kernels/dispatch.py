@@ -350,7 +350,7 @@ def _choose_decode(q: Tensor, v: Tensor, backend: str) -> Choice:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute `reference.row_delta`. On GPUs with Triton, a single kernel computes delta."""
+    """Compute `reference.row_delta`."""
     # The kernel for delta supports every head dim.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
@@ -406,7 +406,7 @@ def backward(
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `reference.add_sinks`. On a GPU, a single kernel computes 16-bit and fp32 outputs."""
+    """Compute `reference.add_sinks`."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
         return _triton_sinks().add_sinks(out.contiguous(), lse.contiguous(), sinks)
     return reference.add_sinks(out, lse, sinks)
@@ -415,7 +415,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 def add_sinks_backward(
     out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference.add_sinks_backward`, as `add_sinks`."""
+    """Compute `reference.add_sinks_backward`."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
         dlse = None if dlse is None else dlse.contiguous()
         return _triton_sinks().add_sinks_backward(out.contiguous(), lse.contiguous(), sinks, dout.contiguous(), dlse)
@@ -423,14 +423,14 @@ def add_sinks_backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Compute `reference.sum_partials`. On a GPU, fp32 gradients of a single batch entry are added in one pass over memory."""
+    """Compute `reference.sum_partials`."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _triton_merge().sum_partials(base, parts, dtype)
     return reference.sum_partials(base, parts, dtype)
 
 
 def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: torch.dtype | None = None) -> Tensors:
-    """Compute `reference.merge_states`. On a GPU, contiguous fp32 states are merged in one pass over memory."""
+    """Compute `reference.merge_states`."""
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
         return _triton_merge_states().merge_states(base, parts, dtype)
@@ -438,7 +438,7 @@ def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: tor
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Compute `reference.merge_packed`. On a GPU, a single kernel merges fp32 states."""
+    """Compute `reference.merge_packed`."""
     on_gpu = states.is_cuda and states.dtype == torch.float32
     return (_triton_merge_states() if on_gpu else reference).merge_packed(states, shape, dtype)
 

@@ -297,7 +297,9 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of the masks that use the given tensors as bounds and tables. The tensors have the order of `sides`."""
+    """Return copies of the masks that use the given tensors as bounds and tables. The tensors must be in the order of
+    `sides(masks)`.
+    """
     remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:

@@ -38,8 +38,7 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    The last tile of a range may have fewer than `rows` rows. With `from_end`, the first tile of a range may have fewer rows,
-    instead of the last tile.
+    The last tile of a range, or the first tile with `from_end`, may have fewer than `rows` rows.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)

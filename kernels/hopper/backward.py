@@ -27,7 +27,7 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# Skipping masked steps saves time only if at most this many queries attend to any 64 consecutive keys.
+# Skipping masked steps saves time only if at most MOST_QUERIES_TO_SKIP queries attend to any 64 consecutive keys.
 MOST_QUERIES_TO_SKIP = 1536
 
 # The wide kernel for dq limits K and V of a head group to KEY_BYTES_IN_L2, so that they stay in the L2 cache.

@@ -296,7 +296,7 @@ def _step(
     # wgmma reads shared memory through another proxy than the threads, so a fence is needed.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # The compiler adds a thread barrier to this wait, which also covers the stores of dS.
+        # The compiler adds a thread barrier to this short wait. The barrier also covers the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)

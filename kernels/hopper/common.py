@@ -39,7 +39,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# For ping-pong, consumer 0 uses this named barrier. Triton itself uses the named barriers with lower numbers.
+# For ping-pong, consumer 0 uses named barrier FIRST_PING_PONG_BARRIER. Triton itself uses the barriers with lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
 # Two consumers share a named barrier for ping-pong, so the barrier counts the threads of both consumers.

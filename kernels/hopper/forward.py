@@ -26,8 +26,8 @@ from ringattn.kernels.triton.launcher import launch
 # With Triton 3.8, `fence_softmax` would serialise all matrix products.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# K and V of a head group take at most this many bytes, so that K, V and the output stay in the L2 cache. With an incoming state
-# or head dims above 128, SMALL_L2_BYTES was faster on an H100.
+# K and V of a head group take at most L2_BYTES, so that K, V and the output stay in the L2 cache. With an incoming state or
+# head dims above 128, SMALL_L2_BYTES was faster on an H100.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 

@@ -256,7 +256,6 @@ def _compute_tile(
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     stage, phase = _skip_steps(barriers, num_steps(loop) - end_step, (stage, phase), CONSUMER, CONFIG)
-    # Combine the sums of a row's four threads.
     l = gl.convert_layout(gl.sum(l, axis=1), gl.SliceLayout(1, CONFIG.scores_layout))
     ref_max = softmax.combine_threads(ref_max, CONFIG)
     state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)

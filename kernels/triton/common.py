@@ -312,9 +312,7 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """Compute delta, as in `reference.row_delta`, from the tiles that `load_outputs` returns. If dlse is not None, it has one
-    number per row.
-    """
+    """Compute delta, as in `reference.row_delta`, from the tiles that `load_outputs` returns."""
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:

@@ -125,7 +125,7 @@ def _quantize_rows(
 def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: tl.constexpr):
     """Round one block of values, and store it in `out` (B, C, H, DIM, 128)."""
     batch, block, head = position
-    # A tile of values stores its keys in another order, which `ringattn.kernels.fp8` explains.
+    # Tiles of values store keys in the order that `ringattn.kernels.fp8` explains.
     position_in_tile = tl.arange(0, BLOCK)
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2

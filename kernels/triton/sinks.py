@@ -14,7 +14,7 @@ ELEMENTS = 4096  # elements of `out` per program
 
 @triton.jit
 def _keys_share(lse, sink):
-    """Return the softmax probability of all keys together, which is 1 minus the sink's."""
+    """Return the softmax probability of all keys together, which is 1 minus the probability of the sink."""
     return 1 / (1 + tl.exp(sink - lse))
 
 
