@@ -189,7 +189,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if step == done + 1:
                 startup.end_part("first step")
             evaluates = is_evaluated(run, step)
-            # After the last step, a request can only stop the evaluation.
+            # After the last step, a stop request affects only the evaluation.
             stop = stop and (step < trainer.steps or evaluates)
             record |= report_sources(run, step, consumed)
             consumed += run.sequences_per_step
@@ -313,7 +313,7 @@ def timed_evaluation(run: Run) -> dict[str, float]:
 
 
 def runs_after_step(step: int, every: int, steps: int) -> bool:
-    """Return whether a periodic action runs after `step`: after every `every` steps (0: never) and after the last step."""
+    """Return whether `step` is the last step, or a multiple of a positive `every`."""
     return step == steps or (every > 0 and step % every == 0)
 
 
@@ -373,7 +373,7 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: 
     """
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # Save the resolved number, because otherwise a larger `trainer.steps` would change the warmup of the resumed run.
+    # Save the number of warmup steps, so that a larger `trainer.steps` does not change the warmup of a resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

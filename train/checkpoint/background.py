@@ -1,7 +1,7 @@
 """Save checkpoints in a background thread, while training continues.
 
-A step waits only while its tensors are copied to host memory. A thread then passes the copies to `storage.save`. The thread has
-its own process group, so that ranks never match a collective of the thread with a collective of a step.
+A step waits only while its tensors are copied to host memory. A background thread passes the copies to `storage.save`. The
+thread has its own process group, so that ranks never match a collective of the thread with a collective of a step.
 
 If a save fails, the thread requests a stop, which all ranks notice in the same step. All ranks then wait for the save and raise
 its error.

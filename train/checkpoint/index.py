@@ -1,7 +1,7 @@
 """Read the index of a checkpoint without running code from it.
 
-torch.distributed.checkpoint (DCP) stores the index `.metadata` as a pickle, and loading a pickle may run any code. Therefore
-this module rejects all classes except those of an index.
+torch.distributed.checkpoint (DCP) stores the index `.metadata` as a pickle, and loading a pickle may run any code. This module
+rejects all classes that an index does not contain.
 """
 
 import io

@@ -241,7 +241,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
     The sharding of a DTensor may differ from that in the checkpoint. Names, shapes and dtypes are compared before any tensor is
-    read. If `tensors` contains model parameters or optimizer state, it must contain all such tensors of the checkpoint.
+    read. If `tensors` contains model parameters or optimizer state, `tensors` must contain all such tensors of the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.

@@ -47,7 +47,7 @@ USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exit after the ranks have disconnected, without Python's cleanup, in which threads of gloo sometimes abort."""
+    """Exit after the ranks have disconnected. Skip Python's cleanup, in which threads of gloo sometimes abort."""
     logging.shutdown()
     with suppress(BrokenPipeError):  # The reader of the output may have exited.
         sys.stdout.flush()

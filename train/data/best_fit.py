@@ -4,8 +4,8 @@
     sequence    pieces that together have at most S tokens; padding fills the rest
     epoch       all sequences in a random order
 
-Pieces are packed from the longest to the shortest. Each piece goes to the fullest sequence that still has space for it. The
-number of consumed sequences is the only state of the data, as in `packing`.
+Pieces are packed from the longest to the shortest. Each piece goes to the fullest sequence that still has space for it. For
+the data, a checkpoint contains only the number of consumed sequences.
 """
 
 from bisect import bisect_left, insort

@@ -1,8 +1,8 @@
 """Load the batches of training steps and plan their attention before the steps need them.
 
 With packed documents, every step has a new mask. On GPUs, each rank therefore starts a loader process, which packs the
-sequences of the next steps and plans their attention. The training process only copies the results to the GPU. The two
-processes do not share Python's lock, so planning does not delay the launch of kernels.
+sequences of the next steps and plans their attention. The training process only copies the results to the GPU. A separate
+process has its own Python lock, so planning does not delay the launch of kernels.
 
     training process                                    loader process
     request(consumed) of the next AHEAD steps   ->      Preparation.prepare
@@ -188,8 +188,8 @@ class AheadLoader(Loader):
         super().__init__()
         self._requests: Sequence[Requests] | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
-        # One thread is enough for the small arrays, but a tokenizer.json uses the cores of the rank (Rayon). The process must
-        # find the package at the same path, and must not import modules from the current directory.
+        # One thread is enough for the small arrays, but a tokenizer.json uses the cores of the rank (Rayon). The loader process
+        # must find the package at the same path, and must not import modules from the current directory.
         threads = str(max(len(os.sched_getaffinity(0)) // ranks_per_host(), 1))
         environment = (
             {"RAYON_NUM_THREADS": threads}

@@ -11,7 +11,7 @@ With several data-parallel ranks, a micro-step takes as long as its most expensi
 shuffled in groups, which give all ranks sequences of similar cost. A group contains G sequences whose attention has a similar
 cost. An incomplete group is dropped.
 
-A checkpoint stores only the number of consumed sequences.
+For the data, a checkpoint contains only the number of consumed sequences.
 """
 
 import functools
@@ -106,7 +106,7 @@ class PackedDataset(TokenisedDocuments):
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return the tokens `start` to `stop` - 1 of the stream of an epoch, in the same form as `sequence`."""
         order, ends, _ = self._order_of(epoch)
-        # The last label is token `stop`, so its document is read as well.
+        # Also read the document of token `stop`, because this token is the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))

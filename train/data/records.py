@@ -5,8 +5,7 @@
     epoch       all sequences in a random order
 
 Only the answers of the assistant (or the completion) and their stop tokens have labels. Each sequence takes the longest records
-that still fit, so sequences need little padding. The number of consumed sequences is the only state of the data, as in
-`packing`.
+that still fit, so sequences need little padding. For the data, a checkpoint contains only the number of consumed sequences.
 
 A token t without loss is encoded as -1 - t.
 """

@@ -185,7 +185,7 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
     while first < len(passage.tokens):
         number = bisect_right(edges, first)
         begin, end = edges[number - 1], edges[number]
-        # A window that starts at the beginning of a document may be filled with target tokens.
+        # At the beginning of a document, all tokens of a window may be target tokens.
         stop = min(end, max(begin + length, first + max(length // 2, 1)))
         yield max(begin, stop - length), first, stop
         first = stop

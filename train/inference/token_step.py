@@ -1,4 +1,4 @@
-"""Run single tokens through a model with KV caches. On a GPU, every token is one replay of the same CUDA graph.
+"""Run single tokens through a model with KV caches. On a GPU, every token replays the same CUDA graph.
 
 An eager step launches more than thirty kernels per layer, which takes the host longer than the GPU. A graph always uses the
 same memory, so the token, its position and the length of the cache are read from the memory of the GPU.

@@ -111,7 +111,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return _loop_over_experts(rows, weights, ends)
 
 
-@torch.compiler.disable  # The lengths of the parts depend on the routing.
+@torch.compiler.disable  # The number of rows per expert depends on the routing.
 def _loop_over_experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([F.linear(part, weight) for part, weight in zip(rows.split(sizes), weights.unbind(), strict=True)])

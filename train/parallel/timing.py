@@ -1,7 +1,7 @@
 """Predict the seconds of a training step on a mesh of GPUs under a memory plan.
 
 A micro-step takes as long as its slower part, which is the GPU or the host. `ringattn.planning` predicts attention. The
-constants for all other work were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
+constants below were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
 """
 
 import re
@@ -229,7 +229,8 @@ def _exposed_copies(
 def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward: float) -> float:
     """Return how many seconds the next forward pass waits for updates on the CPU. `forward` is its duration.
 
-    The CPU updates the blocks in their order in the model. Each block must be updated before the previous block is computed.
+    The CPU updates the blocks in their order in the model. A block must be updated early, because its weights are copied while
+    the previous block is computed.
     """
     layers = config.model.layers
     update = estimate.block_parameters(config.model) / machine.ranks / (HOST_ADAM * machine.cores)

@@ -553,7 +553,7 @@ def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
 # The names of the groups of settings, such as "trainer".
 GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 
-# The names of all settings in these groups, such as "trainer.steps".
+# The names of all settings, such as "trainer.steps".
 SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
 # A run may change these model settings of its initial weights.
@@ -607,8 +607,8 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
-# The smallest and the largest valid value of each numeric setting that is not None. Larger values are unrealistic or would
-# overflow.
+# The smallest and the largest valid value of each numeric setting that is not None. Values above these limits are unrealistic
+# or would overflow.
 RANGES = {
     "model.vocab_size": (1, 2**30),
     "model.layers": (1, 4096),

@@ -136,8 +136,8 @@ def needs(
     shared = tokens * (4 * common.rotary_dims + 24)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. Later, the gradient of the
-    # logits and the gradients of the head and the hidden states exist at the same time.
+    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. After that, the gradients
+    # of the logits, the head and the hidden states exist at the same time.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:

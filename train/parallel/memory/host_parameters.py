@@ -137,9 +137,9 @@ class HostParameter(FSDPParam):
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
-        """While FSDP gathers weights, the value True prevents FSDP from converting the weights on the CPU.
+        """While FSDP gathers weights, this property is True, so that FSDP does not convert weights on the CPU.
 
-        While FSDP reduces gradients, the value False prevents FSDP from copying the gradients to the CPU.
+        While FSDP reduces gradients, this property is False, so that FSDP does not copy gradients to the CPU.
         """
         return not self._is_reduced
 
