@@ -47,8 +47,9 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over a sequence whose tokens are sharded over the ranks of `group`.
 
-    Every rank calls this function with its own tokens. The call is one differentiable operator. Attention is exact, and partial
-    results are fp32 (Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889).
+    Every rank calls this function with its own tokens. All calls of a process must use one CUDA stream, or streams that wait
+    for each other. The call is one differentiable operator. Attention is exact, and partial results are fp32 (Liu et al. 2023,
+    Ring Attention, https://arxiv.org/abs/2310.01889).
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; N = layout.rows(rank), which may be 0.
@@ -56,16 +57,16 @@ def ring_attention(
             `torch.autocast` casts q, k and v to the autocast dtype.
         layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
-        scale, dropout_p, backend: as for `flash_attention`. The dropped entries do not depend on the ranks or the layout.
+        scale, dropout_p, backend: as for `flash_attention`, with dropped entries that depend neither on the ranks nor on the
+            layout.
         seed: seed of the dropout, the same on all ranks, but different for every layer and step.
         first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", each pass
             uses the KV ring, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
         route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
-        transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
-            use one CUDA stream, or streams that wait for each other.
-        precision: as for `flash_attention`, the same on all ranks. With "fp8", every rank rounds its own tokens to FP8
-            before they circulate. Each block of 128 rows of a shard shares a scale.
+        transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`.
+        precision: as for `flash_attention`, the same on all ranks; with "fp8", each block of 128 rows of a shard shares a
+            scale.
         return_lse: also return the log-sum-exp of the scores.
         sink_logits: (Hq,), learned logits that take part in the softmax of every query but have no value. Sinks may require
             gradients, and each rank returns the gradient of its own queries. None for no sinks.

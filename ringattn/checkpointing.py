@@ -110,7 +110,7 @@ class _Save(_Context):
         results = self.run_outside(attend)
         if not self.saved.keeps:
             return results
-        # The autograd graph refers to this object. Tensors with a graph would form a reference cycle.
+        # The autograd graph refers to this object, so saved tensors with an autograd graph would form a reference cycle.
         detached = _detached(results)
         self.saved.calls.append((detached, _versions(detached)))
         return results

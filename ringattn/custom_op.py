@@ -100,7 +100,7 @@ def register(
             saved = ctx.saved_tensors  # activation checkpointing allows only one access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
-            # Second derivatives must raise an error instead of being zeros. If q, k and v are not saved, only `leaf` connects
+            # Second derivatives must raise an error instead of being zeros. Even if q, k and v are not saved, `leaf` connects
             # the gradients to the autograd graph.
             with torch.no_grad():
                 grads = gradients(ctx, saved, dout, dlse)

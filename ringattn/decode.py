@@ -263,8 +263,8 @@ def decode_attention(
         q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq; in the dtype of the cache.
         cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`. None for all
-            keys. Decoding is causal, so windows have no keys after the query.
+        window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`; None for all
+            keys.
         bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
             rank's cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither bound
             decreases from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of

@@ -37,9 +37,9 @@ def explain(
 
     Args:
         q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
-            matter, so the tensors may be on the "meta" device. Without a group, meta tensors count as tensors on a GPU.
-        group: the process group of the ring. Without a group, the text describes a ring on one host. This ring uses gloo if the
-            tensors are on CPUs, NCCL with transport="p2p" or route="relay", and otherwise NVLink.
+            matter, so the tensors may be on the "meta" device.
+        group: the process group of the ring. Without a group, the text describes a ring on one host: over gloo if the tensors
+            are on CPUs, over NCCL with transport="p2p" or route="relay", and otherwise over NVLink.
         rank: the rank whose hops are described. By default, the text describes this rank, or rank 0 if there is no group.
 
     Raises:

@@ -42,7 +42,13 @@ def flash_attention(
     The call is differentiable (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU, the last
     bits of dq may differ from run to run, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
 
-    Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before.
+    Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If the replays
+    of a graph write `blocks.keep`, pass a copy of `blocks` to later calls. A NaN in v may affect queries of the same tile that
+    do not attend to its key.
+
+    With `precision="fp8"`, the forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few
+    percent. The backward pass computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16
+    for fp16. FP8 supports neither dropout nor `blocks`, and saves time only on Hopper GPUs with head dims 64, 128 and 256.
 
     There are three differences from `scaled_dot_product_attention`. Tensors have the shape (B, N, H, D), in which tokens come
     before heads. `mask` replaces `attn_mask`. If there are fewer queries than keys, `is_causal` aligns the last query with the
@@ -50,24 +56,19 @@ def flash_attention(
 
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. dtypes and autocast as for `ring_attention`.
-            A NaN in v may affect queries of the same tile that do not attend to its key.
         mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
 
-        is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
+        is_causal: a short form of mask=Mask.causal(); without `mask` and `is_causal`, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. With None, every call draws a seed from torch's default generator on the CPU.
-            `torch.compile` and CUDA graphs require a seed. All replays of a graph drop the same entries.
-        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. After a
-            replayed CUDA graph has written `blocks.keep`, pass a copy of `blocks`.
+        seed: the seed of the dropout; with None, every call draws a seed from torch's default generator on the CPU.
+            `torch.compile` and CUDA graphs require a seed, and all replays of a graph drop the same entries.
+        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.backends`.
-        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
-            forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few percent. The backward
-            pass computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16 for fp16. FP8
-            supports neither dropout nor `blocks`, and saves time only on Hopper GPUs with head dims 64, 128 and 256.
+        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8".
         return_lse: also return the log-sum-exp of the scores.
         sink_logits: as for `ring_attention`.
 

@@ -140,7 +140,7 @@ class Mask:
         """Return a mask in which a query attends to the key at its own position and to all keys before it.
 
         Args:
-            window: the number of newest keys that a query attends to, including its own. None for all keys.
+            window: the number of newest keys that a query attends to, including its own; None for all keys.
             documents: the lengths of packed documents, which sum to S: one list or tensor for all batch entries, or one per
                 batch entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own document.
 
@@ -313,7 +313,7 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
 
     Args:
         seq_len: the number of positions of keys.
-        positions: int64 (n,), the positions of the queries. Queries before the sequence have negative positions.
+        positions: int64 (n,), the positions of the queries; negative for queries before the sequence.
         transposed: treat `positions` as positions of keys, and return the interval of queries that attend to each key.
 
     Raises:

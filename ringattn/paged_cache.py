@@ -1,7 +1,6 @@
 """This module contains a paged cache of several sequences on one rank (Kwon et al. 2023, PagedAttention).
 
-Row i of a sequence is in the page whose number is in column i // page_size of the page table. Within this page, the row has the
-index i % page_size:
+Row i of a sequence is row i % page_size of a page. Column i // page_size of the page table contains the number of this page:
 
     page table                      pool of pages
     sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0

@@ -1,7 +1,8 @@
 """Run the forward pass and the backward pass of the state ring and of the KV ring.
 
 In the state ring, keys and values stay on their rank. The queries circulate, and their partial softmax states (m, l, o) follow
-one hop behind. The diagram shows four ranks with full attention and relays. "Q3 K0": rank 3's queries attend to rank 0's keys.
+one hop behind. The diagram shows four ranks with full attention and relays. In "Q3 K0", rank 3's queries attend to rank 0's
+keys.
 
     step        0          1          2          3          4
     rank 0    Q0 K0      Q3 K0      Q2 K0      Q1 K0      Q0 K0 (rest)
@@ -71,14 +72,13 @@ def run_schedule(
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
         merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass.
-            With None, or if the transport cannot keep the results, `merge` merges each result on arrival.
+            If the argument is None, or the transport cannot keep the results, `merge` merges each result on arrival.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
         RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
-    # Examples for the shapes and dtypes of receive buffers.
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
     blocks: dict[int, Tensors] = {rank: circulating}  # by owner, in the current step
     results: dict[int, Tensors] = {}  # by owner, to send later
@@ -97,7 +97,7 @@ def run_schedule(
                     # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
-        # Otherwise, the watchdog would end the process after the timeout.
+        # After an exception, the hop never finishes, and the watchdog would end the process after the timeout.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise

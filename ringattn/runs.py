@@ -1,8 +1,8 @@
 """Count the work of attention between shards without looking at every token.
 
 A run is a range of rows of one shard. Within a run, each bound (lo or hi) is either constant, or increases linearly with the
-position of the row. Therefore the first row and the last row of a run determine all sums over the run. The number of runs grows
-with the numbers of documents and of pieces of the shards.
+position of the row. Therefore the first row and the last row of a run determine all sums over the run. More documents, and more
+pieces per shard, mean more runs.
 """
 
 from dataclasses import dataclass, replace
@@ -159,9 +159,9 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     piece in the tables is empty and starts at `seq_len`.
 
     Returns:
-        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. tables[0, rank, i] is
-        the number of rows of `rank` before piece i, and tables[1, rank, i] is the sum of this number over all positions before
-        piece i. In int32, the sums may overflow. The length of the pieces is size, or 0 if their lengths differ.
+        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. The table tables[0]
+        counts each rank's rows before each piece. The table tables[1] sums these counts over all positions before each piece,
+        and may overflow in int32. All pieces have the length size, or different lengths if size is 0.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))

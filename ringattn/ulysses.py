@@ -66,9 +66,9 @@ def ulysses_attention(
         mask, scale, dropout_p, seed, schedule, route, transport, backend, return_lse, sink_logits: as for `ring_attention`.
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
-        precision: as for `ring_attention`. The all-to-all sends the unrounded inputs, which the backward pass needs.
+        precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
         recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in the
-            backward pass. Repeating the all-to-all takes time, but saves memory if q, k and v are saved or recomputed anyway.
+            backward pass. The repetition takes time, but saves memory if q, k and v are saved or recomputed anyway.
 
     Returns:
         As `ring_attention`.

@@ -6,7 +6,7 @@ Every rank sends a slice of its tensors to each other rank, and writes the recei
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-One `AllToAll` object serves one attention call. The call creates one `Exchange` per set of receive tensors.
+Each attention call has one `AllToAll` object, and one `Exchange` per set of receive tensors.
 """
 
 from collections.abc import Callable

@@ -75,7 +75,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence about the first call that differs between the logs of two ranks, or None.
 
-    If the logs no longer contain that call, the sentence names no setting.
+    If the logs no longer contain the first different call, the returned sentence names no setting.
     """
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:

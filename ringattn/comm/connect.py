@@ -72,9 +72,9 @@ def connect(
         group_name: `ProcessGroup.group_name`; a string, because torch.compile cannot trace groups.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
-            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". By default, "auto" chooses "nvlink" if
-            all ranks use GPUs of one host that can access each other's memory, and otherwise "p2p".
-        call: a function that returns the settings of this call. The handshake compares the settings of all ranks.
+            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". By default, "auto" chooses "nvlink" if all GPUs
+            are in one host and can access each other's memory, and otherwise "p2p".
+        call: a function that returns the settings of this call, which the handshake compares.
         relays: whether ranks relay received blocks to their neighbours. In this case, "auto" chooses "p2p".
 
     Raises:

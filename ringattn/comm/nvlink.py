@@ -101,7 +101,7 @@ class ReceiveBuffer:
 
 class Send(NamedTuple):
     message: Message
-    # Blocks wait for the receiver's ready flag. Messages in a used slot wait for the credit flag.
+    # A block waits for the receiver's ready flag. A message to a used slot waits for the credit flag of the slot.
     wait_flags: list[int]
     targets: list[int]
     arrived: int

@@ -1,7 +1,7 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
 Every rank has one receive buffer for all-to-alls. Each exchange uses a region of the receive buffer. The region has the memory
-layout of the tensors to fill, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags
+layout of the receive tensors, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other

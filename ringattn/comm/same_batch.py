@@ -21,8 +21,8 @@ def check_same(batch: object, group: Group | None) -> None:
     all-reduce, so the host waits for the GPU.
 
     Args:
-        batch: a tensor, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any way. Names, types,
-            shapes and bits are compared, but not devices.
+        batch: a tensor, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any way; devices may
+            differ.
         group: the process group of the ranks that share a sequence, for example `mesh.get_group()`.
 
     Raises:

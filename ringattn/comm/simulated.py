@@ -88,8 +88,8 @@ def simulate(
         ranks: the number of ranks.
         function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
-        in_turns: whether only one rank computes at a time. Kernels that support only one thread require True, which is also
-            faster. Pass False only if `function` contains other synchronisation of ranks, such as a barrier.
+        in_turns: whether only one rank computes at a time. With True, the ring is faster, and may use kernels that support only
+            one thread. Pass False only if `function` contains other synchronisation of ranks, such as a barrier.
 
     Raises:
         ValueError: an argument is invalid.

@@ -17,7 +17,7 @@ FLOPS_PER_HBM_BYTE = 150
 # Each step on a GPU has a fixed overhead, in seconds. The values are fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# Merging one byte of partial results takes as long as MERGE_FLOPS_PER_BYTE FLOPs. The value for the backward pass was measured.
+# Merging one byte of partial results takes as long as MERGE_FLOPS_PER_BYTE FLOPs.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
 # An all-to-all inside a host takes ALL_TO_ALL_FACTOR times as long as its bytes divided by the link's bandwidth. Fitted to four

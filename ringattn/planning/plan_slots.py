@@ -12,11 +12,11 @@ class PlanSlots:
     """A `PlanSlots` object holds the memory from which a CUDA graph reads its plan.
 
     Args:
-        plan: a plan with `is_fixed=True`, with which the passes of the graph have run once. The layouts of all later plans must
-            have the same numbers of rows.
+        plan: a plan with `is_fixed=True`. The passes of the graph must have run once with this plan. The layouts of later plans
+            must have the same number of rows per rank.
 
     Attributes:
-        requests: the choices and tables that the passes have requested from `plan`.
+        requests: the `Requests` of the given plan.
         plan: the plan to capture with `rank_plan.use_plans`.
     """
 

@@ -122,7 +122,7 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # This plan may have more local steps than `tables`. The tables of additional steps are computed at their first use.
+            # If this plan has more local steps than `tables`, the missing tables are computed at their first use.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -351,7 +351,7 @@ def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Pla
 
 
 def free_plans() -> None:
-    """Free the plans of `get_plan`, and let choices be logged again."""
+    """Free the plans of `get_plan`. Later choices are logged again."""
     with _planning_lock:
         _plans.cache_clear()
     _logged.clear()

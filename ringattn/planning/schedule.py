@@ -154,8 +154,8 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: the row at which each rank's own block is split. With None, ranks compute with their own blocks in the
-            last step.
+        split_points: the row at which each rank's own block is split. If `split_points` is None, ranks compute with their own
+            blocks in the last step.
     """
     start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
     number, rank, owner = _rounds(stop > start)
@@ -180,8 +180,8 @@ def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
 def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    In round s, rank r computes with the block of rank r XOR s, or of rank (r - s) modulo P. The variant with fewer rounds is
-    used.
+    In round s, rank r computes with the block of rank r XOR s, or of rank (r - s) modulo P. The function uses whichever of the
+    two variants has fewer rounds.
 
     Args:
         needed: needed[owner][rank] says whether the rank needs rows of the owner's block.

@@ -69,8 +69,8 @@ def best_ulysses_degree(
     """Return the smallest U whose predicted time of a forward and a backward pass is at most 1% above the lowest.
 
     U must divide `ranks` and Hq. The time includes the ring, and the part of the all-to-alls that attention does not hide. For
-    64 ranks, the prediction takes about a second. For more ranks, the function instead returns the U with the fewest
-    `bytes_per_row`, and U must divide the number of ranks per host.
+    64 ranks, the prediction takes about a second. Beyond MAX_PLANNED_RANKS ranks, the function returns the U with the fewest
+    `bytes_per_row` that divides the number of ranks per host.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"

@@ -31,7 +31,7 @@ class Work(NamedTuple):
         """Return the additional HBM traffic of the state ring in one local step, in bytes per row of circulating queries.
 
         The results of a rank's own queries are merged in the kernel's epilogue, where matrix products hide the traffic. A
-        separate kernel merges the results for other ranks. With direct messages, this kernel reads each result once. With
+        separate kernel merges the results for other ranks. With direct messages, the merge kernel reads each result once. With
         relays, each merge reads two states and writes one. In the backward pass, the sums of dq are cleared and read, and dq is
         read and written.
         """

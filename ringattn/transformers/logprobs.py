@@ -22,7 +22,7 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
 
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.
-        batch: as for `shard_batch`. Without labels, every token is a label, except the first token of each document.
+        batch: as for `shard_batch`; without labels, every token is a label, except the first token of each document.
         chunk: the number of tokens whose logits exist at the same time. By default, a chunk has about 2**26 logits.
 
     Returns:

@@ -143,7 +143,7 @@ def _flex_mask(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Te
 def flex(case: Case, device: torch.device) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Without a reset, many cases would reach PyTorch's limit of recompilations.
+    # The caches are reset, because many cases would otherwise reach PyTorch's limit of recompilations.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None
