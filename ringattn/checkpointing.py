@@ -3,8 +3,8 @@
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
 Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`. A policy for selective checkpointing would call a Python function for
-every operation, which takes longer on the host than a short kernel takes on the GPU. Therefore, `save_attention` returns a
-policy only while a compiler traces.
+every operation, which takes longer on the host than a short kernel takes on the GPU. The function `save_attention` therefore
+returns a policy only while a compiler traces.
 """
 
 from collections.abc import Callable
@@ -85,8 +85,6 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
 
 class _Context:
-    """This base class is a context manager for the attention calls of a checkpointed function."""
-
     def __init__(self, saved: SavedAttention) -> None:
         self.saved = saved
         self.outer: _Context | None = None

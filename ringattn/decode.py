@@ -1,6 +1,6 @@
 """Let a few new queries attend to a cache that is sharded over the ranks. All ranks have the same queries.
 
-Each rank computes attention of all queries to its own shard. The ranks then exchange and merge these partial results
+Each rank computes attention of all queries to its own shard. The ranks exchange and merge their partial results
 (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
@@ -253,8 +253,8 @@ def decode_attention(
     backend: str = "auto",
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of the newest tokens, without gradients. The cache must already contain the keys and values of
-    these tokens. Under `torch.autocast`, this function casts q, and `append` casts keys and values.
+    """Compute causal attention of the newest tokens, without gradients. Append the keys and values of the newest tokens before
+    this call. Under `torch.autocast`, this function casts q, and `append` casts keys and values.
 
     Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks compare their settings in
     the first call for a group, but never the queries, so all ranks must sample tokens with the same seed.

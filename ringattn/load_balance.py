@@ -2,7 +2,7 @@
 
 Work is the number of tiles of 128 queries x 128 keys that contain an unmasked pair. A rank computes the tiles of its queries in
 the KV ring, and the tiles of its keys in the state ring. With packed documents, fixed layouts either give the ranks unequal
-work or create many nearly empty tiles. Therefore, chunks are assigned to ranks, from the most expensive to the cheapest, in
+work or create many nearly empty tiles. Assigned layouts give chunks to ranks, from the most expensive to the cheapest, in
 rounds of one chunk per rank.
 """
 
@@ -107,7 +107,7 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
     load, owners = np.zeros((costs.shape[1], ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # Only deviations from the round's mean cost matter.
+        # The mean cost of a round does not affect the balance.
         excess = costs[chunks] - costs[chunks].mean(0)
         scores = excess @ load
         taken = np.empty(len(chunks), dtype=np.int64)

@@ -1,7 +1,7 @@
 """Define masks in which every query may attend to one interval of key positions.
 
-From one query to the next, neither end of the interval ever decreases. Causal masks, sliding windows, packed documents, full
-attention and their intersections have this form. Two integers per query therefore describe a mask. Only `intervals_at`
+From one query to the next, neither end of the interval ever decreases. Examples are causal masks, sliding windows, packed
+documents, full attention and their intersections. Two integers per query therefore describe a mask. Only `intervals_at`
 interprets windows, documents and `Pieces`.
 """
 
@@ -80,7 +80,7 @@ class Pieces(NamedTuple):
             yield cls(*(tuple(islice(remaining, count + extra)) for extra in (1, 0, 0, 0, 0)))
 
     def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bounds lo and hi of the queries at these positions, as int64."""
+        """Return the bounds lo and hi of the queries at `positions`, as int64."""
         start, lo, lo_slope, hi, hi_slope = (np.array(x, dtype=np.int64) for x in self)
         i = start[1:-1].searchsorted(positions, side="right")
         offset = positions - start[i]

@@ -23,7 +23,7 @@ class PagedKVCache:
     """A `PagedKVCache` holds the keys and values of several growing sequences, one per batch entry, for `decode_attention`.
 
     Sequences take pages when they grow, and `truncate` returns pages. In a CUDA graph, pass `rows` to `append`. Before each
-    replay, `reserve` takes pages for these rows, and changes the page table in place:
+    replay, `reserve` takes pages for the new tokens, and changes the page table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):

@@ -134,7 +134,7 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
 
 
 def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
-    """Raise ValueError unless q and k contain this rank's tokens. Only tensors with four dimensions are checked."""
+    """Raise ValueError unless q and k contain this rank's tokens, if both have four dimensions."""
     rows = layout.rows(rank)
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] == k.shape[1] == rows:
         return

@@ -14,7 +14,7 @@ class PartialState(NamedTuple):
     (B, N, H, D).
 
     The tensors are fp32 (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. The
-    Hopper kernels may return an m below the maximum, and `finalize` accepts this.
+    m of Hopper kernels may be below the maximum, so `finalize` accepts any m.
     """
 
     m: Tensor

@@ -15,8 +15,8 @@ tells the sender that the receiver has read all messages of the previous pass. R
 receives results only after it has started the pass.
 
 Every message has its own flag, which is 0 or 1. The stream that waits for a flag clears it, so CUDA graphs can be replayed. In
-step t, a rank waits only for work that other ranks issue in step t or earlier. Therefore, no deadlock is possible, even if a
-GPU runs its streams one after the other.
+step t, a rank waits only for work that other ranks issue in step t or earlier. Even if a GPU runs its streams one after the
+other, no deadlock is possible.
 """
 
 import logging
@@ -183,7 +183,7 @@ class NvlinkTransport(Transport):
         self.computed = torch.cuda.Event()
         # recorded at the start of call `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
-        # After an exception, an unfinished all-to-all may still write into these tensors.
+        # The receive tensors of all-to-alls, into which an unfinished all-to-all may write after an exception.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
         # The table of flags has one column per rank that writes flags. The first rows are for ring passes, the next MAX_SENDS

@@ -75,7 +75,7 @@ class NvlinkAllToAll:
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
-        # This stream copies data within the GPU.
+        # `local_stream` copies data within the GPU.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
         self.computed = torch.cuda.Event()
         self.num_sends = self.total_bytes = 0

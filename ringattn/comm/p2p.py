@@ -189,8 +189,8 @@ class P2PTransport(MessageTransport):
             for x, peer in receives:
                 group.recv([x], peer, tag)
         except BaseException:
-            # NCCL has sent only some of these messages. Set an impossible number of exchanges, so that the next call raises an
-            # error.
+            # After an exception, NCCL has sent only some messages. Set an impossible number of exchanges, so that the next call
+            # raises an error.
             self.num_exchanges = -1 - self.rank
             raise
         finally:

@@ -103,15 +103,15 @@ class Transport:
         """
 
     def reset(self, generation: int) -> None:
-        """Forget all messages of earlier calls. `generation` is the number of this reset.
+        """Forget all messages of earlier calls. `generation` counts the resets.
 
         All ranks call this method at the same time, after their streams have run to their end.
         """
 
 
 class in_call:
-    """This context manager surrounds one call over the given transports. After an exception, each transport is reset before its
-    next call.
+    """Every attention call runs inside the context manager `in_call(*transports)`. After an exception, each transport is reset
+    before its next call.
 
     A nested context belongs to the same call as the outer context.
     """

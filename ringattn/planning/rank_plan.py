@@ -377,7 +377,6 @@ def use_plans(plans: Sequence[Plan]) -> Generator[None]:
 
 
 def forced_plan(reach: tuple[int, int]) -> Plan | None:
-    """Return the plan of `use_plans` for a call, or None outside of this context."""
     return _forced[reach] if _forced else None
 
 

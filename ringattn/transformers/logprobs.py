@@ -17,8 +17,8 @@ CHUNK_LOGITS = 2**26  # logits of a chunk
 def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None = None) -> Tensor:
     """For each token, return the log-probability of the next token, on every rank and with gradients.
 
-    All ranks must compute the same loss from the returned log-probabilities. DDP and FSDP average the gradients of the
-    parameters over the ranks. The averaged gradients are then the gradients of the common loss.
+    All ranks must compute the same loss from the returned log-probabilities, so that the averaged gradients of DDP and FSDP are
+    the gradients of this loss.
 
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.

@@ -28,7 +28,7 @@ from scripts.bench.stock_training import load_model_config, summarise
 
 
 def build(config: ModelConfig, seq_len: int, device: torch.device) -> Any:
-    """Create the model of transformers with these settings. On a CPU, as in tests, attention is eager."""
+    """Create the model of transformers with the settings in `config`. On a CPU, as in tests, attention is eager."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     entries = config_json(config, config.vocab_size or 256, seq_len, {"bos_token_id": 0, "eos_token_id": 0}, torch.bfloat16)

@@ -5,7 +5,7 @@
 Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
 one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
 and a third in the index. The resumed run must either report the damage in one line and leave the checkpoint unchanged, or
-compute the same losses and tensors as without the flip. The exit status is 1 if a resumed run fails this check.
+compute the same losses and tensors as without the flip. The exit status is 1 if any resumed run fails.
 """
 
 import hashlib

@@ -2,9 +2,9 @@
 
     python -m scripts.check.kills --kills 100 --seed 1
 
-The script first trains a reference run without interruptions. All other runs are killed and restarted `--kills-per-run` times.
-A run is killed at a random moment, while it saves a checkpoint, or while it evaluates its model. Afterwards, the run finishes,
-and the script compares its results with the reference. Runs are killed and restarted in five ways:
+The script first trains a reference run without interruptions. Every further run is killed and restarted `--kills-per-run`
+times: at a random moment, while the run saves a checkpoint, or while it evaluates its model. At the end of a run, the script
+compares its results with the reference. Runs are killed and restarted in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
@@ -15,8 +15,8 @@ and the script compares its results with the reference. Runs are killed and rest
 
 Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
 checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
-complete checkpoint. All processes of a run must have ended 60 seconds after the end of the run. If a run fails one of these
-checks, the exit status is 1.
+complete checkpoint. All processes of a run must have ended 60 seconds after the end of the run. The exit status is 1 if any run
+fails a check.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ STEPS = 120
 EVAL_EVERY = 10  # steps
 # The moments at which the script kills a run, and their probabilities.
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
-# A launch fails after this many seconds.
+# The time limit of a launch, in seconds.
 TIMEOUT = 900
-# After torchrun ends, all its processes must end within this many seconds.
+# The time limit for all processes to end after the end of torchrun, in seconds.
 MAX_SECONDS_LEFT = 60
-# This environment variable marks all processes of a run.
+# The name of an environment variable that marks all processes of a run.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
     *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64"),

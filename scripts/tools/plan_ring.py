@@ -15,8 +15,7 @@ speed of the network.
 A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk. Only the transfers of the first and the
 last chunk are always exposed.
 
-To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks. The error of this approximation
-is less than 3%.
+To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks, with an error of less than 3%.
 
 The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
 keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
