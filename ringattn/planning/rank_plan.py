@@ -190,14 +190,15 @@ class Plan:
         """Return `name`. For "auto", choose "state" or "kv", and log the choice once."""
         key = name, work, interconnect
         if key not in self._choices:
-            self._choices[key], _ = self._choose(*key)
+            self._choices[key], _ = self.choose(*key)
             # The predicted times of packed documents change in every training step.
             if self.layout.ranks > 1 and (work.direction, self._choices[key]) not in _logged:
                 _logged.add((work.direction, self._choices[key]))
                 log.info(self.describe_choice(*key))
         return self._choices[key]
 
-    def _choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
+    def choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
+        """Return the schedule as `choose_schedule` does, and the reason."""
         if name != "auto":
             return name, "as requested"
         if self.layout.ranks == 1:
@@ -216,7 +217,7 @@ class Plan:
         return sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
 
     def describe_choice(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        chosen, reason = self._choose(name, work, interconnect)
+        chosen, reason = self.choose(name, work, interconnect)
         block, result = CIRCULATING[work.direction, chosen]
         moved = f"({block}) and the results ({result})" if result else f"({block})"
         route = "go directly to the ranks that need them" if interconnect.all_pairs else "are relayed by neighbours"

@@ -114,16 +114,24 @@ def attention_seconds(
     Other arguments as for `best_ulysses_degree`.
     """
     joined, host = (near, ranks) if ranks <= host else (far, host)
-    key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], ulysses)
-    rows = q.shape[0] * q.shape[1] * ulysses // ranks
-    chunks = head_chunks_for_overlap(rows, q.shape[2] // ulysses, key_heads // ulysses) if ulysses > 1 else 1
-    shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
-    *chunk, out = [q.new_empty(q.shape[0], 1, n // (ulysses * chunks), d, device="meta") for n, d in shapes]
+    chunks, (*chunk, out) = chunk_of_heads(q, k, v, ranks, ulysses)
     attention = _ring_seconds(chunk, mask, layers, (layout, q.shape[1], ranks // ulysses), joined, schedule)
     bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
     all_to_all = all_to_all_seconds(bytes_to_each, ulysses, host, near, far)
     forward, backward = (chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
     return forward, backward
+
+
+def chunk_of_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, ulysses: int) -> tuple[int, list[Tensor]]:
+    """Return the number of head chunks after an all-to-all, and q, k, v and out of one chunk with a single row.
+
+    Arguments as for `attention_seconds`.
+    """
+    key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], ulysses)
+    rows = q.shape[0] * q.shape[1] * ulysses // ranks
+    chunks = head_chunks_for_overlap(rows, q.shape[2] // ulysses, key_heads // ulysses) if ulysses > 1 else 1
+    shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
+    return chunks, [q.new_empty(q.shape[0], 1, n // (ulysses * chunks), d, device="meta") for n, d in shapes]
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
@@ -151,16 +159,9 @@ def _ring_seconds(
 ) -> tuple[float, ...]:
     """Predict the seconds of a forward and of a backward pass for a chunk (q, k, v). The argument `ring` is (kind of layout,
     number of positions, number of ranks). Other arguments as for `attention_seconds`.
-
-    To save time, a sequence without documents is scaled down to MAX_PLANNED_POSITIONS positions.
     """
-    kind, seq_len, ranks = ring
-    length = seq_len if any(x.totals for x in layers) else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
-    scale = seq_len / length
-    scaled = {x: _scale(x, scale) for x in layers}
-    balanced = {scaled[x]: count for x, count in layers.items()}
-    layout = balanced_layout(balanced, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
-    plan = Plan(scaled[mask], layout, 0, torch.device("cpu"))
+    plan, scale = scaled_plan(mask, layers, ring)
+    ranks = plan.layout.ranks
     names = ("kv", "state") if schedule == "auto" else (schedule,)
     seconds: list[float] = []
     q, k, v = chunk
@@ -170,6 +171,20 @@ def _ring_seconds(
         hops = min(max(sum(hop.seconds + overhead for hop in hops) for hops in by_rank) for by_rank in costs)
         seconds.append(hops + plan.merge_bytes(work) * MERGE_FLOPS_PER_BYTE[work.direction] / joined.flops)
     return tuple(seconds)
+
+
+def scaled_plan(mask: Mask, layers: Mapping[Mask, int], ring: tuple[str, int, int]) -> tuple[Plan, float]:
+    """Return a plan, and the factor by which its sequence is scaled down. Arguments as for `_ring_seconds`.
+
+    To save time, a sequence without documents is scaled down to MAX_PLANNED_POSITIONS positions.
+    """
+    kind, seq_len, ranks = ring
+    length = seq_len if any(x.totals for x in layers) else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
+    scale = seq_len / length
+    scaled = {x: _scale(x, scale) for x in layers}
+    balanced = {scaled[x]: count for x, count in layers.items()}
+    layout = balanced_layout(balanced, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
+    return Plan(scaled[mask], layout, 0, torch.device("cpu")), scale
 
 
 def _scale(mask: Mask, scale: float) -> Mask:

@@ -83,7 +83,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         # The FLOPs per token of a sequence with one document.
         "flops_per_token": flops.step_flops(run.model, seq_len, pairs) / seq_len,
         "peak_tflops_per_rank": run.peak_flops / 1e12 if run.peak_flops else None,
-        "estimated_memory_gib": sum(run.memory_needed.device.values()) / estimate.GIB,
+        "estimated_memory_gib": run.memory_needed.allocated / estimate.GIB,
         "estimated_offloaded_gib": run.memory_needed.offloaded / estimate.GIB,
         "init_from": str(run.init_from) if run.init_from else None,
         "git_commit": git_commit(),

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ringattn.train.parallel.memory.capacity import Needs
+from ringattn.train.parallel.memory.capacity import RECEIVE_BUFFERS, Needs
 from ringattn.train.reports import summary
 from ringattn.train.settings.config import Config, ConfigError, with_settings
 
@@ -21,7 +21,7 @@ def run(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(summary, "broadcast_object", lambda value: value)
     monkeypatch.setattr(summary, "peak_memory_gib", lambda *_: 1.5)
     config = with_settings(Config(), {"trainer.steps": 20, "trainer.sample_tokens": 0})
-    needed = Needs({"activations": 2.0**30, "parameters": 2.0**29}, {"activations": 2.0**31})
+    needed = Needs({"activations": 2.0**30, "parameters": 2.0**29, RECEIVE_BUFFERS: 5.0}, {"activations": 2.0**31})
     mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
     sizes = {"tokens_per_step": 1000, "peak_flops": 8e12, "memory_needed": needed, "uncounted_bytes": 0}
     return SimpleNamespace(

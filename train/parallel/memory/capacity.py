@@ -13,7 +13,7 @@ from ringattn.train.settings.config import ConfigError
 GIB = 2**30
 
 # The fraction of a GPU's memory that a run may need before blocks are recomputed or offloaded. The estimate leaves out
-# fragmentation, and the receive buffers of a ring over NVLink.
+# fragmentation.
 COMFORTABLE_FRACTION = 0.85
 
 # A run is rejected if its estimate exceeds this fraction of the memory. CUDA and NCCL use 2 to 4 GiB of a GPU.
@@ -32,6 +32,7 @@ LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_byt
 Bytes = dict[str, float]  # by purpose
 
 COPIES = "copies for background saves"
+RECEIVE_BUFFERS = "receive buffers"
 
 
 class InsufficientMemory(ConfigError):
@@ -47,6 +48,11 @@ class Needs(NamedTuple):
     @property
     def offloaded(self) -> float:
         return sum(count for purpose, count in self.host.items() if purpose != COPIES)
+
+    @property
+    def allocated(self) -> float:
+        """The estimated peak of torch's allocator on the device."""
+        return sum(self.device.values()) - self.device.get(RECEIVE_BUFFERS, 0)
 
     @property
     def copies(self) -> float:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 from ringattn.train.parallel.memory import estimate
-from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, USABLE_FRACTION, Limit, Needs
+from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, RECEIVE_BUFFERS, USABLE_FRACTION, Limit, Needs
 from ringattn.train.parallel.memory.chunks import CHUNK
 from ringattn.train.parallel.memory.plan import MemoryPlan
+from ringattn.train.parallel.memory.receive_buffers import receive_bytes
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.timing import SLOW_GPU, Machine, kernels_alone, step_time
 from ringattn.train.settings.config import Config
@@ -32,9 +33,12 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
     attention = kernels_alone(config, shape, machine.gpu or SLOW_GPU)
     common = estimate.PlanIndependent.of(config, shape)
 
+    received = {RECEIVE_BUFFERS: receive_bytes(config, shape, machine)}
+
     @cache
     def needs(plan: MemoryPlan) -> Needs:
-        return estimate.needs(config, shape, machine.vocab_size, machine.bf16, machine.compiled, plan, common)
+        needed = estimate.needs(config, shape, machine.vocab_size, machine.bf16, machine.compiled, plan, common)
+        return needed._replace(device=needed.device | received)
 
     def seconds(plan: MemoryPlan) -> float:
         return step_time(config, shape, machine, plan, attention).seconds

@@ -105,7 +105,7 @@ def needs(
     """Estimate the peak of torch's allocator on a rank, and the rank's host memory, in bytes by purpose.
 
     Memory peaks in a backward pass (loss, feed-forward network or attention), or in FSDP's last reductions of gradients. The
-    estimate reads only shapes. Fragmentation and the receive buffers of a ring over NVLink are left out.
+    estimate reads only shapes. Fragmentation and the receive buffers of attention are left out.
 
     Args:
         config: the settings of the run.

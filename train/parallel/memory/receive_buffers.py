@@ -1,0 +1,55 @@
+"""Predict the size of the receive buffers of attention over NVLink. PyTorch's allocator does not count them."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ringattn.comm.connect import TRANSPORT_VARIABLE
+from ringattn.planning.cost_model import interconnect
+from ringattn.planning.ulysses_degree import chunk_of_heads, scaled_plan
+from ringattn.planning.workload import backward_work, forward_work, head_chunk, head_chunks_for_memory
+from ringattn.train.parallel.mesh import MeshShape, causal_masks, count_layers
+from ringattn.train.parallel.timing import SLOW_GPU, Machine
+from ringattn.train.settings.config import Config
+
+
+def receive_bytes(config: Config, shape: MeshShape, machine: Machine) -> float:
+    """Return the bytes of the receive buffers on a rank, for sequences of one document.
+
+    Only GPUs of one host communicate over NVLink. The backward pass is assumed to repeat the all-to-all.
+    """
+    if machine.device.type != "cuda" or os.environ.get(TRANSPORT_VARIABLE) == "p2p":
+        return 0
+    model, total = config.model, 0.0
+    sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
+    q = torch.empty(sizes, dtype=torch.bfloat16 if machine.bf16 else torch.float32, device="meta")
+    k = q[:, :, : model.kv_heads]
+    chunks, (*qkv, out) = chunk_of_heads(q, k, k, shape.sequence, shape.ulysses)
+    if 1 < shape.ulysses <= machine.ranks_per_host:
+        # The all-to-all of the backward pass collects q, k, v and dout, and returns dq, dk and dv.
+        total += config.data.seq_len / shape.ring * chunks * sum(x.nbytes for x in (*qkv, *qkv, out))
+    if shape.ring > 1 and shape.sequence <= machine.ranks_per_host and config.parallel.route != "relay":
+        total += max(_ring_bytes(config, shape.ring, machine, qkv))
+    return total
+
+
+def _ring_bytes(config: Config, ranks: int, machine: Machine, qkv: Sequence[Tensor]) -> Iterator[int]:
+    """Yield the bytes of every ring pass. `qkv` has a single row, and all heads of a call."""
+    from ringattn.comm.nvlink import Slots  # requires a torch build with symmetric memory
+
+    seq_len, parallel, layers = config.data.seq_len, config.parallel, count_layers(config.model, causal_masks(config.model))
+    joined = interconnect("nvlink", flops=(machine.gpu or SLOW_GPU).attention)
+    for mask in layers:
+        plan, scale = scaled_plan(mask, layers, (parallel.layout, seq_len, ranks))
+        q, k, v = qkv
+        count = head_chunks_for_memory(q, k, v, mask.pairs(seq_len)[0] / ranks)
+        q, k, v = (head_chunk(x, count) for x in qkv)
+        for work in (forward_work(q, k, v, config.trainer.attention_precision(True)), backward_work(q, k, v)):
+            work = work.scaled(scale)
+            name, _ = plan.choose(parallel.schedule, work, joined)
+            sizes = getattr(work.row_bytes, name)
+            block, result = (torch.empty(work.batch, 1, round(x), dtype=torch.uint8, device="meta") for x in sizes)
+            schedule = plan.schedule(name, result.numel() > 0, all_pairs=True)
+            yield Slots(schedule, {"block": (block,), "result": (result,)}).total_bytes
