@@ -150,8 +150,9 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
+        fingerprints = [data.fingerprint, held_out and held_out.fingerprint]  # may raise, because they read documents
     try:
-        check_same([data.fingerprint, held_out and held_out.fingerprint], dist.group.WORLD)
+        check_same(fingerprints, dist.group.WORLD)
     except ValueError as error:
         ranks = str(error).partition(" of the group")[0]
         raise ConfigError(

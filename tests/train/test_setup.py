@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train import step
+from ringattn.train.data.packing import PackedDataset
 from ringattn.train.model.gpt import Block
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, Capacity
@@ -56,6 +57,14 @@ def check_text_of_ranks(directory: Path) -> None:
 
 def test_text_that_differs_between_hosts_is_an_error(tmp_path):
     run_ranks(check_text_of_ranks, 2, tmp_path / "store", tmp_path)
+
+
+def test_a_damaged_document_is_not_reported_as_another_text(corpus, monkeypatch):
+    """The checksum of the text reads documents. On one rank only, the error must also reach the others."""
+    damaged = property(lambda self: (_ for _ in ()).throw(ConfigError("a document is damaged")))
+    monkeypatch.setattr(PackedDataset, "fingerprint", damaged)
+    with one_rank(), pytest.raises(ConfigError, match=r"^a document is damaged$"):
+        run_setup.find_resources(job(corpus, 1))
 
 
 def check_fastest_mesh() -> None:
