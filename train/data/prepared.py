@@ -25,9 +25,8 @@ def open_prepared(config: DataConfig, tokenizer: Tokenizer) -> Documents:
     folder = folder_of(config)
     store = Shards(folder)
     own = describe_tokenizer(tokenizer)
-    if changed := [
-        f"{name} {value} (now {own[name]})" for name, value in store.index["tokenizer"].items() if own[name] != value
-    ]:
+    known = store.index["tokenizer"]
+    if changed := [f"{name} {known.get(name)} (now {value})" for name, value in own.items() if known.get(name) != value]:
         raise ConfigError(
             f"data.path={config.path} was not prepared with data.tokenizer={config.tokenizer}: {', '.join(changed)}; set "
             f"data.tokenizer={tokenizer_path(folder)}, or prepare the text with the other tokenizer"

@@ -21,6 +21,7 @@ from ringattn.train.settings.config import ConfigError
 
 INDEX = "index.json"
 VERSION = 1
+DTYPES = ("<u2", "<u4")  # of tokens
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
 # Documents with more tokens than this are verified only when they are first read.
@@ -190,7 +191,12 @@ def read_index(folder: Path) -> dict[str, Any]:
         if index["version"] > VERSION:
             raise ConfigError(f"{path} has version {index['version']}, but this version of ringattn reads {VERSION}: update it")
         # All entries that the reader needs.
-        _ = [index[name] for name in ("dtype", "has_loss", "documents", "tokens", "tokenizer", "settings", "counts", "shards")]
+        _ = [index[name] for name in ("has_loss", "documents", "tokens", "tokenizer", "settings", "counts", "shards")]
+        _ = [index["settings"][name] for name in ("format", "special_tokens")]
+        if index["dtype"] not in DTYPES:
+            raise ValueError(f"dtype={index['dtype']}, which must be one of {', '.join(DTYPES)}")
+        if index["has_loss"] != (index["settings"]["format"] != "text"):
+            raise ValueError("has_loss contradicts the format in settings")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: prepare the folder with ringattn-prepare, or launch it again") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,7 @@
 """Shards on the disk: they return what was written, and damage is an error."""
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +33,17 @@ def write_folder(folder: Path, contents: list[list[list[int]]] = DOCUMENTS, has_
         "dtype": dtype,
         "has_loss": has_loss,
         "tokenizer": {},
-        "settings": {},
+        "settings": {"format": "chat" if has_loss else "text", "special_tokens": "text"},
         "counts": {},
         "shards": written,
     }
     write_json(folder / "index.json", index | total)
     return folder
+
+
+def change_index(**values: object) -> Callable[[Path], None]:
+    """Return a function that changes index.json in a folder."""
+    return lambda folder: write_json(folder / "index.json", shards.read_index(folder) | values)
 
 
 def read_all(store: shards.Store) -> list[list[int]]:
@@ -106,6 +112,9 @@ def test_a_large_document_is_verified_once(tmp_path, monkeypatch):
             lambda folder: (folder / "index.json").write_text('{"version": 2}'),
             "has version 2, but this version .* reads 1",
         ),
+        (change_index(dtype=">u2"), "index.json is damaged: ValueError: dtype=>u2, which must be one of <u2, <u4"),
+        (change_index(has_loss=True), "index.json is damaged: ValueError: has_loss contradicts the format"),
+        (change_index(settings={}), "index.json is damaged: KeyError: 'format'"),
     ],
 )
 def test_a_damaged_folder_is_an_error_at_the_start(change, message, tmp_path):
