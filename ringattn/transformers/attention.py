@@ -75,7 +75,9 @@ def attend(
 
 
 def _is_neutral(name: str, argument: object) -> bool:
-    return argument is None or argument is False or name in NEUTRAL or (name == "is_causal" and argument is True)
+    if name == "is_causal":
+        return argument is None or argument is True
+    return argument is None or argument is False or name in NEUTRAL
 
 
 def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> RingMask:

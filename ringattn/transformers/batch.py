@@ -20,7 +20,8 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The entries in FLAGS do not depend on the tokens.
 FLAGS = ("return_dict", "use_cache", "fused_lm_head")
-KNOWN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *PACKING, *LABELS, *FLAGS}
+TENSORS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"}
+KNOWN = {*TENSORS, *PACKING, *LABELS, *FLAGS}
 
 
 class RingBatch:
@@ -53,7 +54,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     Args:
         batch: the same on all ranks: input_ids (B, S) or inputs_embeds (B, S, dim), and optionally attention_mask (B, S) of 0
             and 1, position_ids (B, S), cu_seq_lens_q, labels (B, S) or shift_labels (B, S), in which the label of a token is
-            the next token. `labels` are shifted before they are sharded.
+            the next token. `labels` are shifted before they are sharded. With gradient accumulation, num_items_in_batch is
+            the number of labels of all batches together, which divides the loss.
         mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
 
     Returns:
@@ -85,7 +87,8 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
         whole |= {"labels": labels, "shift_labels": labels}
     arguments = {name: layout.shard(value, rank) for name, value in whole.items()}
     if labels is not None:
-        arguments["num_items_in_batch"] = (labels != IGNORE).sum().clamp(min=1) / ranks
+        count = batch.get("num_items_in_batch")
+        arguments["num_items_in_batch"] = ((labels != IGNORE).sum().clamp(min=1) if count is None else count) / ranks
     arguments |= {name: batch[name] for name in FLAGS if name in batch}
     return arguments | {"use_cache": False, "ring_batch": RingBatch(layout, documents_of(batch), group)}
 
@@ -115,8 +118,12 @@ def _check(batch: Mapping[str, Any]) -> None:
         raise ValueError(f"the batch contains {', '.join(sorted(unknown))}, which a ring does not support: remove it")
     if len(given & {"input_ids", "inputs_embeds"}) != 1:
         raise ValueError("the batch must contain either input_ids or inputs_embeds")
+    for name in given & TENSORS:
+        if not isinstance(value := batch[name], Tensor) or value.ndim < 2:
+            kind = f"has the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+            raise ValueError(f"{name} {kind}: it must be a tensor (batch, tokens)")
     entries, seq_len = _inputs(batch).shape[:2]
-    for name in given & {"attention_mask", "position_ids", "labels", "shift_labels"}:
+    for name in given & TENSORS - {"input_ids", "inputs_embeds"}:
         shapes = [(entries, seq_len), (1, seq_len)] if name == "position_ids" else [(entries, seq_len)]
         if tuple(batch[name].shape) not in shapes:
             raise ValueError(f"{name} has the shape {tuple(batch[name].shape)}: it must be {shapes[0]}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ringattn.kernels.validation import as_integer
 from ringattn.transformers.batch import IGNORE, LABELS, RingBatch, document_starts, next_labels, shard_batch
 
 CHUNK_LOGITS = 2**26  # logits of a chunk
@@ -29,12 +30,16 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
         (B, S) in fp32, or in fp64 for fp64 models: log p(token t + 1 | tokens up to t), and 0 for tokens without a label.
 
     Raises:
-        ValueError: the model was not put on a ring, or it changes the logits after its output layer.
+        ValueError: an argument is invalid, the model was not put on a ring, or it changes the logits after its output layer.
     """
     base: Any = next((module for module in model.modules() if hasattr(module, "ring_mesh")), None)
     if base is None:
         raise ValueError(f"{type(model).__name__} is not on a ring: call put_on_ring(model, mesh) first")
+    if chunk is not None:
+        chunk = as_integer("chunk", chunk, 1)
     if next_labels(batch) is None:
+        if batch.get("input_ids") is None:
+            raise ValueError("the batch contains neither labels nor input_ids: add the labels of inputs_embeds")
         starts = torch.from_numpy(document_starts(batch)).to(batch["input_ids"].device)
         if batch.get("attention_mask") is not None:
             starts |= batch["attention_mask"] == 0

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -49,6 +49,9 @@ def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
 
 def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results: object) -> None:
     batch = arguments.get("ring_batch")
+    kept: Any = arguments.get("logits_to_keep", 0)
+    if batch is not None and batch.layout.ranks > 1 and (isinstance(kept, Tensor) or kept):
+        raise ValueError("logits_to_keep would select tokens of every shard: leave it out, and select after Layout.unshard")
     if batch is not None and not batch.is_used:
         raise ValueError(f"{type(model).__name__} has not called attention, so its layers would not see tokens of other ranks")
 

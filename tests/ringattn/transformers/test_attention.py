@@ -94,6 +94,7 @@ ERRORS = {
     "passes output_attentions, which": dict(output_attentions=True),
     "passes output_router_logits, which": dict(output_router_logits=True),
     "passes is_causal, which": dict(is_causal=0),
+    "passes is_causal, .* ring": dict(is_causal=False),
     "requires dropout = 0": dict(dropout=0.1),
     "or is not causal": dict(module=SimpleNamespace(is_on_ring=True, is_causal=False)),
     "attends to 7 keys with 6 queries: a ring supports no cache": dict(key=torch.zeros(1, 2, 7, 8)),

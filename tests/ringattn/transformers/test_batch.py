@@ -72,6 +72,8 @@ def test_arguments_in_one_process() -> None:
     assert found["num_items_in_batch"] == 10
     assert found["return_dict"] is True
     assert found["use_cache"] is False
+    # With gradient accumulation, the user counts the labels of several batches.
+    assert shard_batch(batch(labels=TOKENS, num_items_in_batch=40), None)["num_items_in_batch"] == 40
     # A batch without labels has the loss 0, and not NaN.
     assert shard_batch(batch(labels=[[IGNORE] * 6] * 2), None)["num_items_in_batch"] == 1
 
@@ -79,6 +81,8 @@ def test_arguments_in_one_process() -> None:
 ERRORS = {
     "contains token_type_ids, which a ring does not support": dict(token_type_ids=TOKENS),
     "either input_ids or inputs_embeds": dict(inputs_embeds=torch.zeros(2, 6, 4)),
+    r"input_ids has the shape \(6,\): it must be a tensor \(batch, tokens\)": dict(input_ids=TOKENS[0]),
+    r"labels is a tuple: it must be a tensor \(batch, tokens\)": dict(labels=(TOKENS,)),
     r"labels has the shape \(2, 5\): it must be \(2, 6\)": dict(labels=TOKENS[:, 1:]),
     r"position_ids has the shape \(3, 2, 6\)": dict(position_ids=torch.zeros(3, 2, 6)),
     r"attention_mask has the shape \(2, 1, 6, 6\)": dict(attention_mask=torch.ones(2, 1, 6, 6)),

@@ -112,3 +112,14 @@ def test_changed_logits_are_an_error() -> None:
     put_on_ring(model, None)
     with pytest.raises(ValueError, match="GraniteForCausalLM changes the logits after its output layer"):
         token_logprobs(model, {"input_ids": random_tokens(2, 10)})
+
+
+def test_arguments_that_cannot_be_honoured_are_errors() -> None:
+    from ringattn.transformers import put_on_ring, token_logprobs
+
+    model = new_model()
+    put_on_ring(model, None)
+    with pytest.raises(ValueError, match="chunk=0: it must be an integer of at least 1"):
+        token_logprobs(model, {"input_ids": random_tokens(2, 10)}, 0)
+    with pytest.raises(ValueError, match="contains neither labels nor input_ids"):
+        token_logprobs(model, {"inputs_embeds": torch.zeros(2, 10, 32)})

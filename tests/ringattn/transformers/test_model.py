@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from ringattn import Layout
 from ringattn.transformers import put_on_ring, shard_batch, token_logprobs
+from ringattn.transformers.batch import shard_for
 from tests.ringattn.transformers.small_models import new_model, random_tokens
 
 transformers = pytest.importorskip("transformers")
@@ -43,6 +45,20 @@ def test_prompt_learning_is_rejected() -> None:
     model = peft.get_peft_model(new_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="adds tokens in front of the sequence"):
         put_on_ring(model, None)
+
+
+def test_a_selection_of_logits_is_rejected() -> None:
+    """Every rank would select the last tokens of its own shard."""
+    from ringattn.transformers.model import _check_call
+
+    model = new_model()
+    put_on_ring(model, None)
+    batch = shard_for({"input_ids": random_tokens(1, 8)}, None, 0, 1)
+    assert model(**batch, logits_to_keep=1).logits.shape[1] == 1
+    batch["ring_batch"].layout = Layout.zigzag(16, 2)
+    for kept in (1, torch.tensor([3])):
+        with pytest.raises(ValueError, match="logits_to_keep would select tokens of every shard"):
+            _check_call(model, (), batch | {"logits_to_keep": kept}, None)
 
 
 def test_a_model_can_be_created_with_attention_on_a_ring() -> None:
