@@ -115,7 +115,7 @@ class _Save(_Context):
 
 
 class _Reuse(_Context):
-    """Returns the saved results in the order of the calls."""
+    """A context that returns the saved results in the order of the calls."""
 
     def __enter__(self) -> None:
         super().__enter__()

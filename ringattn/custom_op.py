@@ -114,7 +114,7 @@ def register(
         return out, lse, extra
 
     def call(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
-        # Only a compiler needs the operator. In eager mode, the dispatcher would add time.
+        # Only compilers need the operator. Eager calls skip the dispatcher, because dispatching takes time.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *to_flat(spec))
         # Modes such as FakeTensorMode reject real tensors in the spec.
@@ -179,7 +179,8 @@ def _define(name: str, spec_type: type) -> None:
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
     """Register formulas for `torch.utils.flop_counter`, which count FLOPs in the same way as those of torch's own attention.
 
-    The forward pass has two matrix products per pair, and the backward pass five, including the recomputation of the scores.
+    Per (query, key) pair, the forward pass has two matrix products, and the backward pass has five, including the recomputation
+    of the scores.
     """
 
     pairs = unset_fake_temporarily()(pairs)

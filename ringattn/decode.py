@@ -401,7 +401,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Do the work of `_rows_of_window` on one rank, where row i has position i."""
+    """Compute `_rows_of_window` for a cache on one rank, where row i has position i."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]

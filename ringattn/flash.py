@@ -145,7 +145,7 @@ def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# Recent block masks, by the id and the version of `keep`. A cached mask keeps its tensor alive, so the id stays unique.
+# The keys contain the id and the version of `keep`. A cached mask keeps its tensor alive, so the id stays unique.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 

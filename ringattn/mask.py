@@ -309,7 +309,7 @@ def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
 
 
 def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return the intervals (lo, hi) of the queries at some positions: int64 (1 or B, number of positions).
+    """Return the intervals (lo, hi) of the queries at `positions`, int64 (1 or B, n).
 
     Args:
         seq_len: the number of positions of keys.

@@ -41,7 +41,7 @@ def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Ten
     if sink_logits is None:
         return out, lse
     sinks = sink_logits.to(lse.dtype)
-    # Use the kernel only in eager mode. A compiler fuses the operations of the PyTorch version.
+    # Compilers fuse the PyTorch operations of `add_sinks`, so only eager calls use the kernel.
     is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
     if is_eager and out.is_cuda:
         return _AddSinks.apply(out, lse, sinks)

@@ -147,7 +147,7 @@ def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
 
 
 def check_choices(schedule: str, route: str, transport: str) -> None:
-    """Raise ValueError unless the names are known, and the transport supports the route."""
+    """Raise ValueError if a name is unknown, or if the transport does not support the route."""
     choices = ("schedule", schedule, SCHEDULES), ("route", route, ROUTES), ("transport", transport, TRANSPORTS)
     for name, value, known in choices:
         validation.check_name(name, value, known)
@@ -188,7 +188,6 @@ def check_attention(
 
 
 def _check_tokens_come_first(q: Tensor, k: Tensor, mask: Mask, seq_len: int) -> None:
-    """Raise ValueError if the mask only fits q and k of shape (batch, heads, tokens, head dim)."""
     if seq_len not in mask.totals and q.shape[2] == k.shape[2] and q.shape[2] in mask.totals:
         raise ValueError(
             f"q is {tuple(q.shape)}, and the mask is for {q.shape[2]} tokens: pass (batch, tokens, heads, head dim), which is "

@@ -186,8 +186,8 @@ class NvlinkTransport(Transport):
         # The receive tensors of all-to-alls, into which an unfinished all-to-all may write after an exception.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The table of flags has one column per rank that writes flags. The first rows are for ring passes, the next MAX_SENDS
-        # rows for sends of an all-to-all, and the last row for ready flags of all-to-alls.
+        # The table of flags has one column per rank that writes flags. Ring passes use the first rows of the table, the sends
+        # of an all-to-all use the next MAX_SENDS rows, and its ready flags use the last row.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -199,7 +199,7 @@ class NvlinkTransport(Transport):
         self.graphs.clear()
 
     def begin_replay(self) -> None:
-        """Record the start of a replayed call, which does not call `start_event`."""
+        """Record the start of a call that is replayed from a CUDA graph."""
         self._started_call = self.recovery.call
         self.started.record(torch.cuda.current_stream(self.device))
 
@@ -261,7 +261,7 @@ class NvlinkTransport(Transport):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`. `writer` sends or reads the flag's message in step `t`."""
+        """Return the address of a flag in the memory of `rank`, for a message that `writer` sends or reads in step `t`."""
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 

@@ -24,7 +24,7 @@ from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 _UNUSED_TAG = 1  # a tag that no message has
-# Minimum timeout of gloo in seconds. If RINGATTN_TIMEOUT is shorter, the watchdog enforces RINGATTN_TIMEOUT.
+# The minimum timeout of gloo in seconds. The watchdog enforces a shorter RINGATTN_TIMEOUT.
 MIN_GLOO_TIMEOUT = 60
 CLOSE_TIMEOUT = 10  # seconds that a process waits for its last messages when it ends
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"

@@ -18,8 +18,8 @@ from ringattn.comm.transport import Tensors, Transport
 
 # A capture takes about 0.1 s. With packed documents, every training step has a new plan.
 CALLS_BEFORE_CAPTURE = 128
-# Passes with more than MAX_FORWARD_FLOPS in the forward are not captured. On an H100, passes of this size take about 1 ms,
-# which is longer than their launch.
+# Larger passes are not captured. On an H100, a forward pass with MAX_FORWARD_FLOPS takes about 1 ms, which is longer than its
+# launch.
 MAX_FORWARD_FLOPS = 5e11
 # Passes with more than MAX_INPUT_BYTES of q, k and v are not captured, because a captured pass keeps copies of q, k and v.
 MAX_INPUT_BYTES = 64 << 20

@@ -92,7 +92,7 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The latest heartbeat of a rank. The defaults describe a rank without a heartbeat."""
+    """The latest heartbeat of a rank, or the defaults if the rank has sent no heartbeat."""
 
     clock: float = 0.0  # on the rank's clock; every heartbeat has a different value
     issued: int = 0  # number of issued hops

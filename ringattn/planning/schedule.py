@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 class LocalStep(NamedTuple):
-    """In a `LocalStep`, a rank computes with some rows of the block of `owner`."""
+    """A `LocalStep` is one computation of `rank`, with `rows` of the block of `owner`."""
 
     rank: int
     owner: int

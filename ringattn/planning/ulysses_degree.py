@@ -17,7 +17,7 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
 
-# A chunk of heads must have at least MIN_CHUNK_ROWS rows (tokens x heads). A smaller chunk would leave SMs idle.
+# A chunk of heads with fewer than MIN_CHUNK_ROWS rows (tokens x heads) would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
 MAX_HEAD_CHUNKS = 32  # per call
 EQUAL_TIMES = 1.01
@@ -32,7 +32,8 @@ def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return into how many chunks to split the heads. The all-to-all of one chunk overlaps with attention of another chunk.
+    """Return the number of chunks into which the heads are split. The all-to-all of one chunk overlaps with attention of
+    another chunk.
 
     `rows` counts the tokens of all batch entries after the all-to-all.
     """

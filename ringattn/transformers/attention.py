@@ -15,8 +15,8 @@ NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_
 
 
 class RingMask:
-    """A `RingMask` describes the mask of a layer without documents and padding, and is part of a `RingBatch`. FSDP would copy a
-    dataclass.
+    """A `RingMask` holds the window of a layer, and is part of a `RingBatch`. The class is not a dataclass, because FSDP copies
+    dataclasses.
     """
 
     def __init__(self, window: int | None) -> None:

@@ -8,8 +8,8 @@ BPE tokenizer with --vocabulary tokens on them. The text is tokenised once into 
 `datasets.map`, the script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
 
 Times include the start of the processes. The memory is the largest proportional set size of all processes together. The
-proportional set size counts shared memory once, and leaves out the page cache. The column "opened" is the time that a new
-process needs to open the folder and to read the first sequence of 65,536 tokens. The import of modules is not included.
+proportional set size counts shared memory once, and leaves out the page cache. The column "opened" is the time, without
+imports, in which a new process opens the folder and reads the first sequence of 65,536 tokens.
 """
 
 import argparse

@@ -34,7 +34,7 @@ KINDS = {"shards": "*.distcp", "meta.json": "meta.json", "index": ".metadata"}
 
 
 def train(directory: Path, *arguments: str) -> tuple[int, str]:
-    """Run the training command in a fork of this process. Return its exit status and its output."""
+    """Run the training command in a fork of this process. Return the exit status and the output."""
     with tempfile.TemporaryFile() as output:
         if (child := os.fork()) == 0:
             for stream in (1, 2):

@@ -130,8 +130,8 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
-    # The kernel `prepare` reads out, dout and lse, and writes pairs of lse and delta. The kernel also sets dq to zero. Reading
-    # a single lse transfers a whole sector of 32 bytes.
+    # The kernel `prepare` reads out, dout and lse, writes pairs of lse and delta, and sets dq to zero. Reading a single lse
+    # transfers a whole sector of 32 bytes.
     prepare = Traffic(
         l2_read=all_rows * (2 * row + SECTOR_BYTES),
         dram_read=all_rows * (2 * row + FP32_BYTES),
