@@ -52,7 +52,6 @@ def sdpa(
     num_queries, num_keys = q.shape[1], k.shape[1]
     mask: Mask | None = None
     if is_causal:
-        # With equal numbers of queries and keys, both alignments are the same.
         mask, k, v = Mask.causal(), k[:, :num_queries], v[:, :num_queries]
     if attn_mask is not None:
         mask = _recognise(attn_mask, leading, num_queries, num_keys)

@@ -98,8 +98,8 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a destroyed group had the same name
                 _connections[key][1].close()
-            # If another rank uses a different connection for this call, the run must end. Therefore the logs of all connections
-            # of the group record the call.
+            # The logs of all connections of the group record the call, so that the run ends if another rank uses a different
+            # connection.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"

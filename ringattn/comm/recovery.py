@@ -7,9 +7,9 @@ After the exception, messages and flags of the call are still in flight. No late
 3. If every rank has left the same call with an exception of its own, every rank resets its transport.
 4. If only some ranks have raised an exception in this call, every rank raises a `RingFault`, now and in later calls.
 
-A rank without an exception may wait for a message that is never sent. The watchdog of this rank therefore reads the records
-with every heartbeat. If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the
-process. A rank publishes nothing if its call ends without an exception.
+A rank without an exception may wait for a message that is never sent, so its watchdog reads the records with every heartbeat.
+If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the process. A rank publishes
+nothing if its call ends without an exception.
 """
 
 import json

@@ -54,13 +54,13 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     Args:
         batch: the same on all ranks: input_ids (B, S) or inputs_embeds (B, S, dim), and optionally attention_mask (B, S) of 0
             and 1, position_ids (B, S), cu_seq_lens_q, labels (B, S) or shift_labels (B, S), in which the label of a token is
-            the next token. `labels` are shifted before they are sharded. With gradient accumulation, num_items_in_batch is
-            the number of labels of all batches together, which divides the loss.
+            the next token. `labels` are shifted before they are sharded.
         mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
 
     Returns:
         The arguments. The loss of the model, averaged over the ranks as DDP and FSDP average gradients, is the mean over all
-        labels of the batch.
+        labels of the batch. With gradient accumulation, the batch contains num_items_in_batch, the number of labels of all
+        accumulated batches, which divides the loss instead.
 
     Raises:
         ValueError: the ranks have different batches, or the batch contains something that a ring does not support.
