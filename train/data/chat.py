@@ -19,6 +19,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # A template may use these entries of `tokenizer_config.json`.
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
+# These entries of an answer determine what the model learns, so the template must use them. A flag of 1 has no effect.
+CONTENTS, FLAGS = ("tool_calls", "reasoning_content", "thinking"), ("weight", "train", "training")
+
 Messages = list[dict[str, Any]]
 
 
@@ -60,6 +63,14 @@ class ChatTemplate:
 
         A turn includes its stop token. Raise ConfigError if the template rejects the messages, or if the turns cannot be found.
         """
+        for number, message in enumerate(messages, 1):
+            found = [name for name in CONTENTS if message.get(name)] + [name for name in FLAGS if message.get(name, 1) != 1]
+            unused = [name for name in found if not re.search(rf"\b{name}\b", self.source)]
+            if unused and message["role"] == "assistant":
+                raise ConfigError(
+                    f"message {number} has the entry {unused[0]}, which the chat template of {self.path} does not use: remove "
+                    "the entry or the message, or use the entry in the template"
+                )
         is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
         if is_marked:
             text, spans = self.render(messages, return_assistant_tokens_mask=True)

@@ -141,6 +141,19 @@ def test_failing_templates_are_rejected(tmp_path):
             encoder_of(config_of(tmp_path, template))("a", {"messages": CHAT})
 
 
+def test_entries_that_the_template_does_not_use_are_rejected(tmp_path):
+    """The model would learn an answer without its call, or an answer that the record excludes."""
+    for name, value in (("tool_calls", [{"name": "f"}]), ("reasoning_content", "because"), ("weight", 0), ("train", False)):
+        messages = [CHAT[1], {"role": "assistant", "content": "a", name: value}]
+        with pytest.raises(
+            ConfigError, match=f"^a: message 2 has the entry {name}, which the chat template of .* does not use"
+        ):
+            encoder_of(config_of(tmp_path, CHATML))("a", {"messages": messages})
+        encoder_of(config_of(tmp_path, CHATML + f"{{# {name} #}}"))("a", {"messages": messages})
+    neutral = {"role": "assistant", "content": "a", "weight": 1, "train": True, "tool_calls": [], "name": "x"}
+    encoder_of(config_of(tmp_path, CHATML))("a", {"messages": [CHAT[1], neutral]})
+
+
 def test_special_tokens_in_messages_can_be_permitted(tmp_path):
     stored = encoder_of(config_of(tmp_path, CHATML, special_tokens="parse"))(
         "a", {"messages": [{"role": "user", "content": "<|im_start|>"}, CHAT[2]]}
