@@ -17,6 +17,7 @@ import json
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -154,11 +155,18 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
             save_torch_state_dict(tensors, folder)
         if published is not None:
-            copy_files(published, folder, LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES)
+            left_out = LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES
+            copy_files(published, folder, (*left_out, escape(str(published / "config.json"))))
         for name, content in written.items():
-            _write_json(folder / name, content)
+            if name != "config.json":
+                _write_json(folder / name, content)
         if isinstance(tokenizer, JsonTokenizer):
             write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
+        # Write config.json last, because no program loads a folder without it. A killed export has such a folder.
+        if "config.json" in written:
+            _write_json(folder / "config.json", written["config.json"])
+        elif published is not None:
+            shutil.copyfile(published / "config.json", folder / "config.json")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error

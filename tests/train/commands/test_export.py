@@ -271,6 +271,16 @@ def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_killed_export_has_no_config(tmp_path, monkeypatch):
+    folder = write_chat_folder(tmp_path / "hf")
+    monkeypatch.setattr(export, "write_tokenizer", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        export.export(import_folder(folder, tmp_path / "run"), tmp_path / "out", torch.bfloat16)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "LICENSE"} <= names
+    assert "config.json" not in names
+
+
 def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, monkeypatch, caplog):
     """A long export is shown on the console."""
     saved = save_checkpoint(tmp_path / "checkpoints")
