@@ -63,6 +63,9 @@ from ringattn.train.setup import InferenceRun, build_for_inference
 # The settings that this command accepts in addition to those of `ringattn.train.commands.options`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
+# The settings of training sequences, which do not change the held-out text.
+UNUSED = {f"data.{name}" for name in ("streaming", "shuffle_buffer", "exhausted", "packing", "group_size", "seed")}
+
 # The values of the option `evaluate`.
 EVALUATIONS = ("loss", "recall", *TASKS)
 
@@ -90,6 +93,8 @@ def run_command_line(arguments: list[str]) -> None:
     options, overrides = parse(arguments, Options, SETTINGS)
     if options.evaluate not in EVALUATIONS:
         raise ConfigError(f"unknown evaluate={options.evaluate}: choose one of {', '.join(EVALUATIONS)}")
+    if unused := sorted(overrides.keys() & UNUSED):
+        raise ConfigError(f"{unused[0]}={overrides[unused[0]]} has no effect on an evaluation: leave it out")
     model = find_model(options.run)
     if options.evaluate in TASKS:
         return evaluate_needle.evaluate_model(model, options.evaluate, overrides, options.output)

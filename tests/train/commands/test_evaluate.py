@@ -2,11 +2,19 @@
 
 from dataclasses import replace
 
+import pytest
+
 from ringattn.train.commands import evaluate
-from ringattn.train.settings.config import DataConfig
+from ringattn.train.settings.config import ConfigError, DataConfig
 
 
 def test_another_text_is_encoded_as_the_text_of_the_training():
     trained = DataConfig(tokenizer="tokenizer.json", eos_token="</s>", special_tokens="parse", mask_documents=False)
     text = evaluate.evaluated_text(trained, {"data.source": "text", "data.path": "a.txt"})
     assert text == replace(trained, source="text")
+
+
+@pytest.mark.parametrize("setting", ["data.packing=best-fit", "data.streaming=true", "data.seed=1", "data.group_size=2"])
+def test_settings_of_training_sequences_are_rejected(setting):
+    with pytest.raises(ConfigError, match=f"^{setting} has no effect on an evaluation: leave it out$"):
+        evaluate.run_command_line(["run=any", setting])
