@@ -164,8 +164,9 @@ class Intervals:
         if self.is_replaced:
             return self.num_keys
         lo, hi = (x.numpy() for x in self.host)
-        last = np.minimum(np.arange(self.num_rows) + tile_scheduler.CONSUMER_ROWS, self.num_rows) - 1
-        return int((hi[:, last] - lo).max(initial=0))
+        # Shorter tiles at the end are not wider, because lo never decreases.
+        distance = min(tile_scheduler.CONSUMER_ROWS, self.num_rows) - 1
+        return int((hi[:, distance:] - lo[:, : self.num_rows - distance]).max(initial=0))
 
     def requests(self) -> "TableRequests":
         transposed = self.transposed.requests() if "transposed" in vars(self) else None

@@ -217,6 +217,11 @@ def test_longest_tile_of_a_window(length):
     hi = torch.arange(1, length + 1)[None]
     lo = (hi - 128).clamp(min=0)
     assert Intervals.of(lo, hi, length).longest_tile == min(length, 128 + 63)
+    # In the last 64 rows, whose intervals are wider, and in another batch entry.
+    for row in (length - 1, length - 64, 0):
+        wide = torch.cat((hi, hi.where(torch.arange(length) < row, length)))
+        expected = max(int(wide[b, min(i + 63, length - 1)] - lo[0, i]) for b in (0, 1) for i in range(length))
+        assert Intervals.of(lo.expand(2, -1), wide, length).longest_tile == expected
     # The kernel must be correct for every mask that may replace this one.
     assert Intervals.of(lo, hi, length, is_replaced=True).longest_tile == length
 
