@@ -58,6 +58,8 @@ def _forward_module(backend: str):
 @cache
 def _backward_module(backend: str):
     match backend:
+        case "hopper":
+            from ringattn.kernels.hopper import backward as module
         case "triton":
             from ringattn.kernels.triton import backward as module
         case "blockwise":
@@ -65,20 +67,6 @@ def _backward_module(backend: str):
         case _:
             module = reference
     return module
-
-
-@cache
-def _hopper_backward():
-    from ringattn.kernels.hopper import backward
-
-    return backward
-
-
-@cache
-def _hopper_forward():
-    from ringattn.kernels.hopper import forward
-
-    return forward
 
 
 @cache
@@ -265,7 +253,7 @@ def forward_fp8(
     choice = choose_backend(q.data.device, dtype, backend, dims, num_keys > 0, "fp8")
     if reads_fp8 and choice.reads_fp8:
         record(choice)
-        kernel = _hopper_forward().forward_quantized
+        kernel = _forward_module("hopper").forward_quantized
         return kernel(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
     a, b, c = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
     results = forward(a, b, c, intervals, scale, state, final, backend, shares_sms=shares_sms)
@@ -353,7 +341,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: st
     """Compute `reference.row_delta`."""
     # The kernel for delta supports every head dim.
     chosen = choose_backend(out.device, out.dtype, backend).backend
-    module: Any = _backward_module("triton") if chosen in ("hopper", "triton") else reference
+    module = _backward_module("triton") if chosen in ("hopper", "triton") else reference
     return module.row_delta(out, dout, dlse)
 
 
@@ -398,9 +386,8 @@ def backward(
     options: dict[str, Any] = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
     # The Hopper kernels compute delta while they prepare the queries, which saves a launch.
     if chosen == "hopper":
-        kernel = _hopper_backward()
-        return kernel.backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, shares_sms=shares_sms, **options)
-    if isinstance(delta, tuple):
+        options["shares_sms"] = shares_sms
+    elif isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], chosen)
     return _backward_module(chosen).backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
@@ -472,7 +459,7 @@ class IncrementalBackward:
         self._hopper: NarrowBackward | WideBackward | None = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None).backend == "hopper":
-            self._hopper = _hopper_backward().incremental(q, dout, lse, delta, scale, shares_sms)
+            self._hopper = _backward_module("hopper").incremental(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):
             delta = row_delta(delta[0], dout, delta[1], backend)
         self._queries, self._scale = (q, dout, lse, delta), scale

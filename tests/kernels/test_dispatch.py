@@ -160,18 +160,10 @@ def test_few_queries_are_not_computed_by_the_fp8_kernel(queries, reads_fp8, monk
 
 
 def test_every_kernel_is_imported_from_the_module_of_its_backend():
-    names = {
-        "forward": [dispatch._forward_module(name) for name in ("hopper", "triton", "blockwise", "reference")],
-        "backward": [dispatch._backward_module(name) for name in ("triton", "blockwise", "reference")],
-        "Hopper backward": [dispatch._hopper_backward()],
-        "FP8": [dispatch._hopper_forward()],
-    }
-    assert {key: [module.__name__.removeprefix("ringattn.kernels.") for module in each] for key, each in names.items()} == {
-        "forward": ["hopper.forward", "triton.forward", "blockwise", "reference"],
-        "backward": ["triton.backward", "blockwise", "reference"],
-        "Hopper backward": ["hopper.backward"],
-        "FP8": ["hopper.forward"],
-    }
+    for name, load in (("forward", dispatch._forward_module), ("backward", dispatch._backward_module)):
+        modules = [load(backend).__name__ for backend in ("hopper", "triton", "blockwise", "reference")]
+        expected = [f"hopper.{name}", f"triton.{name}", "blockwise", "reference"]
+        assert modules == [f"ringattn.kernels.{each}" for each in expected]
 
 
 def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
@@ -182,13 +174,17 @@ def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
         def forward(*arguments, shares_sms, **options):
             received.append(shares_sms)
 
+        backward = forward
+
     monkeypatch.setattr(dispatch, "_choose", lambda *_: Choice("hopper", ""))
     monkeypatch.setattr(dispatch, "_forward_module", lambda backend: Kernels)
+    monkeypatch.setattr(dispatch, "_backward_module", lambda backend: Kernels)
     q = torch.zeros(1, 2, 1, 8)
     dispatch.forward(q, q, q, full(2, 2), 1.0)
     for shares_sms in (False, True):
         dispatch.forward(q, q, q, full(2, 2), 1.0, shares_sms=shares_sms)
-    assert received == [False, False, True]  # the default is False
+        dispatch.backward(q, q, q, q, q[..., 0], q[..., 0], full(2, 2), 1.0, shares_sms=shares_sms)
+    assert received == [False, False, False, True, True]  # the default is False
 
 
 @pytest.mark.parametrize("backend", PORTABLE)
