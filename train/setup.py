@@ -36,7 +36,7 @@ from ringattn.train.parallel.memory.chunks import chunk_blocks
 from ringattn.train.parallel.memory.host_updates import HostUpdates
 from ringattn.train.parallel.memory.pinned import run_with_cores
 from ringattn.train.parallel.memory.plan import MemoryPlan
-from ringattn.train.parallel.mesh import Mesh, build_mesh, causal_masks, count_layers, set_timeout
+from ringattn.train.parallel.mesh import Mesh, attention_inputs, build_mesh, causal_masks, count_layers, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
 from ringattn.train.parallel.timing import Gpu, Machine
@@ -385,16 +385,11 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
 
     `sequence` is the number of ranks that share a sequence. Documents are ignored, because they differ from step to step.
     """
-    model = config.model
-    # The cost model reads only shapes and dtypes.
-    shape = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
-    q = torch.empty(shape, dtype=torch.bfloat16 if bf16 else torch.float32, device="meta")
-    k = q[:, :, : model.kv_heads]
     within_host, across_hosts = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
     speed = attention_flops(device)
     best = best_ulysses_degree(
-        *(q, k, k),
-        layers=count_layers(model, causal_masks(model)),
+        *attention_inputs(config, bf16),
+        layers=count_layers(config.model, causal_masks(config.model)),
         ranks=sequence,
         host=ranks_per_host(),
         near=interconnect(within_host, flops=speed),

@@ -11,7 +11,9 @@ from functools import lru_cache, partial
 from math import gcd
 from typing import NamedTuple, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -67,6 +69,15 @@ class Mesh(NamedTuple):
 
 def causal_masks(model: ModelConfig, documents: Lengths | None = None) -> Masks:
     return {window: Mask.causal(window, documents) for window in model.windows}
+
+
+def attention_inputs(config: Config, bf16: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of whole sequences on the "meta" device, which has shapes and dtypes only."""
+    model = config.model
+    sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
+    q = torch.empty(sizes, dtype=torch.bfloat16 if bf16 else torch.float32, device="meta")
+    k = q[:, :, : model.kv_heads]
+    return q, k, k
 
 
 def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:

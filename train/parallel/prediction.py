@@ -6,8 +6,6 @@
 from collections import Counter
 from collections.abc import Mapping
 
-import torch
-
 from ringattn import Mask
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.ulysses_degree import EQUAL_TIMES, MAX_PLANNED_RANKS, attention_seconds
@@ -15,7 +13,7 @@ from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.plan import MemoryPlan
-from ringattn.train.parallel.mesh import MeshShape, causal_masks, count_layers
+from ringattn.train.parallel.mesh import MeshShape, attention_inputs, causal_masks, count_layers
 from ringattn.train.parallel.timing import (
     DOCUMENT_EFFICIENCY,
     SLOW_GPU,
@@ -161,12 +159,9 @@ def describe_shape(shape: MeshShape) -> str:
 def _attention_seconds(config: Config, shape: MeshShape, machine: Machine, window: int | None) -> tuple[float, float]:
     """Return forward and backward seconds of one layer, without documents."""
     model, masks = config.model, causal_masks(config.model)
-    sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
-    q = torch.empty(sizes, dtype=torch.bfloat16 if machine.bf16 else torch.float32, device="meta")
-    k = q[:, :, : model.kv_heads]
     near, far = (interconnect(*link, flops=(machine.gpu or SLOW_GPU).attention) for link in (("nvlink", True), ("nccl", False)))
     return attention_seconds(
-        *(q, k, k),
+        *attention_inputs(config, machine.bf16),
         mask=masks[window],
         layers=count_layers(model, masks),
         ranks=shape.sequence,

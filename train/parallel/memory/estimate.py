@@ -2,15 +2,13 @@
 
 from typing import NamedTuple
 
-import torch
-
 from ringattn import Mask
 from ringattn.planning.workload import head_chunks_for_memory
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import chunk_size
 from ringattn.train.parallel.memory.capacity import COPIES, GIB, Bytes, Needs
 from ringattn.train.parallel.memory.plan import MemoryPlan
-from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.mesh import MeshShape, attention_inputs
 from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
 
 # If all blocks together have at most this many bytes, their parameters stay gathered until the backward pass. Sharding the
@@ -271,14 +269,10 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
 
 def _head_chunks(config: Config, shape: MeshShape) -> int:
     """If documents are masked, attention may need only one chunk."""
-    model = config.model
     if config.data.mask_documents:
         return 1
-    sizes = config.trainer.batch_size, 1, model.heads, model.resolved_head_dim
-    q = torch.empty(sizes, device="meta")
-    k = q[:, :, : model.kv_heads]
-    pairs = min(Mask.causal(window).pairs(config.data.seq_len)[0] for window in set(model.windows))
-    return head_chunks_for_memory(q, k, k, pairs / shape.sequence)
+    pairs = min(Mask.causal(window).pairs(config.data.seq_len)[0] for window in set(config.model.windows))
+    return head_chunks_for_memory(*attention_inputs(config, bf16=True), pairs / shape.sequence)
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from ringattn.comm.connect import TRANSPORT_VARIABLE
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.ulysses_degree import chunk_of_heads, scaled_plan
 from ringattn.planning.workload import backward_work, forward_work, head_chunk, head_chunks_for_memory
-from ringattn.train.parallel.mesh import MeshShape, causal_masks, count_layers
+from ringattn.train.parallel.mesh import MeshShape, attention_inputs, causal_masks, count_layers
 from ringattn.train.parallel.timing import SLOW_GPU, Machine
 from ringattn.train.settings.config import Config
 
@@ -22,11 +22,8 @@ def receive_bytes(config: Config, shape: MeshShape, machine: Machine) -> float:
     """
     if machine.device.type != "cuda" or os.environ.get(TRANSPORT_VARIABLE) == "p2p":
         return 0
-    model, total = config.model, 0.0
-    sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
-    q = torch.empty(sizes, dtype=torch.bfloat16 if machine.bf16 else torch.float32, device="meta")
-    k = q[:, :, : model.kv_heads]
-    chunks, (*qkv, out) = chunk_of_heads(q, k, k, shape.sequence, shape.ulysses)
+    chunks, (*qkv, out) = chunk_of_heads(*attention_inputs(config, machine.bf16), shape.sequence, shape.ulysses)
+    total = 0.0
     if 1 < shape.ulysses <= machine.ranks_per_host:
         # The all-to-all of the backward pass collects q, k, v and dout, and returns dq, dk and dv.
         total += config.data.seq_len / shape.ring * chunks * sum(x.nbytes for x in (*qkv, *qkv, out))
