@@ -130,6 +130,12 @@ def test_kernels_are_imported_alone(module: str, packages: set[str]) -> None:
     assert {name for name in own if not name.startswith("ringattn.kernels")} == set()
 
 
+def test_datasets_is_imported_inside_functions() -> None:
+    """A run on a prepared corpus does not need `datasets`, whose import takes more than a second."""
+    for path in modules("train"):
+        assert not re.search(r"^(import|from) datasets\b", path.read_text(), re.MULTILINE), path
+
+
 def test_public_names_are_imported_lazily() -> None:
     """Every public name exists, is listed, and is the name of no submodule, which would replace it as an attribute."""
     assert set(ringattn._MODULES) == set(ringattn.__all__) <= set(dir(ringattn))

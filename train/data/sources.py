@@ -22,8 +22,6 @@ from glob import escape, glob
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-import datasets
-import datasets.config
 import pyarrow
 import pyarrow.parquet
 
@@ -510,8 +508,10 @@ def files(config: DataConfig) -> list[str]:
     return found
 
 
-def load_hub(config: DataConfig) -> datasets.Dataset:
+def load_hub(config: DataConfig) -> Any:
     """Download a dataset of the hub. With `data.streaming`, download only the first HELD_OUT_ROWS rows of the split."""
+    import datasets
+
     if not config.streaming:
         name = _hub_name(config)
         return datasets.load_dataset(name, config.subset, split=config.split)
@@ -528,6 +528,8 @@ def _first_rows(config: DataConfig, revision: str) -> Iterator[dict[str, Any]]:
 
 def open_hub(config: DataConfig, revision: str | None = None) -> Any:
     """Open a dataset of the hub as an IterableDataset, which is downloaded while it is read."""
+    import datasets
+
     settings: dict[str, Any] = {"split": config.split, "revision": revision, "streaming": True}
     rows: Any = datasets.load_dataset(_hub_name(config), config.subset, **settings)
     # If the dataset does not describe its columns, `datasets` infers them from the first rows.
@@ -535,10 +537,14 @@ def open_hub(config: DataConfig, revision: str | None = None) -> Any:
 
 
 def hub_commit(config: DataConfig) -> str:
+    import datasets
+
     return str(datasets.load_dataset_builder(_hub_name(config), config.subset).hash)
 
 
 def _hub_name(config: DataConfig) -> str:
+    import datasets.config
+
     # Releases of `datasets` before 4 must not ask whether to run the code of a dataset.
     settings: Any = datasets.config
     settings.HF_DATASETS_TRUST_REMOTE_CODE = False
@@ -642,6 +648,8 @@ def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
 
 
 def absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
+    import datasets
+
     return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 

@@ -16,11 +16,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
-import datasets.config
 import numpy as np
 import xxhash
-from datasets.fingerprint import Hasher
 from filelock import FileLock
 
 from ringattn.train.data import shards, sources
@@ -88,8 +85,8 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
     encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
     settings = [config.source, config.split, config.columns, config.max_document_mb, config.on_error, config.join]
     content = corpus.identity or _content(corpus, config, num_proc)
-    key = Hasher.hash([settings, content, tokenizer, code(tokenizer), *(encoder.identity if encoder else [])])
-    folder = folder or Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
+    key = hash_of([settings, content, tokenizer, code(tokenizer), *(encoder.identity if encoder else [])])
+    folder = folder or cache_folder() / key
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as lock:
         # Some file systems do not support locks. Without a lock, two processes may tokenise the same text, which gives the same
@@ -105,6 +102,19 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
         for path in [folder / PLAN, *folder.glob(NAMES)]:
             path.unlink(missing_ok=True)
     return folder
+
+
+def cache_folder() -> Path:
+    # `datasets` is imported only if it is needed, because its import takes more than a second.
+    import datasets.config
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "ringattn"
+
+
+def hash_of(value: Any) -> str:
+    from datasets.fingerprint import Hasher
+
+    return Hasher.hash(value)
 
 
 def _check_key(folder: Path, key: str) -> None:
@@ -125,7 +135,7 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
     names = [state.path for state in states] if config.source == "packages" or config.join == "folder" else []
     # Programs can change the modification time of a file, but not the ctime.
     known = [[*state, os.stat(state.path).st_ctime_ns] for state in states]
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / "content" / f"{Hasher.hash(known)}.json"
+    path = cache_folder() / "content" / f"{hash_of(known)}.json"
     if not path.exists():
         sizes = [state.size for state in states]
         hashes = run_tasks("read", _hash_file, None, [state.path for state in states], sizes, num_proc, is_fast=True)
@@ -133,7 +143,7 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
             if error := sources.find_change(piece):
                 raise error
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, Hasher.hash([names, hashes]))
+        write_json(path, hash_of([names, hashes]))
     return json.loads(path.read_text())
 
 

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from datasets.utils import tqdm
 
 from ringattn.train.checkpoint.progress import show_progress
 from ringattn.train.data.targets import Targets
@@ -43,6 +42,8 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     starts = range(offset, offset + targets.num_sequences, dp.size() * size)
     count, launched = len(starts), 0
     if show_bar and dist.get_rank() == 0:
+        from datasets.utils import tqdm
+
         starts = tqdm(starts, desc="evaluate", unit=" batches")
     verbs, total = ("evaluating", "evaluated"), targets.num_sequences * data.seq_len
     # `until_stopped` launches a batch before the previous one is complete.

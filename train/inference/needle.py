@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from datasets.utils import tqdm
 
 from ringattn.train.data.loader import masks_of
 from ringattn.train.data.needle import NUM_DEPTHS, NeedleDocuments
@@ -27,6 +26,8 @@ def evaluate_needle(run: InferenceRun, documents: NeedleDocuments, lengths: Iter
 
     Evaluate at least MIN_DOCUMENTS documents per length and depth, and at least `trainer.eval_tokens` tokens per length.
     """
+    from datasets.utils import tqdm
+
     accuracies: Accuracies = {}
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
     dp, size = run.mesh.dp, run.config.trainer.batch_size

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from datasets.utils import tqdm
 from torch import Tensor
 
 from ringattn.train.data.loader import masks_of
@@ -35,7 +34,11 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
     """
     lengths = list(lengths)
     accuracies: Accuracies = {}
-    shown = tqdm(lengths, desc="evaluate", unit=" lengths") if show_progress and dist.get_rank() == 0 else lengths
+    shown = lengths
+    if show_progress and dist.get_rank() == 0:
+        from datasets.utils import tqdm
+
+        shown = tqdm(lengths, desc="evaluate", unit=" lengths")
     for length in until_stopped(run, shown):  # Some lengths need only one batch.
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         # Batches of short sequences have about as many tokens as batches of the longest sequences.
