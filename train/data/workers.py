@@ -4,7 +4,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -111,10 +110,10 @@ def _run_counted(function: Callable[..., Result], state: Any, task: Any, size: i
 def _run_in_processes(
     progress: Progress, function: Callable[..., Any], state: Any, tasks: Sequence[Any], sizes: Sequence[int], num_proc: int
 ) -> list[Any]:
-    # A fork of this process would copy locks that its threads hold. The fork server has no threads, and imports the modules
-    # only once.
+    # A fork of this process would copy locks that its threads hold. The fork server has no threads, and imports the module
+    # of `function` only once.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in sys.modules if name.startswith("ringattn.train.")])
+    context.set_forkserver_preload([function.__module__])
     counter, stop = context.Value("q", 0), context.Event()
     pool = ProcessPoolExecutor(num_proc, context, _begin_process, (state, counter, stop))
     try:
