@@ -46,7 +46,7 @@ from ringattn.train.reports.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, l
 from ringattn.train.settings.config import Config, ConfigError, replace_link
 from ringattn.train.settings.help import common_settings
 from ringattn.train.settings.literal import literal_config
-from ringattn.train.settings.overrides import check_options, check_overrides, checked_name, quote_paths
+from ringattn.train.settings.overrides import check_options, check_overrides, checked_name, options_first, quote_paths
 from ringattn.train.settings.sweep import is_job_of_sweep, job_directory, jobs_of_sweep, varied_lengths, varied_settings
 from ringattn.train.settings.token_budget import by_ranks
 from ringattn.train.trainer import check_job, train
@@ -229,7 +229,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", _common_settings, replace=True)
-    sys.argv[1:] = quote_paths(sys.argv[1:])
+    sys.argv[1:] = options_first(quote_paths(sys.argv[1:]))
     try:
         check_options()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()

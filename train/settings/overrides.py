@@ -46,6 +46,11 @@ def _quote_path(argument: str, is_sweep: bool) -> str:
     return f"{name}={','.join(map(quote, value.split(',') if is_sweep and not exists(value) else [value]))}"
 
 
+def options_first(arguments: Iterable[str]) -> list[str]:
+    """Move options such as `-m` in front. Hydra's parser rejects overrides on both sides of an option."""
+    return sorted(arguments, key=lambda argument: not argument.startswith("-") and ("=" in argument or argument[:1] in "~+"))
+
+
 def check_options() -> None:
     """Check the options of the command line, such as `--cfg`. Hydra's parser would print a usage text and exit.
 

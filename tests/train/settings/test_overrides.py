@@ -6,7 +6,14 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.train.settings.config import ConfigError
-from ringattn.train.settings.overrides import MAX_NAME_BYTES, check_options, check_overrides, checked_name, quote_paths
+from ringattn.train.settings.overrides import (
+    MAX_NAME_BYTES,
+    check_options,
+    check_overrides,
+    checked_name,
+    options_first,
+    quote_paths,
+)
 
 
 @pytest.mark.parametrize("override", ["~model", "~trainer.steps", "model.qkv_bias=2", "data.mask_documents=-1"])
@@ -44,6 +51,15 @@ def test_unknown_options_are_errors(options, monkeypatch):
 @pytest.mark.parametrize("options", [[], ["-m", "trainer.steps=1,2"], ["--cfg", "job", "--resolve"], ["--help"]])
 def test_options_of_hydra_are_valid(options, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train/run.py", *options])
+    check_options()
+
+
+@pytest.mark.parametrize("arguments", [["a=1", "-m", "b=1,2"], ["a=1", "--cfg", "job", "~b"], ["--multirun", "b=1,2"], []])
+def test_options_may_be_between_overrides(arguments, monkeypatch):
+    """On a GPU, recipe=gpu precedes the options of the user."""
+    ordered = options_first(arguments)
+    assert sorted(ordered) == sorted(arguments)
+    monkeypatch.setattr(sys, "argv", ["train/run.py", *ordered])
     check_options()
 
 
