@@ -211,8 +211,12 @@ def _folder_of(config: DataConfig) -> Callable[[str], str]:
     if not root.is_dir():
         raise ConfigError(f"data.path={config.path} is not a folder, but data.join=folder joins the folders in data.path")
 
+    links = {str(child.resolve()): str(child) for child in root.iterdir() if child.is_dir() and child.is_symlink()}
+
     def folder_of(file: str) -> str:
-        return str(root / Path(file).relative_to(root).parts[0]) if Path(file).is_relative_to(root) else file
+        if Path(file).is_relative_to(root):
+            return str(root / Path(file).relative_to(root).parts[0])
+        return next((links[str(parent)] for parent in Path(file).parents if str(parent) in links), file)
 
     return folder_of
 
@@ -228,7 +232,7 @@ def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Ent
         if isinstance(content, ConfigError):
             yield name, content
         elif isinstance(content, str) and content:
-            texts.append(f"===== {os.path.relpath(name, os.path.dirname(folder))} =====\n{content}")
+            texts.append(f"===== {os.path.relpath(name, os.path.dirname(os.path.realpath(folder)))} =====\n{content}")
             size += len(content.encode())
             try:
                 check_size(folder, size, config.max_document_mb)

@@ -107,6 +107,15 @@ def test_the_files_of_a_folder_are_one_document(source, piece_bytes, tmp_path, m
     assert load(corpus, BytesTokenizer()).beginning(14) == list(b"===== aa/one.p")
 
 
+def test_a_linked_folder_is_one_document(tmp_path):
+    write_files(tmp_path / "elsewhere" / "repo", {"one.txt": b"1", "part/two.txt": b"2"})
+    write_files(tmp_path / "text", {"a/three.txt": b"3"})
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "elsewhere" / "repo")
+    documents, _ = read_documents(config("text", path=str(tmp_path / "text"), join="folder"))
+    linked = "===== repo/one.txt =====\n1\n===== repo/part/two.txt =====\n2"
+    assert [text for _, text in documents] == [linked, "===== a/three.txt =====\n3"]
+
+
 def test_faults_of_joined_files(tmp_path):
     """A faulty file is skipped without its folder. A folder may not be larger than a document."""
     root, large = tmp_path / "text", b"x" * 600_000
