@@ -68,6 +68,8 @@ class ForwardConfig(hopper_common.KernelConfig):
     extra_steps: ClassVar[int] = 0  # additional ping-pong turns per work tile
     skips_steps: ClassVar[bool] = False  # whether consumers skip fully masked steps
     programs: ClassVar[int] = 1  # programs per SM
+    heads_per_tile: ClassVar[int] = 1  # query heads of a work tile
+    max_registers: ClassVar[int | None] = None  # registers per thread at the start of a program; None: as many as possible
 
     @property
     def queries(self) -> int:
@@ -108,6 +110,19 @@ class NarrowConfig(ForwardConfig):
         columns does not fit into the registers.
         """
         return self.columns == 96
+
+    @property
+    def heads_per_tile(self) -> int:
+        """Four consumers compute four heads of the same 64 queries. `forward_short` computes all heads of a key head."""
+        return {1: self.group, 4: 4}.get(self.consumers, 1)
+
+    @property
+    def queries(self) -> int:
+        return ROWS.value if self.heads_per_tile > 1 else self.consumers * ROWS.value
+
+    @property
+    def max_registers(self) -> int | None:
+        return {1: self.registers, 4: 96}.get(self.consumers)
 
     @property
     def q_slots(self) -> int:
@@ -211,6 +226,10 @@ TILES = {
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
+# Up to MEDIUM_KEYS keys per 64 consecutive queries, work tiles of four heads that share their keys are faster.
+MEDIUM_KEYS = 1088
+TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registers=112, ping_pong=False, fence_softmax=False)
+
 # `forward_short` is faster at head dims up to 64 if any 64 consecutive queries attend to at most SHORT_KEYS keys.
 SHORT_KEYS = 192
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
@@ -239,10 +258,12 @@ def configure(
     final: bool,
     few_rows: bool = False,
     short: bool = False,
+    medium: bool = False,
 ) -> NarrowConfig | WideConfig | Fp8Config:
     """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
 
-    `few_rows` tells whether to use TILES_FEW_ROWS, and `short` whether to use `forward_short`.
+    `few_rows` tells whether to use TILES_FEW_ROWS, `medium` whether to use TILES_MEDIUM, and `short`
+    whether to use `forward_short`.
     """
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
@@ -255,7 +276,7 @@ def configure(
     columns = used_columns(*dims)
     if short:
         return ShortConfig(64, **call, columns=columns, **TILES_SHORT)
-    tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
+    tiles = TILES_MEDIUM if medium else (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
     # One stage receives keys of the next work tile while the consumers use the state stages. With one Q slot, two additional
     # stages fit into shared memory.
@@ -277,7 +298,8 @@ def forward(
         few_rows = intervals.num_nonempty_rows * (batch // intervals.batch) * num_heads <= FEW_ROWS
         heads = num_heads, num_key_heads
         short = state is None and final and max(head_dim, value_dim) <= 64 and intervals.longest_tile <= SHORT_KEYS
-        config = configure((head_dim, value_dim), heads, q.dtype, state is not None, final, few_rows, short)
+        medium = state is None and final and not few_rows and _uses_medium_tiles(q, v, intervals)
+        config = configure((head_dim, value_dim), heads, q.dtype, state is not None, final, few_rows, short, medium)
         q, k, v = [hopper_common.as_addressable(x) for x in (q, k, v)]
         if isinstance(config, WideConfig):
             tiles = (q, ROWS.value, config.dim), (q, ROWS.value, config.tail), (k, config.keys, config.dim)
@@ -296,6 +318,12 @@ def forward(
         if config.updates_state and stored_o is not o:
             o.copy_(stored_o)
     return results[3:] if final else results[:3]
+
+
+def _uses_medium_tiles(q: Tensor, v: Tensor, intervals: Intervals) -> bool:
+    """Return whether to use TILES_MEDIUM for a large call that returns an output without a state."""
+    is_measured = q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 64 and q.shape[2] // v.shape[2] % 4 == 0
+    return is_measured and intervals.longest_tile <= MEDIUM_KEYS
 
 
 def forward_quantized(
@@ -342,7 +370,7 @@ def _launch(
         launch(
             kernel, work_tiles.shape[1], (*inputs, intervals.lo, intervals.hi, work_tiles, m, l, o, lse, out),
             (intervals.batch, q.shape[1], *numbers, float(scale) * LOG2_E.value),
-            max_registers=config.registers if isinstance(config, ShortConfig) else None, CONFIG=config,
+            max_registers=config.max_registers, CONFIG=config,
         )  # fmt: skip
 
 
@@ -353,8 +381,7 @@ def _assign_work_tiles(
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
-    if isinstance(config, ShortConfig):  # A work tile contains all query heads of one key head.
-        num_heads, heads_per_group = num_heads // config.group, heads_per_group // config.group
+    num_heads, heads_per_group = num_heads // config.heads_per_tile, max(1, heads_per_group // config.heads_per_tile)
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms) * config.programs
     # In-place updates leave rows without keys unchanged.

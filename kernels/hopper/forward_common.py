@@ -91,7 +91,11 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
-    first_row = first + CONSUMER * ROWS
+    first_row = first
+    if CONFIG.heads_per_tile == 1:
+        first_row += CONSUMER * ROWS
+    else:
+        head = head * CONFIG.heads_per_tile + CONSUMER
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
     offset = gl.minimum(batch, num_masks - 1) * num_queries
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
@@ -120,7 +124,10 @@ def load_queries(q, rows, slot, queries, q_full, CONFIG: gl.constexpr):
     batch, head, first = rows
     for c in gl.static_range(CONSUMERS):
         query = queries.index(slot % CONFIG.q_slots * CONSUMERS + c)
-        tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
+        if CONFIG.heads_per_tile == 1:
+            tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
+        else:
+            tma_load(q, [batch, first, head + c, 0], q_full, tile_view(query, q))
 
 
 @gluon.jit
@@ -130,7 +137,8 @@ def _load_work_tiles(LOAD: gl.constexpr, arguments, slot, position, CONFIG: gl.c
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
     while end > 0:
         mbarrier.wait(barriers[1], slot ^ 1)
-        position = LOAD(arguments, (batch, head, first), loop, slot, position, CONFIG)
+        rows = batch, head * CONFIG.heads_per_tile, first
+        position = LOAD(arguments, rows, loop, slot, position, CONFIG)
         slot ^= 1
         index += gl.num_programs(0)
         batch, head, first, end, loop = load_work_tile(work_tiles, index)

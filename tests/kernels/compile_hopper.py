@@ -47,10 +47,10 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
         dim: the head dim of q, k and v.
         group: number of query heads per key head.
         kind: final (an output without a state), begin (a new state), state (a state updated in place), merge (an output from a
-            state), few (an output, with the tiles for few rows), or short (an output, with the kernel for short intervals).
+            state), few or medium (an output, with TILES_FEW_ROWS or TILES_MEDIUM), or short (an output of `forward_short`).
     """
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
-    options = kind == "few", kind == "short"
+    options = kind == "few", kind == "short", kind == "medium"
     config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, *options)
     block = {"q": ROWS, "out_tiles": ROWS, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, config.dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
@@ -134,7 +134,7 @@ def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tr
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    options = dict(num_warps=4, maxnreg=config.registers if isinstance(config, hopper_forward.ShortConfig) else None)
+    options = dict(num_warps=4, maxnreg=getattr(config, "max_registers", None))
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

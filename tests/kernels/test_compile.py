@@ -135,7 +135,7 @@ def test_fp8_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
 # Every kernel with every kind of result, and every kind with every group size, but not every combination.
 HOPPER_CASES = {
     "forward": (
-        *("bf16:64:1:final", "fp16:64:4:state", "bf16:96:1:final", "fp16:96:4:merge", "bf16:96:1:few"),
+        *("bf16:64:1:final", "fp16:64:4:state", "bf16:96:1:final", "fp16:96:4:merge", "bf16:96:1:few", "bf16:64:4:medium"),
         *("bf16:128:1:begin", "fp16:128:4:state", "bf16:128:1:merge", "bf16:128:4:few"),
     ),
     "short-forward": ("bf16:64:1:short", "fp16:64:4:short"),

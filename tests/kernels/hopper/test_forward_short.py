@@ -72,3 +72,14 @@ def test_huge_scores_and_many_work_tiles_per_program(hopper):
     expected = problem.double().forward(reference, final=True)
     with mock.patch.object(hopper_common, "num_programs", return_value=7):
         assert_states_close(problem.forward(hopper_forward, final=True), expected, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("size", [300, 1024])
+@pytest.mark.parametrize("factor", [1, 50])
+def test_four_heads_share_the_keys_of_longer_windows(factor, size, hopper):
+    """Scores of several hundred make rows overflow, so that there is a retry pass."""
+    problem = make_problem(*window(2200, size), 2200, torch.bfloat16, 2, (16, 4), (64, 64), hopper)
+    problem.q *= factor
+    assert hopper_forward._uses_medium_tiles(problem.q, problem.v, problem.intervals)
+    expected = problem.double().forward(reference, final=True)
+    assert_states_close(problem.forward(hopper_forward, final=True), expected, TOLERANCE[torch.bfloat16])
