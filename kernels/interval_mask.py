@@ -161,11 +161,19 @@ class Intervals:
     @cached_property
     def longest_tile(self) -> int:
         """Return the width of the widest key range of any 64 consecutive rows, max(hi[i + 63] - lo[i])."""
+        return self._longest_tile(tile_scheduler.CONSUMER_ROWS)
+
+    @cached_property
+    def longest_small_tiles(self) -> tuple[int, int]:
+        """Return the same for 8 and for 16 consecutive rows."""
+        return self._longest_tile(8), self._longest_tile(16)
+
+    def _longest_tile(self, rows: int) -> int:
         if self.is_replaced:
             return self.num_keys
         lo, hi = (x.numpy() for x in self.host)
         # Shorter tiles at the end are not wider, because lo never decreases.
-        distance = min(tile_scheduler.CONSUMER_ROWS, self.num_rows) - 1
+        distance = min(rows, self.num_rows) - 1
         return int((hi[:, distance:] - lo[:, : self.num_rows - distance]).max(initial=0))
 
     def requests(self) -> "TableRequests":

@@ -159,11 +159,11 @@ def _descriptor_template(
     )
 
 
-def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """Return a descriptor for copying tiles (rows, dim) of one head of x (B, N, H, D). The tensor x must come from
+def tma_descriptor(x: Tensor, rows: int, dim: int, heads: int = 1) -> TensorDescriptor:
+    """Return a descriptor for copying tiles (rows, heads, dim) of x (B, N, H, D). The tensor x must come from
     `as_addressable`.
     """
-    return block_descriptor(x, (1, rows, 1, dim))
+    return block_descriptor(x, (1, rows, heads, dim))
 
 
 def block_descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:

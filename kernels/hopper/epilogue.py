@@ -65,11 +65,13 @@ def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
 def row_index(row_range, results, CONFIG: gl.constexpr):
     """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the rows that exist.
 
-    `row_range` is (batch entry, head, first row of the consumer, end of the work tile's rows).
+    `row_range` is (batch entry, first head, first row of the consumer, end of the work tile's rows).
     """
+    HEADS: gl.constexpr = CONFIG.heads_per_row
     batch, head, first_row, end = row_range
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    return (batch.to(gl.int64) * results[7] + rows) * CONFIG.num_heads + head, rows < end
+    numbers = gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
+    rows = first_row + numbers // HEADS
+    return (batch.to(gl.int64) * results[7] + rows) * CONFIG.num_heads + head + numbers % HEADS, rows < end
 
 
 @gluon.jit
@@ -189,7 +191,7 @@ def _write_result(
         # A row that attends to no key has l = o = 0 and the output 0. Dividing once per row saves instructions.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
-    if first_row + ROWS <= end:
+    if first_row + ROWS // CONFIG.heads_per_row <= end:
         if CONFIG.final:
             query.store(o)
             fence_async_shared()

@@ -69,6 +69,7 @@ class ForwardConfig(hopper_common.KernelConfig):
     skips_steps: ClassVar[bool] = False  # whether consumers skip fully masked steps
     programs: ClassVar[int] = 1  # programs per SM
     heads_per_tile: ClassVar[int] = 1  # query heads of a work tile
+    heads_per_row: ClassVar[int] = 1  # query heads that a consumer computes for each query
     max_registers: ClassVar[int | None] = None  # registers per thread at the start of a program; None: as many as possible
 
     @property
@@ -139,10 +140,31 @@ class NarrowConfig(ForwardConfig):
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
+@dataclass(frozen=True)
 class ShortConfig(NarrowConfig):
-    """A `ShortConfig` holds the constants of `forward_short`. The field `stages` limits the number of steps of a work tile."""
+    """The constants of `forward_short`.
+
+    Args:
+        packed_heads: the number of query heads in a product, which has 64 / packed_heads queries.
+        keys, stages: the rows of one copy of K or V, and the number of copies per work tile.
+    """
+
+    packed_heads: int
 
     programs: ClassVar[int] = 3
+
+    @property
+    def heads_per_row(self) -> int:
+        return self.packed_heads
+
+    @property
+    def tail_keys(self) -> int:
+        """The queries of a product attend to at most 128 + tail_keys keys."""
+        return {8: 16, 4: 32, 1: 64}[self.packed_heads]
+
+    @property
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        return accumulator_layout(128)
 
 
 @dataclass(frozen=True)
@@ -257,13 +279,13 @@ def configure(
     has_state: bool,
     final: bool,
     few_rows: bool = False,
-    short: bool = False,
+    short: int = 0,
     medium: bool = False,
 ) -> NarrowConfig | WideConfig | Fp8Config:
     """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
 
-    `few_rows` tells whether to use TILES_FEW_ROWS, `medium` whether to use TILES_MEDIUM, and `short`
-    whether to use `forward_short`.
+    `few_rows` tells whether to use TILES_FEW_ROWS, and `medium` whether to use TILES_MEDIUM. If `short` is positive, it is the
+    `packed_heads` of `forward_short`.
     """
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
@@ -275,7 +297,7 @@ def configure(
         return WideConfig(dim, **call, key_dim=key_dim, **WIDE_TILES[key_dim, dim], **WIDE_SETTINGS)
     columns = used_columns(*dims)
     if short:
-        return ShortConfig(64, **call, columns=columns, **TILES_SHORT)
+        return ShortConfig(64, **call, columns=columns, packed_heads=short, **TILES_SHORT)
     tiles = TILES_MEDIUM if medium else (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
     # One stage receives keys of the next work tile while the consumers use the state stages. With one Q slot, two additional
@@ -297,7 +319,7 @@ def forward(
         (batch, _, num_heads, head_dim), (num_key_heads, value_dim) = q.shape, v.shape[2:]
         few_rows = intervals.num_nonempty_rows * (batch // intervals.batch) * num_heads <= FEW_ROWS
         heads = num_heads, num_key_heads
-        short = state is None and final and max(head_dim, value_dim) <= 64 and intervals.longest_tile <= SHORT_KEYS
+        short = _packed_heads(heads, intervals) if state is None and final and max(head_dim, value_dim) <= 64 else 0
         medium = state is None and final and not few_rows and _uses_medium_tiles(q, v, intervals)
         config = configure((head_dim, value_dim), heads, q.dtype, state is not None, final, few_rows, short, medium)
         q, k, v = [hopper_common.as_addressable(x) for x in (q, k, v)]
@@ -307,17 +329,26 @@ def forward(
             kernel, stored_o = forward_wide._forward_kernel, o
         else:
             stored_o = o if state is None else hopper_common.as_addressable(o)
-            tiles = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
-            tiles += (stored_o, ROWS.value, config.dim // config.o_parts), (out, ROWS.value, config.dim)
+            query_block = ROWS.value // config.heads_per_row, config.dim, config.heads_per_row
+            tiles = (q, *query_block), (k, config.keys, config.dim), (v, config.keys, config.dim)
+            tiles += (stored_o, ROWS.value, config.dim // config.o_parts), (out, *query_block)
             kernel = (forward_short if short else forward_narrow)._forward_kernel
-        descriptors = [
-            None if x is None or columns == 0 else hopper_common.tma_descriptor(x, rows, columns) for x, rows, columns in tiles
-        ]
+        descriptors = [None if x is None or block[1] == 0 else hopper_common.tma_descriptor(x, *block) for x, *block in tiles]
         work_tiles = _assign_work_tiles(config, intervals, q, v, shares_sms)
         _launch(kernel, config, descriptors, intervals, work_tiles, (m, l, stored_o, out, lse), q, scale)
         if config.updates_state and stored_o is not o:
             o.copy_(stored_o)
     return results[3:] if final else results[:3]
+
+
+def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
+    """Return `packed_heads` of `forward_short`, or 0 if the intervals are too long for it."""
+    if intervals.longest_tile > SHORT_KEYS:
+        return 0
+    eight_rows, sixteen_rows = intervals.longest_small_tiles
+    # A product begins at most 7 keys before the first key of its queries.
+    fits = {8: eight_rows <= 128 + 16 - 7, 4: sixteen_rows <= 128 + 32 - 7}
+    return next((count for count in fits if fits[count] and heads[0] // heads[1] % count == 0), 1)
 
 
 def _uses_medium_tiles(q: Tensor, v: Tensor, intervals: Intervals) -> bool:

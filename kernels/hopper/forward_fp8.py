@@ -211,7 +211,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
     k_scale, v_scale_bits = block_scales
     v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
     if is_masked(loop, step):
-        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
+        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
     # Raise ref_max in masked steps, which often contain a row's largest score, and in the first unmasked step, which every row

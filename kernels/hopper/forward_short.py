@@ -1,13 +1,16 @@
 """This module contains the forward kernel for short intervals, such as windows of 128 keys, and head dims up to 64.
 
 A work tile consists of 64 queries of all query heads of one key head. All keys to which these queries attend fit into shared
-memory, and are loaded once for all heads. For each head, the program computes all scores, then the softmax, then the output:
+memory, and are loaded once for all heads. A product has 64 rows. They are 8 queries of 8 heads if possible, because 8 queries
+attend to fewer different keys than 64 queries: with a window of 128 keys, 135 instead of 191. For each product, the program
+computes all scores, then the softmax, then the output:
 
-      wait for Q | S(j) = Q K(j)^T for all j | softmax of all S(j) | O = sum of P(j) V(j) | store O | load the next Q
+      wait for Q | S = Q K^T, two tiles | load the next Q | softmax of S | O = sum of P V, two tiles | store O
 
-The registers hold all scores of a row at once, so the softmax subtracts the largest score, and there is no retry pass. After
-the last head, K and V of the next work tile are loaded as soon as K and V have been read. The warps of a program do not
-specialise. Instead, three programs share an SM, and some of them compute while others wait.
+The registers hold all scores of a row at once, so the softmax subtracts the largest score, and there is no retry pass. TMA
+stores the output from the slot of its Q, while the other slot receives the next Q. After the last product, K and V of the next
+work tile are loaded as soon as K and V have been read. The warps of a program do not specialise. Instead, three programs share
+an SM, and some of them compute while others wait.
 """
 
 from triton.experimental import gluon
@@ -16,25 +19,66 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ringattn.kernels.hopper import column_parts, softmax
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper.common import ROWS, allocate_barriers, load_work_tile, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barriers, load_work_tile, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile
 
+# Shared memory holds K and V in groups of 8 rows, because a wgmma can begin at any such group.
+GROUP_ROWS = gl.constexpr(8)
+KEYS = gl.constexpr(128)
+
 
 @gluon.jit
-def _load(tensor, tile, head, first, buffers, full):
-    COUNT: gl.constexpr = buffers.shape[0]
+def _load_keys(tensor, tile, buffers, full, CONFIG: gl.constexpr):
+    COPIES: gl.constexpr = CONFIG.stages
     if tile[3] > 0:
-        mbarrier.expect(full, COUNT * tensor.block_type.nbytes)
-        for i in gl.static_range(COUNT):
-            tma_load(tensor, [tile[0], first + i * ROWS, head, 0], full, tile_view(buffers.index(i), tensor))
+        mbarrier.expect(full, COPIES * tensor.block_type.nbytes)
+        for i in gl.static_range(COPIES):
+            view = tile_view(buffers.index(i * (CONFIG.keys // GROUP_ROWS)), tensor)
+            tma_load(tensor, [tile[0], tile[4][0] + i * CONFIG.keys, tile[1], 0], full, view)
 
 
 @gluon.jit
-def _load_bounds(lo, hi, tile, num_masks, num_queries, CONFIG: gl.constexpr):
-    batch, _, first, end, _ = tile
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    offset = gl.minimum(batch, num_masks - 1) * num_queries + rows
-    return gl.load(lo + offset, mask=rows < end, other=0), gl.load(hi + offset, mask=rows < end, other=0)
+def _load_queries(tensor, rows, queries, full, slot):
+    batch, head, first, end, _ = rows
+    if end > 0:
+        mbarrier.expect(full.index(slot), tensor.block_type.nbytes)
+        tma_load(tensor, [batch, first, head, 0], full.index(slot), tile_view(queries.index(slot), tensor))
+
+
+@gluon.jit
+def _rows_of(tile, product, CONFIG: gl.constexpr):
+    """Return (batch entry, first head, first row, end of the work tile's rows, first key of the work tile) of a product."""
+    batch, key_head, first, end, loop = tile
+    PRODUCTS: gl.constexpr = CONFIG.group // CONFIG.heads_per_row  # per query
+    head = key_head * CONFIG.group + product % PRODUCTS * CONFIG.heads_per_row
+    return batch, head, first + product // PRODUCTS * (ROWS // CONFIG.heads_per_row), end, loop[0]
+
+
+@gluon.jit
+def _load_bounds(lo, hi, rows, num_masks, num_queries, CONFIG: gl.constexpr):
+    """Return the bounds (64,) of the rows of a product, the bounds of its first row, and lo of its last row."""
+    batch, _, first, end, _ = rows
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout)) // CONFIG.heads_per_row
+    offset = gl.minimum(batch, num_masks - 1) * num_queries
+    row_lo = gl.load(lo + offset + row, mask=row < end, other=0)
+    row_hi = gl.load(hi + offset + row, mask=row < end, other=0)
+    first_lo = gl.load(lo + offset + first, mask=first < end, other=0)
+    first_hi = gl.load(hi + offset + first, mask=first < end, other=0)
+    last = gl.minimum(first + ROWS // CONFIG.heads_per_row, end) - 1
+    return row_lo, row_hi, first_lo, first_hi, gl.load(lo + offset + last, mask=first < end, other=0)
+
+
+@gluon.jit
+def _tiles(buffers, group, CONFIG: gl.constexpr):
+    """Return the 128 rows of K or V from a group on, and the next `tail_keys` rows."""
+    DIM: gl.constexpr = CONFIG.dim
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], buffers.dtype)
+    TAIL_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.tail_keys, DIM], buffers.dtype)
+    tail = buffers.index(group + KEYS // GROUP_ROWS)
+    return (
+        hopper_common.reinterpret(buffers.index(group), buffers.dtype, [KEYS, DIM], LAYOUT),
+        hopper_common.reinterpret(tail, buffers.dtype, [CONFIG.tail_keys, DIM], TAIL_LAYOUT),
+    )
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_queries"])
@@ -46,62 +90,81 @@ def _forward_kernel(
 
     The arguments are those of `forward_narrow`, except that the head of a work tile is a key head. There is no state.
     """
-    STEPS: gl.constexpr = CONFIG.stages
     COLUMNS: gl.constexpr = CONFIG.columns
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
-    queries = gl.allocate_shared_memory(q.dtype, [1, ROWS, CONFIG.dim], MATRIX)
-    keys = gl.allocate_shared_memory(k.dtype, [STEPS, ROWS, CONFIG.dim], MATRIX)
-    values = gl.allocate_shared_memory(v.dtype, [STEPS, ROWS, CONFIG.dim], MATRIX)
-    full, _empty = allocate_barriers(3, 1, 1)
+    QUERIES: gl.constexpr = ROWS // CONFIG.heads_per_row
+    LAST_GROUP: gl.constexpr = (ROWS - QUERIES) // GROUP_ROWS
+    GROUPS: gl.constexpr = CONFIG.stages * CONFIG.keys // GROUP_ROWS
+    EMPTY_GROUPS: gl.constexpr = LAST_GROUP + (KEYS + CONFIG.tail_keys) // GROUP_ROWS - GROUPS
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP_ROWS, CONFIG.dim], q.dtype)
+    Q_MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
+    queries = gl.allocate_shared_memory(q.dtype, [2, ROWS, CONFIG.dim], Q_MATRIX)
+    keys = gl.allocate_shared_memory(k.dtype, [GROUPS + EMPTY_GROUPS, GROUP_ROWS, CONFIG.dim], MATRIX)
+    values = gl.allocate_shared_memory(v.dtype, [GROUPS + EMPTY_GROUPS, GROUP_ROWS, CONFIG.dim], MATRIX)
+    BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    for i in gl.static_range(EMPTY_GROUPS):  # Masked keys must not add NaN to the output.
+        values.index(GROUPS + i).store(gl.full([GROUP_ROWS, CONFIG.dim], 0.0, gl.float32, BY_ROW).to(v.dtype))
+    full, _empty = allocate_barriers(4, 1, 1)
     fence_async_shared()
     hopper_common.thread_barrier()
-    q_full, k_full, v_full = full.index(0), full.index(1), full.index(2)
-    query = column_parts.split_tile(queries.index(0), COLUMNS)
+    k_full, v_full = full.index(2), full.index(3)
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
     index, count, phase = gl.program_id(0), gl.to_tensor(0), gl.to_tensor(0)
     tile = load_work_tile(work_tiles, index)
-    _load(q, tile, tile[1] * CONFIG.group, tile[2], queries, q_full)
-    _load(k, tile, tile[1], tile[4][0], keys, k_full)
-    _load(v, tile, tile[1], tile[4][0], values, v_full)
+    rows = _rows_of(tile, gl.to_tensor(0), CONFIG)
+    bounds = _load_bounds(lo, hi, rows, num_masks, num_queries, CONFIG)
+    _load_queries(q, rows, queries, full, 0)
+    _load_keys(k, tile, keys, k_full, CONFIG)
+    _load_keys(v, tile, values, v_full, CONFIG)
     while tile[3] > 0:
-        batch, key_head, first, end, loop = tile
         index += gl.num_programs(0)
         next_tile = load_work_tile(work_tiles, index)
-        row_lo, row_hi = _load_bounds(lo, hi, tile, num_masks, num_queries, CONFIG)
+        products = (tile[3] - tile[2] + QUERIES - 1) // QUERIES * (CONFIG.group // CONFIG.heads_per_row)
         mbarrier.wait(k_full, phase)
-        for member in range(CONFIG.group):
-            head = key_head * CONFIG.group + member
-            mbarrier.wait(q_full, count & 1)
-            pending, scores = (), ()
-            for step in gl.static_range(STEPS):
-                pending = pending + (column_parts.multiply_rows(query, keys.index(step), COLUMNS),)
-            pending = warpgroup_mma_wait(0, deps=pending)
-            hopper_common.thread_barrier()  # All warps have read K.
-            if member == CONFIG.group - 1:
-                _load(k, next_tile, next_tile[1], next_tile[4][0], keys, k_full)
-            for step in gl.static_range(STEPS):
-                start = step_start(loop, step, ROWS)
-                scores = scores + (softmax.mask_scores(pending[step], row_lo, row_hi, start, CONFIG),)
-            largest = scores[0]
-            for step in gl.static_range(1, STEPS):
-                largest = gl.maximum(largest, scores[step])
-            ref_max = gl.maximum(gl.max(largest, axis=1) * log2_scale, softmax.UNSET_REF_MAX)
-            l, o = gl.zeros_like(ref_max), column_parts.zero_parts(COLUMNS)
-            mbarrier.wait(v_full, phase)
-            for step in gl.static_range(STEPS):
-                p = gl.exp2(scores[step] * log2_scale - ref_max[:, None])
-                l += gl.sum(p, axis=1)
-                p = gl.convert_layout(p.to(keys.dtype), CONFIG.p_layout)
-                o = column_parts.add_product(p, values.index(step), o, COLUMNS)
+        for product in range(products):
+            batch, head, first, end, begin = rows
+            row_lo, row_hi, first_lo, first_hi, last_lo = bounds
+            slot = count & 1
+            group = gl.minimum(gl.maximum(first_lo - begin, 0) // GROUP_ROWS, LAST_GROUP)
+            start = begin + group * GROUP_ROWS
+            mbarrier.wait(full.index(slot), count // 2 & 1)
+            query = column_parts.split_tile(queries.index(slot), COLUMNS)
+            key_tiles = _tiles(keys, group, CONFIG)
+            scores = column_parts.multiply_rows(query, key_tiles[0], COLUMNS)
+            tail = column_parts.multiply_rows(query, key_tiles[1], COLUMNS)
+            scores, tail = warpgroup_mma_wait(0, deps=(scores, tail))
+            hopper_common.tma_store_wait(0)
+            hopper_common.thread_barrier()  # All warps have read K, and TMA has read the previous output.
+            if product == products - 1:
+                rows = _rows_of(next_tile, gl.to_tensor(0), CONFIG)
+                _load_keys(k, next_tile, keys, k_full, CONFIG)
+            else:
+                rows = _rows_of(tile, product + 1, CONFIG)
+            _load_queries(q, rows, queries, full, slot ^ 1)
+            bounds = _load_bounds(lo, hi, rows, num_masks, num_queries, CONFIG)
+            if (last_lo <= start + QUERIES) & (first_hi >= start + KEYS):
+                scores = softmax.mask_edge(scores, row_lo, start, QUERIES, True)
+                tail = softmax.mask_edge(tail, row_hi, start + KEYS, CONFIG.tail_keys, False)
+            else:
+                scores = softmax.mask_scores(scores, row_lo, row_hi, start)
+                tail = softmax.mask_scores(tail, row_lo, row_hi, start + KEYS)
+            TAIL_ROWS: gl.constexpr = gl.SliceLayout(1, tail.type.layout)
+            tail_max = gl.convert_layout(gl.max(tail, axis=1), row_lo.type.layout)
+            ref_max = gl.maximum(gl.maximum(gl.max(scores, axis=1), tail_max) * log2_scale, softmax.UNSET_REF_MAX)
+            p = gl.exp2(scores * log2_scale - ref_max[:, None])
+            tail_p = gl.exp2(tail * log2_scale - gl.convert_layout(ref_max, TAIL_ROWS)[:, None])
+            l = gl.sum(p, axis=1) + gl.convert_layout(gl.sum(tail_p, axis=1), row_lo.type.layout)
+            if product == 0:
+                mbarrier.wait(v_full, phase)
+            value_tiles = _tiles(values, group, CONFIG)
+            o = column_parts.zero_parts(COLUMNS)
+            o = column_parts.add_product(gl.convert_layout(p.to(q.dtype), CONFIG.p_layout), value_tiles[0], o, COLUMNS)
+            o = column_parts.add_product(gl.convert_layout(tail_p.to(q.dtype), CONFIG.p_layout), value_tiles[1], o, COLUMNS)
             o = column_parts.join_parts(column_parts.wait_for_parts(o, 0, column_parts.num_parts(COLUMNS)), COLUMNS)
             row_range = batch, head, first, end
-            finish_work_tile(ref_max, l, o, queries.index(0), None, None, results, row_range, 0, True, CONFIG)
-            hopper_common.tma_store_wait(0)
-            hopper_common.thread_barrier()  # All warps have read V, and TMA has read the output.
-            if member == CONFIG.group - 1:
-                _load(q, next_tile, next_tile[1] * CONFIG.group, next_tile[2], queries, q_full)
-                _load(v, next_tile, next_tile[1], next_tile[4][0], values, v_full)
-            else:
-                _load(q, tile, head + 1, first, queries, q_full)
+            finish_work_tile(ref_max, l, o, queries.index(slot), None, None, results, row_range, 0, True, CONFIG)
+            if product == products - 1:
+                hopper_common.thread_barrier()  # All warps have read V.
+                _load_keys(v, next_tile, values, v_full, CONFIG)
             count += 1
         tile, phase = next_tile, phase ^ 1
+    hopper_common.tma_store_wait(0)

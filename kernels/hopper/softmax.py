@@ -66,18 +66,33 @@ def _index_in_thread(tile):
 
 
 @gluon.jit
-def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
+def mask_scores(scores, lo, hi, start):
     """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
 
     The mask has one word of bits per row and thread. Masking with bits takes two instructions per score, and comparisons would
     take four.
     """
-    KEYS: gl.constexpr = CONFIG.keys
-    SCORES: gl.constexpr = CONFIG.scores_layout
+    KEYS: gl.constexpr = scores.shape[1]
+    SCORES: gl.constexpr = scores.type.layout
     tile = by_thread(scores, KEYS)
     seen = _bits_below(hi - start, tile) & ~_bits_below(lo - start, tile)
     seen = (seen.expand_dims(1).expand_dims(3) >> _index_in_thread(tile)) & 1
     return gl.convert_layout(gl.where(seen != 0, tile, float("-inf")).reshape([ROWS, KEYS]), SCORES)
+
+
+@gluon.jit
+def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
+    """Replace scores in the first COLUMNS columns by -inf, if their key is below the bound (BELOW) or else not below it."""
+    tile = by_thread(scores, scores.shape[1])
+    NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
+    first = start + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
+    bound = gl.convert_layout(bound, gl.SliceLayout(1, NUMBERS)).expand_dims(1) - first
+    index = _index_in_thread(tile)
+    column = 4 * (index - index % 2) + index % 2
+    hidden = (column < bound.expand_dims(1).expand_dims(3)) == BELOW
+    return gl.convert_layout(
+        gl.where(hidden & (column < COLUMNS), float("-inf"), tile).reshape(scores.shape), scores.type.layout
+    )
 
 
 @gluon.constexpr_function
@@ -180,7 +195,7 @@ def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_M
     """
     lo, hi, _, ref_max = row_bounds
     if is_masked(loop, step):
-        scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
+        scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(scores, CONFIG.keys).type.layout))
     zero_sum = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     ref_max = gl.convert_layout(ref_max, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zero_sum
@@ -201,7 +216,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     _, num_masked_prefix, num_unmasked, num_masked = loop
     alpha = ref_max
     if is_masked(loop, step):
-        scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
+        scores = mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha

@@ -25,7 +25,7 @@ from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
 
 # The number of query heads.
-HEADS = 4
+HEADS = 8
 # The number of rows of a consumer of the forward.
 ROWS = hopper_forward.ROWS.value
 # The kernel arguments that are pointers to int32.
@@ -47,18 +47,21 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
         dim: the head dim of q, k and v.
         group: number of query heads per key head.
         kind: final (an output without a state), begin (a new state), state (a state updated in place), merge (an output from a
-            state), few or medium (an output, with TILES_FEW_ROWS or TILES_MEDIUM), or short (an output of `forward_short`).
+            state), few or medium (an output, with TILES_FEW_ROWS or TILES_MEDIUM), or short1, short4 or short8 (an output of
+            `forward_short` with so many packed heads).
     """
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
-    options = kind == "few", kind == "short", kind == "medium"
+    packed_heads = int(kind[5:]) if kind.startswith("short") else 0
+    options = kind == "few", packed_heads, kind == "medium"
     config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, *options)
-    block = {"q": ROWS, "out_tiles": ROWS, "k": config.keys, "v": config.keys}
-    types = {name: descriptor(dtype, (1, rows, 1, config.dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
+    heads = config.heads_per_row
+    block = {"q": (ROWS // heads, heads), "out_tiles": (ROWS // heads, heads), "k": (config.keys, 1), "v": (config.keys, 1)}
+    types = {name: descriptor(dtype, (1, *rows, config.dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
     if config.state_stages:
         types["state_tiles"] = descriptor("fp32", (1, ROWS, 1, config.dim // config.o_parts))
     absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
-    return (forward_short if kind == "short" else forward_narrow)._forward_kernel, config, types, absent
+    return (forward_short if packed_heads else forward_narrow)._forward_kernel, config, types, absent
 
 
 def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:

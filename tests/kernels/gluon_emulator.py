@@ -287,8 +287,13 @@ def _execute(assembly: str) -> int:
 
 
 def _reinterpret(buffer: Shared, _dtype: Any, shape: list[int], _layout: Any) -> Shared:
-    """Return a view of the start of a buffer. Changing the dtype is impossible, because all numbers are in float64."""
-    return Shared(buffer.data.view(-1)[: torch.Size(shape).numel()].view(shape))
+    """Return a view of the memory from the start of a buffer. The dtype stays float64."""
+    return Shared(buffer.data.as_strided(shape, torch.empty(shape, device="meta").stride()))
+
+
+def _tile_view(buffer: Shared, descriptor: Descriptor) -> Shared:
+    size = descriptor.block_type.nbytes
+    return buffer if buffer.data.numel() == size else _reinterpret(buffer, None, [size], None)
 
 
 def _access(assembly: str, _constraints: str, operands: list, **_options: Any) -> Any:
@@ -349,7 +354,7 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
         execute=_execute,
         warpgroup_mma=_issue, warpgroup_mma_wait=_wait_for_products, fence_async_shared=_nothing, accumulator_layout=_nothing,
         tma_load=Descriptor.load, tma_store=Descriptor.store, tma_reduce_add=Descriptor.reduce_add,
-        tile_view=lambda buffer, _descriptor: buffer,
+        tile_view=_tile_view,
     )  # fmt: skip
     emulated = set(names)
     for module in modules:
@@ -402,8 +407,8 @@ def emulated(module: ModuleType, programs: int, others: list[ModuleType] = ()) -
         with ThreadPoolExecutor(grid if cooperative else 1) as pool:
             list(pool.map(run_program, range(grid)))
 
-    def describe(x: Tensor, *block: int) -> SimpleNamespace:
-        return SimpleNamespace(base=x, block=(1, block[0], 1, block[1]))
+    def describe(x: Tensor, rows: int, dim: int, heads: int = 1) -> SimpleNamespace:
+        return SimpleNamespace(base=x, block=(1, rows, heads, dim))
 
     def with_base(descriptor: Any, x: Tensor) -> SimpleNamespace:
         return SimpleNamespace(base=x.view(-1), block=tuple(descriptor.block_shape))

@@ -138,7 +138,7 @@ HOPPER_CASES = {
         *("bf16:64:1:final", "fp16:64:4:state", "bf16:96:1:final", "fp16:96:4:merge", "bf16:96:1:few", "bf16:64:4:medium"),
         *("bf16:128:1:begin", "fp16:128:4:state", "bf16:128:1:merge", "bf16:128:4:few"),
     ),
-    "short-forward": ("bf16:64:1:short", "fp16:64:4:short"),
+    "short-forward": ("bf16:64:1:short1", "fp16:64:4:short4", "bf16:64:8:short8"),
     "backward": (
         *(f"bf16:{dim}:{group}:{kind}" for dim in (64, 96, 128) for group, kind in ((1, "ordered"), (4, "add"))),
         *("fp16:96:4:fresh", "bf16:64:4:skip", "bf16:96:1:skip", "bf16:128:4:skip"),

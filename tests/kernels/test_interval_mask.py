@@ -217,6 +217,7 @@ def test_longest_tile_of_a_window(length):
     hi = torch.arange(1, length + 1)[None]
     lo = (hi - 128).clamp(min=0)
     assert Intervals.of(lo, hi, length).longest_tile == min(length, 128 + 63)
+    assert Intervals.of(lo, hi, length).longest_small_tiles == (min(length, 128 + 7), min(length, 128 + 15))
     # In the last 64 rows, whose intervals are wider, and in another batch entry.
     for row in (length - 1, length - 64, 0):
         wide = torch.cat((hi, hi.where(torch.arange(length) < row, length)))

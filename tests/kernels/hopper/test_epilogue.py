@@ -68,6 +68,7 @@ def test_end_of_a_work_tile_in_the_emulator(module, has_state, final):
         expected = reference.finalize(expected, torch.float64)[::-1]
 
     config = dict(dim=dim, value_dim=dim, num_heads=1, o_parts=1, output_layout=None, scores_layout=None, update_ref_max=True)
+    config |= dict(heads_per_row=1)
     config |= dict(has_state=has_state, final=final, updates_state=has_state and not final)
     config = SimpleNamespace(**config)
     run = SimpleNamespace(**gluon_emulator.source_functions([hopper_common, epilogue, module]))

@@ -41,7 +41,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("mask", "heads", "dim"), [("empty rows", (4, 2), 64), ("documents", (2, 2), 40)])
+@pytest.mark.parametrize(
+    ("mask", "heads", "dim"), [("empty rows", (4, 2), 64), ("documents", (4, 1), 40), ("window", (8, 1), 64)]
+)
 def test_source_of_the_kernel_computes_attention(mask, heads, dim):
     """In float64, a missing key would change an output by far more than 1e-6."""
     lo, hi = MASKS[mask]
@@ -53,7 +55,7 @@ def test_source_of_the_kernel_computes_attention(mask, heads, dim):
 
 
 @pytest.mark.parametrize("shares_sms", [False, True])
-@pytest.mark.parametrize("heads", [(6, 6), (8, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 6), (8, 2), (16, 2)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (40, 24)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
@@ -65,8 +67,9 @@ def test_masks(mask, dtype, dims, heads, shares_sms, hopper):
     assert_states_close(problem.forward(hopper_forward, final=True, shares_sms=shares_sms), expected, TOLERANCE[dtype])
 
 
-def test_huge_scores_and_many_work_tiles_per_program(hopper):
-    problem = make_problem(*window(3000, 129), 3000, torch.bfloat16, 1, (8, 2), (64, 64), hopper)
+@pytest.mark.parametrize("heads", [(8, 2), (16, 2)], ids=str)
+def test_huge_scores_and_many_work_tiles_per_program(heads, hopper):
+    problem = make_problem(*window(3000, 129), 3000, torch.bfloat16, 1, heads, (64, 64), hopper)
     problem.q *= 50
     assert problem.intervals.longest_tile == KEYS
     expected = problem.double().forward(reference, final=True)
