@@ -87,7 +87,8 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
     allowed = _allowed(attn_mask, remedy)
     try:
         allowed = allowed.expand(*[1] * (2 + len(leading) - allowed.ndim), *allowed.shape[:-2], num_queries, num_keys)
-        torch.broadcast_shapes(leading, allowed.shape[:-2])
+        if torch.broadcast_shapes(leading, allowed.shape[:-2]) != leading:
+            raise RuntimeError
     except RuntimeError:
         shape = (*leading, num_queries, num_keys)
         raise ValueError(f"attn_mask has the shape {tuple(attn_mask.shape)}: it must be broadcastable to {shape}") from None

@@ -103,6 +103,7 @@ def test_masks_are_recognised(name: str, as_float: bool) -> None:
         ({"attn_mask": torch.zeros(9, 9, requires_grad=True)}, "is a bias"),
         ({"attn_mask": torch.ones(8, 9, dtype=torch.bool)}, "broadcastable"),
         ({"attn_mask": torch.ones(4, 1, 9, 9, dtype=torch.bool)}, "broadcastable"),
+        ({"attn_mask": torch.ones(1, 1, 1, 9, 9, dtype=torch.bool)}, "broadcastable"),
         ({"attn_mask": True}, "is a bool"),
         ({"attn_mask": MASKS["causal"], "is_causal": True}, "both attn_mask and is_causal"),
         ({"scale": 0.0}, "positive"),
