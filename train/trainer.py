@@ -76,7 +76,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
         if run.init_from:
             initial_weights.load(run.init_from, run.model)
-        if done >= config.trainer.steps:
+        if done >= run.config.trainer.steps:
             return complete_run(run, directory, done, facts)
         startup.end_part("model")
         log.info(f"{'optimizer':<12}AdamW, peak learning rate {run.config.optim.lr:.3g}")

@@ -48,6 +48,8 @@ def test_a_run_records_the_sources_and_repeats_or_ends(run_command_line, tmp_pat
     assert len(records) == 11
     assert [records[-1][f"tokens/{name}"] for name in WEIGHTS] == [64 * count for count in (198, 99, 33)]
     assert records[-1]["epochs/a"] == pytest.approx(198 / 199)
+    assert train(run_command_line, *arguments, "data.exhausted=end") == 0
+    assert "all 11 steps were completed by an earlier launch" in capfd.readouterr().out
     # The same command without `end` continues the run, and reports the repetition.
     assert train(run_command_line, *arguments) == 0
     output = capfd.readouterr().out
