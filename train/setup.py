@@ -176,13 +176,14 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     )
 
 
-def build(config: Config, init_from: Path | None = None, parent: str | None = None) -> Run:
+def build(config: Config, init_from: Path | None = None, parent: str | None = None, progress: tuple[int, int] = (0, 0)) -> Run:
     """Build a training run.
 
     Args:
         config: the settings, which `config.check` must have accepted.
         init_from: the path of the initial weights, which are checked, but not loaded.
         parent: the checkpoint of another run from which this run branches.
+        progress: the number of steps that a resumed run has taken, and the number of their sequences.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
@@ -193,7 +194,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         loader = start_loader(pick_device(config.trainer.device))
     found = find_resources(config, init_from)
     device, mesh, tokenizer = found.device, found.mesh, found.tokenizer
-    config = end_with_text(config, found.data, mesh)
+    config = end_with_text(config, found.data, mesh, *progress)
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
     # Tokenising a corpus may exceed the configured timeout, which therefore applies only from here on.
@@ -235,8 +236,10 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     )
 
 
-def end_with_text(config: Config, data: TrainingData, mesh: Mesh) -> Config:
+def end_with_text(config: Config, data: TrainingData, mesh: Mesh, done: int = 0, consumed: int = 0) -> Config:
     """If `data.exhausted` is "end", reduce the steps so that the run ends before its text runs out.
+
+    The run has already taken `done` steps with `consumed` sequences.
 
     Raises:
         ConfigError: the text is too short for one step.
@@ -244,7 +247,7 @@ def end_with_text(config: Config, data: TrainingData, mesh: Mesh) -> Config:
     if config.data.exhausted == "repeat":
         return config
     per_step = mesh.dp.size() * config.trainer.accumulate * config.trainer.batch_size
-    steps = data.sequences_per_epoch // per_step
+    steps = done + max(data.sequences_per_epoch - consumed, 0) // per_step
     if config.trainer.steps <= steps:
         return config
     source = f"source {data.first_exhausted} of data.mix" if isinstance(data, MixtureDataset) else "text"

@@ -33,7 +33,7 @@ from ringattn.train.reports.summary import complete_summary, peak_memory_gib, pl
 from ringattn.train.reports.wandb_run import WandbRun
 from ringattn.train.settings.config import Config, ConfigError, TrainerConfig, check, with_settings
 from ringattn.train.settings.sweep import is_job_of_sweep
-from ringattn.train.settings.token_budget import default_group_size, resolve_token_budget
+from ringattn.train.settings.token_budget import default_group_size, resolve_token_budget, resume_token_budget
 from ringattn.train.setup import Run, build, choose_fastest_mesh, find_resources
 from ringattn.train.step import take_step
 
@@ -62,11 +62,12 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         with sync_errors():
             check_results(directory)
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
+        progress = 0, 0
         if checkpoint is not None:
-            config = keep_settings(config, directory, checkpoint)
+            config, progress = keep_settings(config, directory, checkpoint)
         elif config.data.group_size is None:
             config = with_settings(config, {"data.group_size": default_group_size(config, dist.get_world_size())})
-        run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None, parent)
+        run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None, parent, progress)
         startup.end_part("data", run.data_ready)
         stack.enter_context(closing(run.loader))
         facts = run_facts(run)
@@ -337,11 +338,17 @@ def check_space(run: Run, directory: Path, done: int) -> None:
     storage.check_space(directory, done, needed, trainer.keep_checkpoints, saves)
 
 
-def keep_settings(config: Config, directory: Path, checkpoint: Path) -> Config:
-    """Return the settings of a run that resumes from `checkpoint`. Some settings come from the checkpoint."""
+def keep_settings(config: Config, directory: Path, checkpoint: Path) -> tuple[Config, tuple[int, int]]:
+    """Return the settings of a run that resumes from `checkpoint`, and the numbers of its steps and of their sequences.
+
+    Some settings come from the checkpoint.
+    """
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
-        return resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, config)
+        consumed: Any = meta.get("consumed")  # which `resume` checks
+        progress = meta["step"], consumed if storage.is_count(consumed) else 0
+        config = resume_token_budget(config, dist.get_world_size(), *progress)
+        return resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, config), progress
 
 
 def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:

@@ -67,6 +67,14 @@ def test_a_damaged_document_is_not_reported_as_another_text(corpus, monkeypatch)
         run_setup.find_resources(job(corpus, 1))
 
 
+@pytest.mark.parametrize(("done", "consumed", "steps"), [(0, 0, 5), (2, 8, 3), (4, 4, 7), (9, 12, 9)])
+def test_a_resumed_run_ends_before_its_text_runs_out(done, consumed, steps):
+    """The text has 11 sequences, and a step two. Earlier steps may have had other numbers of sequences."""
+    mesh, data = SimpleNamespace(dp=SimpleNamespace(size=lambda: 2)), SimpleNamespace(sequences_per_epoch=11)
+    config = with_settings(Config(), {"data.exhausted": "end", "trainer.batch_size": 1})
+    assert run_setup.end_with_text(config, data, mesh, done, consumed).trainer.steps == steps
+
+
 def check_fastest_mesh() -> None:
     """On every rank: all ranks use the mesh that rank 0 chooses."""
     run_setup.machine_of = lambda *args: SimpleNamespace(gpu=True)

@@ -40,6 +40,19 @@ def resolve_token_budget(config: Config, world_size: int) -> Config:
     return replace(config, trainer=replace(trainer, accumulate=accumulate, steps=steps))
 
 
+def resume_token_budget(config: Config, world_size: int, done: int, consumed: int) -> Config:
+    """Compute `trainer.steps` from `trainer.total_tokens` for a run that has taken `done` steps with `consumed` sequences.
+
+    These steps may have had another number of tokens.
+    """
+    trainer, seq_len = config.trainer, config.data.seq_len
+    if trainer.total_tokens is None:
+        return config
+    per_step = seq_len * trainer.batch_size * trainer.accumulate * num_data_parallel_ranks(config, world_size)
+    remaining = max(trainer.total_tokens - consumed * seq_len, 0)
+    return replace(config, trainer=replace(trainer, steps=done + -(-remaining // per_step)))
+
+
 def by_ranks(value: int, ranks: int | None = None) -> int:
     """Return `value` x `ranks`. Recipes use this function. `ranks` is by default the number of launched ranks."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1

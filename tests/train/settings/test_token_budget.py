@@ -3,7 +3,13 @@
 import pytest
 
 from ringattn.train.settings.config import Config, ConfigError, with_settings
-from ringattn.train.settings.token_budget import check_sources, common_tokens_per_step, default_group_size, resolve_token_budget
+from ringattn.train.settings.token_budget import (
+    check_sources,
+    common_tokens_per_step,
+    default_group_size,
+    resolve_token_budget,
+    resume_token_budget,
+)
 
 
 def config_with(seq_len: int = 64, ring: int | None = 1, **trainer: int) -> Config:
@@ -29,6 +35,14 @@ def test_steps_follow_from_the_total_tokens(total_tokens, steps):
     config = config_with(accumulate=2, total_tokens=total_tokens)
     config = resolve_token_budget(config, world_size=2)
     assert (config.trainer.accumulate, config.trainer.steps) == (2, steps)
+
+
+@pytest.mark.parametrize(("done", "consumed", "steps"), [(0, 0, 4), (2, 8, 4), (2, 4, 5), (3, 1, 7), (5, 20, 5)])
+def test_a_resumed_run_has_the_same_total_tokens(done, consumed, steps):
+    """A step has four sequences now, and the whole run 16. Earlier steps may have had other numbers of sequences."""
+    config = config_with(accumulate=2, total_tokens=1024)
+    assert resume_token_budget(config, 2, done, consumed).trainer.steps == steps
+    assert resume_token_budget(Config(), 2, done, consumed) == Config()
 
 
 @pytest.mark.parametrize(
