@@ -72,8 +72,6 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         stack.enter_context(closing(run.loader))
         facts = run_facts(run)
         describe(run, directory, facts)
-        if dist.get_rank() == 0 and (texts := texts_of(run.data)):
-            plot_documents(texts, directory / "documents.png")
         done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
         if run.init_from:
             initial_weights.load(run.init_from, run.model)
@@ -199,6 +197,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, show=stop or not evaluates, **record)
             if step == done + 1:
                 log.info(f"{'start-up':<12}{startup.describe()}")
+                if dist.get_rank() == 0 and (texts := texts_of(run.data)):
+                    plot_documents(texts, directory / "documents.png")
                 wandb_run.add_facts(communication_facts(run))
             # Save first, because a kill during the evaluation must not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
