@@ -396,7 +396,7 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
     try:
-        with pyarrow.parquet.ParquetFile(file) as reader:
+        with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as reader:
             if reader.metadata.num_rows == 0:  # An empty Parquet file may lack columns.
                 raise _empty(file)
             schema = reader.schema_arrow

@@ -211,6 +211,11 @@ TEXTS = pa.table({"text": ["one", None, "three"]})
         ("parquet", b"", " cannot be read: ArrowInvalid"),
         ("parquet", parquet(pa.table({"body": ["a"]})), " has no column 'text': set data.column to one of body"),
         ("parquet", parquet(pa.table({"text": [[1]]})), ": column 'text' contains list<.*>, but text is required"),
+        (
+            "parquet",
+            parquet(TEXTS, write_page_checksum=True, compression="none").replace(b"three", b"thrie"),
+            " cannot be read: OSError: could not verify page integrity",
+        ),
         ("parquet", parquet(TEXTS).replace(b"three", b"th\xffee"), ", row 3: the byte 0xff is not UTF-8"),
     ],
     ids=lambda value: value if isinstance(value, str) else "content",
