@@ -12,7 +12,7 @@ from ringattn.train.inference.losses import default_lengths
 from ringattn.train.inference.needle import evaluate_needle
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.reports.recall_results import accuracy_table, plot_accuracies
-from ringattn.train.settings.config import Config, DataConfig, check, with_settings
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, with_settings
 from ringattn.train.setup import build_for_inference
 
 SHORTEST_LENGTH = 256
@@ -48,10 +48,13 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
     """Return the data settings of the tokenizer and the chat template, and one set of settings per length, in ascending order.
 
-    By default, the facts are hidden in Python's standard library. `overrides` may select another text.
+    By default, the facts are hidden in Python's standard library. `overrides` may select another text. Raise ConfigError for
+    another `data.format` than text and chat.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")
+    if form not in ("text", "chat"):
+        raise ConfigError(f"data.format={form} is impossible with facts in a long text: choose text or chat")
     data = DataConfig(tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
     default = [length for length in default_lengths(config.data.seq_len, "text") if length >= SHORTEST_LENGTH]
     lengths = overrides.pop("data.seq_len", ",".join(map(str, default or [config.data.seq_len]))).split(",")

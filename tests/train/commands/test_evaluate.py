@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.train.commands import evaluate
-from ringattn.train.settings.config import ConfigError, DataConfig
+from ringattn.train.commands import evaluate, evaluate_needle
+from ringattn.train.settings.config import Config, ConfigError, DataConfig
 
 
 def test_another_text_is_encoded_as_the_text_of_the_training():
@@ -18,3 +18,10 @@ def test_another_text_is_encoded_as_the_text_of_the_training():
 def test_settings_of_training_sequences_are_rejected(setting):
     with pytest.raises(ConfigError, match=f"^{setting} has no effect on an evaluation: leave it out$"):
         evaluate.run_command_line(["run=any", setting])
+
+
+def test_formats_without_a_place_for_facts_are_rejected():
+    for form in ("prompt_completion", "chats"):
+        with pytest.raises(ConfigError, match=f"^data.format={form} is impossible with facts in a long text"):
+            evaluate_needle.evaluation_configs(Config(), {"data.format": form})
+    assert evaluate_needle.evaluation_configs(Config(), {"data.format": "chat"})[0].format == "chat"
