@@ -70,38 +70,14 @@ def _backward_module(backend: str):
 
 
 @cache
-def _triton_decode():
-    from ringattn.kernels.triton import decode
+def _triton():
+    import ringattn.kernels.triton.decode
+    import ringattn.kernels.triton.merge
+    import ringattn.kernels.triton.merge_states
+    import ringattn.kernels.triton.quantize
+    import ringattn.kernels.triton.sinks
 
-    return decode
-
-
-@cache
-def _triton_merge():
-    from ringattn.kernels.triton import merge
-
-    return merge
-
-
-@cache
-def _triton_merge_states():
-    from ringattn.kernels.triton import merge_states
-
-    return merge_states
-
-
-@cache
-def _triton_sinks():
-    from ringattn.kernels.triton import sinks
-
-    return sinks
-
-
-@cache
-def _triton_quantize():
-    from ringattn.kernels.triton import quantize
-
-    return quantize
+    return ringattn.kernels.triton
 
 
 def forward(
@@ -144,7 +120,7 @@ def forward(
     record(choice)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
         record(_SPLIT_KV)
-        out, lse = _triton_decode().decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
+        out, lse = _triton().decode.decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
         return out, lse
     options: dict[str, Any] = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
@@ -179,7 +155,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
     is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in fp8.HEAD_DIMS
     # On a ring, some ranks may hold no tokens.
     if is_supported and 0 not in (*q.shape, *k.shape):
-        return _triton_quantize().quantize(q, k, v)
+        return _triton().quantize.quantize(q, k, v)
     return fp8.quantize(q, k, v)
 
 
@@ -295,7 +271,7 @@ def decode(
     choice = _choose_decode(q, v, backend)
     record(choice)
     if choice.backend == "triton":
-        return _triton_decode().decode(q, k, v, lo, hi, scale, final, sinks, page_table)
+        return _triton().decode.decode(q, k, v, lo, hi, scale, final, sinks, page_table)
     return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_module(choice.backend).forward)
 
 
@@ -318,7 +294,7 @@ def prepare_decode(
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":
-        compute = _triton_decode().Decoder(q, k, v, lo, scale, final, sinks, page_table)
+        compute = _triton().decode.Decoder(q, k, v, lo, scale, final, sinks, page_table)
     else:
         forward = _forward_module(choice.backend).forward
 
@@ -395,7 +371,7 @@ def backward(
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `reference.add_sinks`."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
-        return _triton_sinks().add_sinks(out.contiguous(), lse.contiguous(), sinks)
+        return _triton().sinks.add_sinks(out.contiguous(), lse.contiguous(), sinks)
     return reference.add_sinks(out, lse, sinks)
 
 
@@ -405,14 +381,14 @@ def add_sinks_backward(
     """Compute `reference.add_sinks_backward`."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
         dlse = None if dlse is None else dlse.contiguous()
-        return _triton_sinks().add_sinks_backward(out.contiguous(), lse.contiguous(), sinks, dout.contiguous(), dlse)
+        return _triton().sinks.add_sinks_backward(out.contiguous(), lse.contiguous(), sinks, dout.contiguous(), dlse)
     return reference.add_sinks_backward(out, lse, sinks, dout, dlse)
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """Compute `reference.sum_partials`."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
-        return _triton_merge().sum_partials(base, parts, dtype)
+        return _triton().merge.sum_partials(base, parts, dtype)
     return reference.sum_partials(base, parts, dtype)
 
 
@@ -420,14 +396,14 @@ def merge_states(base: Tensors, parts: Sequence[tuple[int, Tensors]], dtype: tor
     """Compute `reference.merge_states`."""
     tensors = [*base, *(x for _, state in parts for x in state)]
     if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
-        return _triton_merge_states().merge_states(base, parts, dtype)
+        return _triton().merge_states.merge_states(base, parts, dtype)
     return reference.merge_states(base, parts, dtype)
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Compute `reference.merge_packed`."""
     on_gpu = states.is_cuda and states.dtype == torch.float32
-    return (_triton_merge_states() if on_gpu else reference).merge_packed(states, shape, dtype)
+    return (_triton().merge_states if on_gpu else reference).merge_packed(states, shape, dtype)
 
 
 class IncrementalBackward:

@@ -41,7 +41,7 @@ def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits
     )
     monkeypatch.setattr(dispatch, "_choose", lambda *_: Choice("hopper", ""))
     monkeypatch.setattr(dispatch, "_forward_module", lambda backend: kernels)
-    monkeypatch.setattr(dispatch, "_triton_decode", lambda: kernels)
+    monkeypatch.setattr(dispatch, "_triton", lambda: SimpleNamespace(decode=kernels))
     monkeypatch.setattr(validation, "check_inputs", lambda *_: None)
     q, k = (torch.empty(shape, dtype=options.pop("dtype", torch.bfloat16), device="meta") for shape in shapes)
     dispatch.forward(q, k, k, full(q.shape[1], k.shape[1]), 1.0, **{"final": True, **options})
@@ -86,7 +86,7 @@ def test_fp8_forward_equals_attention_on_rounded_inputs(backend, device):
     ids=["bf16", "fp32", "fp64", "96", "different-dims", "cpu"],
 )
 def test_one_kernel_rounds_the_inputs_on_a_gpu(is_cuda, dtype, dims, fused, monkeypatch):
-    monkeypatch.setattr(dispatch, "_triton_quantize", lambda: SimpleNamespace(quantize=lambda *_: "Triton"))
+    monkeypatch.setattr(dispatch, "_triton", lambda: SimpleNamespace(quantize=SimpleNamespace(quantize=lambda *_: "Triton")))
     monkeypatch.setattr(fp8, "quantize", lambda *_: "PyTorch")
     q, v = (SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 5, 2, dim)) for dim in dims)
     assert dispatch.quantize(q, q, v) == ("Triton" if fused else "PyTorch")
