@@ -82,6 +82,13 @@ def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 
 
+def chunk_work(q: Tensor, k: Tensor, v: Tensor, pairs: float, precision: str = "ieee") -> tuple[int, tuple[Work, Work]]:
+    """Return the number of head chunks, and the work of the forward and the backward pass of one chunk."""
+    count = head_chunks_for_memory(q, k, v, pairs)
+    q, k, v = (head_chunk(x, count) for x in (q, k, v))
+    return count, (forward_work(q, k, v, precision), backward_work(q, k, v))
+
+
 def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
     """Return chunk i of `count` chunks of the heads of x (B, N, H, ...), as a view."""
     return x.unflatten(2, (count, -1))[:, :, i]

@@ -119,12 +119,11 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     plan = get_plan(case.mask, variants.ring_layout(case, ranks), 0, torch.device("cpu"))
     heads = case.heads, case.num_key_heads
     q, k = (torch.empty(1, 1, count, case.head_dim, dtype=torch.bfloat16, device="meta") for count in heads)
-    chunks = plan.head_chunks_for_memory(q, k, k)
-    q, k = (workload.head_chunk(x, chunks) for x in (q, k))
+    chunks, passes = workload.chunk_work(q, k, k, plan.pairs / ranks)
     names: list[str] = []
     hops, sent = 0, [0] * ranks
     found: dict[str, dict[str, Any]] = {}
-    for part, work in zip(PARTS, (workload.forward_work(q, k, k), workload.backward_work(q, k, k)), strict=True):
+    for part, work in zip(PARTS, passes, strict=True):
         names.append(plan.choose_schedule(schedule, work, interconnect))
         block, result = getattr(work.row_bytes, names[-1])
         steps = plan.schedule(names[-1], result > 0, interconnect.all_pairs)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ringattn import Mask
 from ringattn.comm.connect import connect
 from ringattn.planning.rank_plan import Plan
-from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
-from ringattn.planning.workload import Work, backward_work, forward_work
+from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS, chunk_of_heads
+from ringattn.planning.workload import chunk_work
 from ringattn.train.checkpoint import huggingface
 from ringattn.train.data.best_fit import BestFitDataset
 from ringattn.train.data.documents import TokenisedDocuments
@@ -27,7 +27,7 @@ from ringattn.train.model import flops
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.memory.capacity import describe_bytes
-from ringattn.train.parallel.mesh import causal_masks, choose_layout
+from ringattn.train.parallel.mesh import attention_inputs, causal_masks, choose_layout
 from ringattn.train.reports.packing_report import describe_packing, packing_facts, texts_of
 from ringattn.train.setup import Run, machine_of
 
@@ -188,29 +188,21 @@ def communication_facts(run: Run) -> dict[str, Any]:
     masks, windows = causal_masks(run.config.model), run.config.model.windows
     layout = choose_layout(run.config, mesh.shape, masks).whole
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
+    inputs = attention_inputs(run.config, run.bf16)
+    chunks, (q, k, v, _) = chunk_of_heads(*inputs, mesh.sequence.size(), mesh.ulysses.size())
     schedules, exposed = dict[str, list[str]](), 0.0
     for window, mask in masks.items():
         # A plan on the CPU suffices to predict the schedules.
         plan = Plan(mask, layout, connection.rank, torch.device("cpu"))
-        for work in _attention_work(run, plan):
+        count, passes = chunk_work(q, k, v, plan.pairs / layout.ranks, run.config.trainer.attention_precision(training=True))
+        for work in passes:
             chosen = plan.choose_schedule(parallel.schedule, work, joined)
             schedules.setdefault(work.direction, []).append(chosen)
             hops = plan.costs(chosen, work, joined)
-            exposed += windows.count(window) * sum(max(hop.communication - hop.compute, 0) for hop in hops)
+            exposed += windows.count(window) * chunks * count * sum(max(hop.communication - hop.compute, 0) for hop in hops)
     # If sliding and full layers have different schedules, both schedules are listed in the order of the layers.
     facts |= {f"schedule_{direction}": ", ".join(dict.fromkeys(names)) for direction, names in schedules.items()}
     return facts | {"predicted_exposed_communication_s_per_step": exposed * run.config.trainer.accumulate}
-
-
-def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
-    model, ulysses = run.config.model, run.mesh.ulysses.size()
-    shape = run.config.trainer.batch_size, plan.layout.rows(plan.rank)
-    dtype = torch.bfloat16 if run.bf16 else torch.float32
-    # If there are fewer key heads than Ulysses ranks, several ranks have copies of the same key head.
-    heads = model.heads // ulysses, max(model.kv_heads // ulysses, 1)
-    q, k = (torch.empty(*shape, count, model.resolved_head_dim, dtype=dtype, device="meta") for count in heads)
-    precision = run.config.trainer.attention_precision(training=True)
-    return forward_work(q, k, k, precision), backward_work(q, k, k)
 
 
 def git_commit() -> str | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from ringattn.planning import workload
 from ringattn.planning.workload import (
     backward_work,
+    chunk_work,
     forward_work,
     head_chunk,
     head_chunks_for_memory,
@@ -71,6 +72,9 @@ def test_head_chunks_divide_the_key_heads(limit: float, chunks: int, monkeypatch
     k = torch.empty(1, 1, 6, 4, device="meta")
     monkeypatch.setattr(workload, "HEAD_CHUNK_FLOPS", forward_work(q, k, k).pair_flops * 100 / limit)
     assert head_chunks_for_memory(q, k, k, pairs=100) == chunks
+    count, passes = chunk_work(q, k, k, 100)
+    assert count == chunks
+    assert [chunks * work.pair_flops for work in passes] == [work(q, k, k).pair_flops for work in (forward_work, backward_work)]
 
 
 def test_head_chunks_are_views() -> None:

@@ -6,12 +6,14 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringattn import Mask
+from ringattn.planning import workload
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
@@ -101,7 +103,8 @@ def check_communication_facts(corpus: str, route: str, schedule: str) -> None:
     config = job(corpus, 1, route=route, schedule=schedule)
     run = run_setup.build(config)
     take_step(run, 1, 0)
-    facts = description.communication_facts(run)
+    with patch.object(workload, "HEAD_CHUNK_FLOPS", 1):  # one chunk per key head
+        facts = description.communication_facts(run)
     chosen = "kv" if schedule == "kv" else "state"
     expected = {"transport": "gloo", "route": "relay" if route == "relay" else "direct"}
     expected |= {"schedule_forward": chosen, "schedule_backward": chosen}
@@ -111,12 +114,12 @@ def check_communication_facts(corpus: str, route: str, schedule: str) -> None:
     joined = interconnect("gloo", flops=5e10)._replace(all_pairs=route != "relay")
     mask = Mask.causal(40)
     plan = Plan(mask, choose_layout(config, run.mesh.shape, {40: mask}).whole, rank, torch.device("cpu"))
-    q, k = (torch.empty(1, plan.layout.rows(rank), heads, 8, device="meta") for heads in (4, 2))
+    q, k = (torch.empty(1, plan.layout.rows(rank), heads, 8, device="meta") for heads in (2, 1))
     hops = [hop for work in (forward_work(q, k, k), backward_work(q, k, k)) for hop in plan.costs(chosen, work, joined)]
     exposed = sum(hop.communication - hop.compute for hop in hops if hop.communication > hop.compute)
     assert exposed > 0
-    # Two layers and four micro-steps.
-    assert facts["predicted_exposed_communication_s_per_step"] == pytest.approx(8 * exposed)
+    # Two layers, two chunks of heads and four micro-steps.
+    assert facts["predicted_exposed_communication_s_per_step"] == pytest.approx(16 * exposed)
 
 
 def test_commit_is_that_of_the_clone_of_the_code(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from torch import Tensor
 from ringattn.comm.connect import TRANSPORT_VARIABLE
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.ulysses_degree import chunk_of_heads, scaled_plan
-from ringattn.planning.workload import backward_work, forward_work, head_chunk, head_chunks_for_memory
+from ringattn.planning.workload import chunk_work
 from ringattn.train.parallel.mesh import MeshShape, attention_inputs, causal_masks, count_layers
 from ringattn.train.parallel.timing import SLOW_GPU, Machine
 from ringattn.train.settings.config import Config
@@ -41,9 +41,7 @@ def _ring_bytes(config: Config, ranks: int, machine: Machine, qkv: Sequence[Tens
     for mask in layers:
         plan, scale = scaled_plan(mask, layers, (parallel.layout, seq_len, ranks))
         q, k, v = qkv
-        count = head_chunks_for_memory(q, k, v, mask.pairs(seq_len)[0] / ranks)
-        q, k, v = (head_chunk(x, count) for x in qkv)
-        for work in (forward_work(q, k, v, config.trainer.attention_precision(True)), backward_work(q, k, v)):
+        for work in chunk_work(q, k, v, mask.pairs(seq_len)[0] / ranks, config.trainer.attention_precision(True))[1]:
             work = work.scaled(scale)
             name, _ = plan.choose(parallel.schedule, work, joined)
             sizes = getattr(work.row_bytes, name)
