@@ -58,66 +58,49 @@ class Needs(NamedTuple):
     def copies(self) -> float:
         return self.host.get(COPIES, 0)
 
-    @property
-    def total(self) -> float:
-        return sum(self.device.values()) + sum(self.host.values())
-
-
-class Limit(NamedTuple):
-    """Holds the bytes of GPU memory and host memory that a run may use."""
-
-    gpu: float | None  # None on CPUs, where `host` is the only memory
-    host: float
-    total: float  # all host memory of the rank
-
-    def fits_device(self, needs: Needs) -> bool:
-        return self.gpu is None or sum(needs.device.values()) <= self.gpu
-
-    def fits(self, needs: Needs) -> bool:
-        host = needs.total if self.gpu is None else sum(needs.host.values())
-        problem = copies_problem(needs.copies, self.total - needs.offloaded)
-        return self.fits_device(needs) and host <= self.host and not problem
-
 
 class Capacity(NamedTuple):
     """Holds the bytes of GPU memory and host memory that a rank has."""
 
     gpu: float | None  # None on CPUs, where `host` is the only memory
     host: float  # the rank's share of its host
+    fraction: float = USABLE_FRACTION  # the usable fraction of the GPU's memory
 
     @classmethod
     def of(cls, device: torch.device) -> "Capacity":
         gpu = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
         return cls(gpu, host_memory() / ranks_per_host())
 
-    def limit(self, fraction: float = USABLE_FRACTION) -> "Limit":
-        """`fraction` is the usable fraction of the GPU's memory."""
-        if self.gpu is None:
-            return Limit(None, USABLE_FRACTION * self.host, self.host)
-        return Limit(fraction * self.gpu, max(USABLE_FRACTION * self.host - PROCESS_BYTES, 0), self.host)
+    @property
+    def usable_host(self) -> float:
+        return max(USABLE_FRACTION * self.host - (0 if self.gpu is None else PROCESS_BYTES), 0)
 
     def share(self, needs: Needs) -> float:
         """Return the largest used fraction of GPU memory, host memory, and memory for copies."""
+        device = sum(needs.device.values()) / self.gpu if self.gpu else 0
         copies = needs.copies / max(COPIES_FRACTION * (self.host - needs.offloaded), 1)
-        if self.gpu is None:
-            return max(needs.total / self.host, copies)
-        return max(sum(needs.device.values()) / self.gpu, sum(needs.host.values()) / max(self.limit().host, 1), copies)
+        return max(device, sum(self._host_bytes(needs).values()) / max(self.usable_host, 1), copies)
+
+    def fits_device(self, needs: Needs) -> bool:
+        return self.gpu is None or sum(needs.device.values()) <= self.fraction * self.gpu
 
     def fits(self, needs: Needs) -> bool:
-        return self.limit().fits(needs)
+        problem = copies_problem(needs.copies, self.host - needs.offloaded)
+        return self.fits_device(needs) and sum(self._host_bytes(needs).values()) <= self.usable_host and not problem
 
     def check(self, needs: Needs) -> None:
         if self.fits(needs):
             return
-        limit = self.limit()
         if problem := copies_problem(needs.copies, self.host - needs.offloaded):
             raise copies_error(problem)
-        if self.gpu is None or limit.gpu is None:
-            both = {name: needs.device.get(name, 0) + needs.host.get(name, 0) for name in (*needs.device, *needs.host)}
-            raise _error(both, limit.host, "its share of this host")
-        if not limit.fits_device(needs):
-            raise _error(needs.device, limit.gpu, "its GPU")
-        raise _error(needs.host, limit.host, "its share of this host")
+        if self.gpu is not None and not self.fits_device(needs):
+            raise _error(needs.device, self.fraction * self.gpu, "its GPU")
+        raise _error(self._host_bytes(needs), self.usable_host, "its share of this host")
+
+    def _host_bytes(self, needs: Needs) -> Bytes:
+        if self.gpu is not None:
+            return needs.host
+        return {name: needs.device.get(name, 0) + needs.host.get(name, 0) for name in (*needs.device, *needs.host)}
 
 
 def describe_bytes(needed: Bytes) -> str:

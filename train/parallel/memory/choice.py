@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from ringattn.train.parallel.memory import estimate
-from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, RECEIVE_BUFFERS, USABLE_FRACTION, Limit, Needs
+from ringattn.train.parallel.memory.capacity import COMFORTABLE_FRACTION, RECEIVE_BUFFERS, USABLE_FRACTION, Capacity, Needs
 from ringattn.train.parallel.memory.chunks import CHUNK
 from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.memory.receive_buffers import receive_bytes
@@ -44,7 +44,7 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
         return step_time(config, shape, machine, plan, attention).seconds
 
     def best(fraction: float) -> MemoryPlan | None:
-        limit = machine.capacity.limit(fraction)
+        limit = machine.capacity._replace(fraction=fraction)
         candidates = _candidates(config, shape, machine.bf16, needs, limit)
         times = {plan: seconds(plan) for plan in candidates if limit.fits(needs(plan))}
         # The simplest of several equally fast plans is chosen.
@@ -55,7 +55,7 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
         return comfortable, needs(comfortable)
     usable = best(USABLE_FRACTION)
     if usable is None:
-        plans = _candidates(config, shape, machine.bf16, needs, machine.capacity.limit())
+        plans = _candidates(config, shape, machine.bf16, needs, machine.capacity)
         chosen = min(plans, key=lambda plan: machine.capacity.share(needs(plan)))
     elif comfortable is None or comfortable.attention_blocks > usable.attention_blocks:
         chosen = usable
@@ -81,7 +81,7 @@ def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]
 
 
 def _candidates(
-    config: Config, shape: MeshShape, bf16: bool, needs: Callable[[MemoryPlan], Needs], limit: Limit
+    config: Config, shape: MeshShape, bf16: bool, needs: Callable[[MemoryPlan], Needs], limit: Capacity
 ) -> Iterator[MemoryPlan]:
     """Yield plans that may be the best, simple plans first.
 
@@ -103,7 +103,7 @@ def _candidates(
         def fits(plan: MemoryPlan) -> bool:
             return limit.fits(needs(plan))
 
-        if base.host_blocks and sum(needs(base).host.values()) > limit.host:
+        if base.host_blocks and sum(needs(base).host.values()) > limit.usable_host:
             continue
         if base == MemoryPlan() and fits(base):
             yield base  # Every other plan is slower.

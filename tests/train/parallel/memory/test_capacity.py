@@ -40,7 +40,7 @@ def test_an_error_lists_the_memory_by_purpose_if_it_does_not_fit(device, host, e
 
 def test_a_comfortable_plan_leaves_memory_free():
     needs = [Needs({"activations": gib * GIB}, {}) for gib in (60, 70)]
-    assert [GPU.limit(COMFORTABLE_FRACTION).fits(each) for each in needs] == [True, False]
+    assert [GPU._replace(fraction=COMFORTABLE_FRACTION).fits(each) for each in needs] == [True, False]
     assert all(map(GPU.fits, needs))
 
 

@@ -63,7 +63,7 @@ def test_no_more_blocks_are_recomputed_than_necessary():
     gpus = machine(4, host=5)
     plan, needs = choose_plan(job(131_072, optimizer="keep"), MeshShape(1, 4, 1), gpus)
     assert plan == MemoryPlan(recomputed_blocks=13)
-    limit = gpus.capacity.limit(0.85)
+    limit = gpus.capacity._replace(fraction=0.85)
     assert limit.fits(needs)
     assert not limit.fits(estimate.needs(job(131_072), MeshShape(1, 4, 1), 128_256, True, True, MemoryPlan(12)))
 
@@ -97,7 +97,7 @@ def test_no_other_plan_is_faster(gpu, host):
 
     def fits(plan: MemoryPlan, fraction: float) -> bool:
         needs = estimate.needs(config, shape, gpus.vocab_size, True, True, plan)
-        return gpus.capacity.limit(fraction).fits(needs)
+        return gpus.capacity._replace(fraction=fraction).fits(needs)
 
     def fastest(fraction: float) -> float:
         return min((seconds(plan) for plan in plans if fits(plan, fraction)), default=math.inf)
