@@ -590,17 +590,13 @@ def _json_text(where: object, line: bytes, config: DataConfig) -> str | None:
     Raises:
         ConfigError: the line is too long, is not a JSON object, or does not contain text under this name.
     """
-    column = config.column
-    check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
-    if (row := _json_row(where, line)) is None:
+    if (record := _json_record(where, line, config)) is None:
         return None
-    if column not in row:
-        raise no_column(where, column, row)
-    if not isinstance(row[column], str | None):
-        raise no_text(where, column, f"{row[column]!r:.60}")
-    text = row[column] or ""
-    check_surrogates(where, text)
-    return text
+    text = record[config.column]
+    if not isinstance(text, str | None):
+        raise no_text(where, config.column, f"{text!r:.60}")
+    check_surrogates(where, text or "")
+    return text or ""
 
 
 def check_surrogates(where: object, text: str) -> None:
