@@ -13,7 +13,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.rank_plan import get_plan
 from ringattn.ring import Ring
-from ringattn.sinks import add_sinks, check_sink_logits
+from ringattn.sinks import check_sink_logits, with_sinks
 from ringattn.spec import (
     AttentionSpec,
     autocast,
@@ -95,8 +95,7 @@ def ring_attention(
     options |= dict(first_head=first_head, schedule=schedule, route=route, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse, _ = _attention(q, k, v, spec)
-    out, lse = add_sinks(out, lse, sink_logits)
-    return (out, lse) if return_lse else out
+    return with_sinks(out, lse, sink_logits, return_lse)
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:

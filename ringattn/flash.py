@@ -15,7 +15,7 @@ from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.validation import check_dense, check_flag
 from ringattn.mask import Mask, shared_intervals
-from ringattn.sinks import add_sinks, check_sink_logits
+from ringattn.sinks import check_sink_logits, with_sinks
 from ringattn.spec import AttentionSpec, autocast, check_attention, resolve_scale
 
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
@@ -113,8 +113,7 @@ def flash_attention(
         **options,
     )
     out, lse, _ = _attention(q, k, v, spec)
-    out, lse = add_sinks(out, lse, sink_logits)
-    return (out, lse) if return_lse else out
+    return with_sinks(out, lse, sink_logits, return_lse)
 
 
 def _draw_seed(device: torch.device) -> int:

@@ -36,16 +36,17 @@ def check_sink_logits(sink_logits: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sink_logits is on {sink_logits.device} but q is on {q.device}: move it to the device of q")
 
 
-def add_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return `out` (B, N, Hq, Dv) and `lse` (B, N, Hq) of attention with `sink_logits` (Hq,), with gradients for all three."""
-    if sink_logits is None:
-        return out, lse
-    sinks = sink_logits.to(lse.dtype)
-    # Compilers fuse the PyTorch operations of `add_sinks`, so only eager calls use the kernel.
-    is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
-    if is_eager and out.is_cuda:
-        return _AddSinks.apply(out, lse, sinks)
-    return reference.add_sinks(out, lse, sinks)
+def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Add `sink_logits` (Hq,) to `out` (B, N, Hq, Dv) and `lse` (B, N, Hq) of attention, with gradients for all three.
+
+    Return `out`, or (out, lse) with `return_lse`.
+    """
+    if sink_logits is not None:
+        # Compilers fuse the PyTorch operations of `add_sinks`, so only eager calls use the kernel.
+        is_eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+        add = _AddSinks.apply if is_eager and out.is_cuda else reference.add_sinks
+        out, lse = add(out, lse, sink_logits.to(lse.dtype))
+    return (out, lse) if return_lse else out
 
 
 class _AddSinks(torch.autograd.Function):

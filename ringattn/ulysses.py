@@ -28,7 +28,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.planning.ulysses_degree import head_chunks_for_overlap, key_copies
 from ringattn.ring import Ring
-from ringattn.sinks import add_sinks, check_sink_logits
+from ringattn.sinks import check_sink_logits, with_sinks
 from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, check_shard, resolve_scale
 
 
@@ -117,8 +117,7 @@ def ulysses_attention(
         attention=attention,
     )
     out, lse, _ = _attention(q, k, v, spec)
-    out, lse = add_sinks(out, lse, sink_logits)
-    return (out, lse) if return_lse else out
+    return with_sinks(out, lse, sink_logits, return_lse)
 
 
 class UlyssesSpec(NamedTuple):
