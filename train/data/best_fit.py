@@ -9,25 +9,20 @@ the data, a checkpoint contains only the number of consumed sequences.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 import numpy as np
 
-from ringattn.train.data.documents import TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.documents import PaddedSequences, random_order
 from ringattn.train.data.shards import Documents
-from ringattn.train.model.loss import IGNORE
 
 PACKING = 2**62  # the seed of an order that does not depend on the epoch
 
 
-class BestFitDataset(TokenisedDocuments):
+class BestFitDataset(PaddedSequences):
     """Packs an endless series of sequences so that few documents are cut. The arguments and the index i determine sequence i.
 
     Every document begins with the same token, which is also the label of the last token of every document.
-
-    Attributes:
-        padding: the fraction of padding among all tokens.
-        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
-        group_size: the number of consecutive sequences with a similar cost of attention, or 1.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, group_size: int = 1):
@@ -45,11 +40,7 @@ class BestFitDataset(TokenisedDocuments):
         # The pieces of one sequence are neighbours in `_pieces`, and `_first` contains the index of its first piece.
         self._pieces = order[sequence.argsort(kind="stable")]
         self._first = np.concatenate([[0], np.bincount(sequence).cumsum()])
-        count = len(self._first) - 1
-        self.padding = 1 - self.tokens_per_epoch / (count * seq_len)
-        self.group_size = group_size if group_size <= count else 1
-        self.sequences_per_epoch = count - count % self.group_size
-        self._epoch_order = (-1, order)
+        self._begin(len(self._first) - 1, self.tokens_per_epoch, group_size)
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
@@ -60,30 +51,12 @@ class BestFitDataset(TokenisedDocuments):
         """Return the length of every piece, and whether a document begins there. Pieces of a document are neighbours."""
         return self._size, self._start == 0
 
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each piece and of the padding."""
-        epoch, position = divmod(index, self.sequences_per_epoch)
-        number = self._order_of(epoch)[position]
-        tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
-        begin, lengths = 0, list[int]()
+    def _pieces_of(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for piece in self._pieces[self._first[number] : self._first[number + 1]].tolist():
             start, size = int(self._start[piece]), int(self._size[piece])
             document = self._documents[int(self._number[piece])]
-            following = document[start + 1 : start + 1 + size]
-            tokens[begin : begin + size] = document[start : start + size]
-            labels[begin : begin + size] = document[0]
-            labels[begin : begin + len(following)] = following
-            begin += size
-            lengths.append(size)
-        rest = (self.seq_len - begin,) if begin < self.seq_len else ()
-        return tokens, labels, (*lengths, *rest)
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if self._epoch_order[0] != epoch:
-            random = np.random.Philox(key=[self.seed % 2**64, epoch])
-            order = random_order(random, len(self._first) - 1)
-            self._epoch_order = (epoch, group_by_cost(random, order, self.group_size, self._costs))
-        return self._epoch_order[1]
+            following = np.append(document[start + 1 : start + 1 + size], document[0])
+            yield document[start : start + size], following[:size]
 
     def _costs(self) -> np.ndarray:
         size = self._size[self._pieces]

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.shards import Documents
+from ringattn.train.model.loss import IGNORE
 
 # The checksum of a corpus covers the tokens of at most this many documents.
 NUM_SAMPLED = 64
@@ -79,6 +80,51 @@ class TokenisedDocuments(NumberedSequences):
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}
+
+
+class PaddedSequences(TokenisedDocuments):
+    """Base class for datasets that pack whole pieces of text into sequences, and fill the rest of a sequence with padding.
+
+    Attributes:
+        padding: the fraction of padding among all tokens.
+        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
+        group_size: the number of consecutive sequences with a similar cost of attention, or 1.
+    """
+
+    def _begin(self, num_sequences: int, num_tokens: int, group_size: int) -> None:
+        """Set the attributes. A `group_size` of more than `num_sequences` is ignored."""
+        self._num_sequences, self._epoch_order = num_sequences, (-1, np.arange(0))
+        self.padding = 1 - num_tokens / (num_sequences * self.seq_len)
+        self.group_size = group_size if group_size <= num_sequences else 1
+        self.sequences_per_epoch = num_sequences - num_sequences % self.group_size
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each piece and of the padding."""
+        epoch, position = divmod(index, self.sequences_per_epoch)
+        tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
+        begin, lengths = 0, list[int]()
+        for piece in self._pieces_of(int(self._order_of(epoch)[position])):
+            lengths.append(len(piece[0]))
+            rows = slice(begin, begin + lengths[-1])
+            tokens[rows], labels[rows] = piece
+            begin = rows.stop
+        rest = (self.seq_len - begin,) if begin < self.seq_len else ()
+        return tokens, labels, (*lengths, *rest)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._epoch_order[0] != epoch:
+            random = np.random.Philox(key=[self.seed % 2**64, epoch])
+            order = random_order(random, self._num_sequences)
+            self._epoch_order = (epoch, group_by_cost(random, order, self.group_size, self._costs))
+        return self._epoch_order[1]
+
+    def _pieces_of(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the tokens and the labels of every piece of a sequence."""
+        raise NotImplementedError
+
+    def _costs(self) -> np.ndarray:
+        """Return the cost of attention of every sequence."""
+        raise NotImplementedError
 
 
 def random_order(random: np.random.Philox, count: int) -> np.ndarray:

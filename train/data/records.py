@@ -12,12 +12,13 @@ A token t without loss is encoded as -1 - t.
 
 import inspect
 from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ringattn.train.data import chat
-from ringattn.train.data.documents import NUM_SAMPLED, TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.documents import NUM_SAMPLED, PaddedSequences, random_order
 from ringattn.train.data.shards import Documents
 from ringattn.train.data.sources import check_size, check_surrogates
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
@@ -81,14 +82,11 @@ class RecordEncoder:
         return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
 
 
-class RecordDataset(TokenisedDocuments):
+class RecordDataset(PaddedSequences):
     """Packs whole records into an endless series of sequences. The arguments and the index i determine sequence i.
 
     Attributes:
         num_dropped: the number of records with more than `seq_len` tokens.
-        padding: the fraction of padding among all tokens.
-        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
-        group_size: the number of consecutive sequences with a similar cost of attention, or 1.
     """
 
     def __init__(self, records: Documents, seq_len: int, seed: int, group_size: int = 1):
@@ -111,27 +109,14 @@ class RecordDataset(TokenisedDocuments):
                 f"{self.lengths.min():,}: raise data.seq_len"
             )
         self._sequences = [kept[members] for members in pack_whole(self.lengths[kept], seq_len)]
-        self.padding = 1 - int(self.lengths[kept].sum()) / (len(self._sequences) * seq_len)
-        self.group_size = group_size if group_size <= len(self._sequences) else 1
-        self.sequences_per_epoch = len(self._sequences) - len(self._sequences) % self.group_size
-        self._epoch_order = (-1, kept)
+        self._begin(len(self._sequences), int(self.lengths[kept].sum()), group_size)
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
         return super().fingerprint | {"sequences": f"whole records, shuffled in groups of {self.group_size}"}
 
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each record and of the padding."""
-        epoch, position = divmod(index, self.sequences_per_epoch)
-        tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
-        begin, lengths = 0, list[int]()
-        for number in self._sequences[self._order_of(epoch)[position]].tolist():
-            lengths.append(int(self.lengths[number]))
-            rows = slice(begin, begin + lengths[-1])
-            tokens[rows], labels[rows] = self.record(number)
-            begin = rows.stop
-        rest = (self.seq_len - begin,) if begin < self.seq_len else ()
-        return tokens, labels, (*lengths, *rest)
+    def _pieces_of(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return map(self.record, self._sequences[number].tolist())
 
     def record(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens and the labels of a record, both int64 (N,). The last token has no label."""
@@ -151,13 +136,6 @@ class RecordDataset(TokenisedDocuments):
             tokens, labels = self.record(number)
             prompts.append(tokens[: 1 + int((labels != IGNORE).argmax())].tolist())
         return max(prompts, key=lambda prompt: (len(prompt) <= num_tokens, -abs(num_tokens - len(prompt))))
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if self._epoch_order[0] != epoch:
-            random = np.random.Philox(key=[self.seed, epoch])
-            order = random_order(random, len(self._sequences))
-            self._epoch_order = (epoch, group_by_cost(random, order, self.group_size, self._costs))
-        return self._epoch_order[1]
 
     def _costs(self) -> np.ndarray:
         lengths = [self.lengths[members] for members in self._sequences]

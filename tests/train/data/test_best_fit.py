@@ -73,6 +73,9 @@ def test_sequences_depend_only_on_their_number() -> None:
     assert torch.equal(a.tokens, b.tokens)
     assert torch.equal(a.labels, b.labels)
     assert a.documents == b.documents
+    count = BestFitDataset(documents, 20, seed=1).sequences_per_epoch
+    sizes = [BestFitDataset(documents, 20, 1, size).group_size for size in (1, 2, count, count + 1)]
+    assert sizes == [1, 2, count, 1]  # A group cannot be larger than an epoch.
     assert first.fingerprint == second.fingerprint != BestFitDataset(documents, 20, seed=1).fingerprint
     orders = {tuple(BestFitDataset(documents, 20, seed)._order_of(epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
