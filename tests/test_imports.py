@@ -48,6 +48,7 @@ UNTESTED = {
     "kernels/hopper/forward_common.py": "tests/kernels/hopper/test_forward.py",
     "kernels/hopper/forward_narrow.py": "tests/kernels/hopper/test_forward.py",
     "train/checkpoint/init.py": "tests/train/checkpoint/test_huggingface.py",
+    "train/commands/evaluate_needle.py": "tests/train/commands/test_evaluate.py",
     "train/commands/evaluate_recall.py": "tests/train/commands/test_options.py",
     "train/commands/generate.py": "tests/train/commands/test_options.py",
     "train/commands/launch_settings.py": "tests/train/settings/test_resolution.py",
