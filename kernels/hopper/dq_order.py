@@ -48,10 +48,18 @@ def take_number(progress):
 
 
 @gluon.jit
-def _load_progress(pointer):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
-    )
+def _wait_for(pointer, count, seen):
+    """Wait until the number at `pointer` is at least `count`. Return the last number that was loaded, or `seen`.
+
+    Only thread 0 loads the number and passes it to its warp. The compiler assumes that the warp leaves the loop together.
+    """
+    while seen < count:
+        seen = gl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
+            "@first ld.acquire.gpu.global.b32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, -1; }",
+            "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return seen
 
 
 @gluon.jit
@@ -103,15 +111,20 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
+            # After an odd number of steps, the two writers exchange the counts that they increase. `earlier` is the last value
+            # of this writer's count for the previous query head.
+            earlier = (member - 1) * PER_HEAD + num_steps - ((num_steps - 1 - skip) & 1)
             # One writer waits for even steps of the predecessor, and the other for odd steps.
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)
             for step in range(skip, num_steps, 2):
                 finished = member * PER_HEAD + step + 1
                 if step >= num_free:
-                    while seen < finished - num_free:
-                        seen = _load_progress(awaited)
+                    seen = _wait_for(awaited, finished - num_free, seen)
                 _send(dq_sums, staging, chunk, phase, WRITER, CONFIG)
+                if CONFIG.group > 1:  # noqa: SIM102 - the compiler evaluates this condition, which is a constant
+                    if (member > 0) & (step == skip):
+                        _wait_for(own_progress, earlier, gl.to_tensor(0))
                 _publish(own_progress, finished)
                 phase ^= 1
                 chunk += 4 * direction

@@ -42,6 +42,16 @@ def test_source_of_the_kernel_sums_in_a_fixed_order(mask, dim, shares_sms):
         assert torch.equal(x, y), name
 
 
+def test_an_odd_number_of_steps_of_several_query_heads():
+    """With one step per query head, the writers exchange their counts after each head. In the emulator, an addition may take
+    longer than several steps.
+    """
+    problem = make_problem(*intervals_of("full", 60, 384), 384, torch.float16, 1, (4, 1), (128, 128)).double()
+    with emulated(hopper_backward, 3, [column_parts, dq_order, backward_common, backward_narrow]), deterministic():
+        sums = [problem.gradients(hopper_backward, grad_dtype=torch.float64)[0] for _ in range(6)]
+    assert all(torch.equal(sums[0], x) for x in sums)
+
+
 def check_bits(problem: Problem, repeats: int = 20, **options) -> None:
     """Check the deterministic gradients, and that repetitions return the same bits, also while another stream is busy."""
     other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device=problem.q.device)
