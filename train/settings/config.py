@@ -446,7 +446,7 @@ class TrainerConfig(Frozen):
     # newer, and widths that are multiples of 16.
     float8: bool = False
     # Whether every run computes exactly the same bits. On Hopper GPUs, this setting makes the backward pass of attention up to
-    # 1.2 times as long.
+    # 1.2 times as long, and no other process may use the GPU: on shared GPUs, such runs have stopped forever.
     deterministic: bool = False
     # Whether torch.compile fuses the loss and the operations around attention. None: only on GPUs.
     compile: bool | None = None
