@@ -257,7 +257,9 @@ def end_with_text(config: Config, data: TrainingData, mesh: Mesh, done: int = 0,
             "text, use fewer tokens per step, or set data.exhausted=repeat"
         )
     log.info(f"{'steps':<12}{steps:,} instead of {config.trainer.steps:,}, because then the {source} runs out")
-    return with_settings(config, {"trainer.steps": steps})
+    config = with_settings(config, {"trainer.steps": steps})
+    check(config, dist.get_world_size())  # other settings may require more steps
+    return config
 
 
 def build_for_inference(config: Config, weights: Path) -> InferenceRun:

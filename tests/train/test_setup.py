@@ -72,7 +72,11 @@ def test_a_resumed_run_ends_before_its_text_runs_out(done, consumed, steps):
     """The text has 11 sequences, and a step two. Earlier steps may have had other numbers of sequences."""
     mesh, data = SimpleNamespace(dp=SimpleNamespace(size=lambda: 2)), SimpleNamespace(sequences_per_epoch=11)
     config = with_settings(Config(), {"data.exhausted": "end", "trainer.batch_size": 1})
-    assert run_setup.end_with_text(config, data, mesh, done, consumed).trainer.steps == steps
+    with one_rank():
+        assert run_setup.end_with_text(config, data, mesh, done, consumed).trainer.steps == steps
+        config = with_settings(config, {"optim.warmup_steps": steps + 1})
+        with pytest.raises(ConfigError, match=f"must not exceed trainer.steps={steps}"):
+            run_setup.end_with_text(config, data, mesh, done, consumed)
 
 
 def check_fastest_mesh() -> None:
