@@ -174,6 +174,25 @@ def compose(model: str, seq_len: int, settings: list[str]) -> Config:
     return config
 
 
+def check_assumptions(config: Config, settings: list[str]) -> None:
+    """Raise ConfigError if a setting contradicts an option or the assumptions of the predictions."""
+    for setting in settings:
+        if option := {"model": "--model", "data.seq_len": "--seq-len"}.get(setting.partition("=")[0].lstrip("+")):
+            raise ConfigError(f"{setting} contradicts {option}: use only the option {option}")
+    trainer = config.trainer
+    contradictions = {
+        "trainer.precision=fp32": trainer.precision == "fp32",
+        "trainer.compile=false": trainer.compile is False,
+        "trainer.device=cpu": trainer.device == "cpu",
+        "data.mask_documents=true": config.data.mask_documents,
+    }
+    for setting in (name for name, is_given in contradictions.items() if is_given):
+        raise ConfigError(
+            f"{setting} is impossible: predictions are for bf16 with torch.compile on GPUs, and for sequences of one document; "
+            "leave it out"
+        )
+
+
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--model", default="8b", help="a file in configs/model/; default: 8b")
@@ -184,9 +203,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--host-gib", type=float, help=f"the memory of a host; default: {HOST_GIB_PER_GPU} per GPU")
     settings = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     args = parser.parse_args([argument for argument in argv if argument not in settings])
+    if args.host_gib is not None and not args.host_gib > 0:
+        parser.error(f"argument --host-gib: {args.host_gib} must be greater than 0")
     try:
         check_overrides(settings)
         config = compose(args.model, args.seq_len, settings)
+        check_assumptions(config, settings)
         for count in args.gpus:
             if not meshes(config, count):
                 check_mesh(config, count)

@@ -51,6 +51,10 @@ def test_settings_restrict_the_meshes(setting, expected):
     ("setting", "error"),
     [
         ("parallel.ring=3", "parallel.ring=3 must divide the number of ranks, 4: choose one of 1, 2, 4"),
+        ("model=8b", "model=8b contradicts --model: use only the option --model"),
+        ("data.seq_len=5", "data.seq_len=5 contradicts --seq-len: use only the option --seq-len"),
+        ("trainer.precision=fp32", "trainer.precision=fp32 is impossible: predictions are for bf16 .*; leave it out"),
+        ("data.mask_documents=true", "data.mask_documents=true is impossible: .*"),
         ("trainer.tokens_per_step=5", "no mesh of 3 GPUs has these settings: use .*trainer.tokens_per_step"),
     ],
 )
@@ -88,3 +92,10 @@ def test_if_nothing_fits_the_script_says_what_would():
 
 def test_bisection_finds_the_first_value():
     assert [first(list(range(10)), lambda n, limit=limit: n >= limit) for limit in (0, 4, 9, 10)] == [0, 4, 9, None]
+
+
+def test_the_memory_of_a_host_is_positive(capsys):
+    for size in ("0", "-1", "nan"):
+        with pytest.raises(SystemExit):
+            plan_training.main(["--model", "52m", "--seq-len", "8192", "--host-gib", size])
+        assert "must be greater than 0" in capsys.readouterr().err
