@@ -60,8 +60,8 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 HOST_LINK = 51e9
 # PyTorch's fused AdamW updates this many parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
-# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms, but rounding their operands takes
-# 21.5 ms (forward and backward of 32,768 tokens on an H200, 2026-11-28).
+# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms, but rounding their operands
+# takes 21.5 ms (forward and backward of 32,768 tokens on an H200, 2026-11-28).
 FLOAT8_SPEEDUP = 54.8 / (28.8 + 21.5)
 # Attention reaches 736 TFLOP/s in the forward pass, and 637 in both passes together (65,536 tokens on an H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
