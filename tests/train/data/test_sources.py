@@ -7,6 +7,7 @@ import logging
 import lzma
 import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -419,3 +420,20 @@ def test_corpora_are_disjoint_if_no_document_is_in_both(training, held_out, disj
 def test_other_datasets_of_the_hub_are_disjoint():
     first, second = (config("hub", path=path, split="train") for path in ("owner/a", "owner/b"))
     assert sources.are_disjoint(first, second, {"train": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),  # the same documents
+        ({"split": "validation"}, False),
+        ({"split": "train[:50%]"}, True),
+        ({"split": "validation+train"}, True),
+        ({"subset": "de"}, False),
+        ({"column": "other"}, False),
+        ({"path": "owner/other"}, False),
+    ],
+)
+def test_overlap_of_two_parts_of_a_hub_dataset(changes, expected):
+    first = DataConfig(source="hub", path="owner/name", subset="en")
+    assert sources.overlap(first, replace(first, **changes), {"train": 10}) == expected
