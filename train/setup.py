@@ -123,6 +123,12 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     """
     with sync_errors():
         device, bf16, kernel = choose_device(config, training=True)
+        model = config.model
+        if (model.experts or 1) > 1 == model.experts_per_token and model.normalise_top_k:
+            raise ConfigError(
+                "model.experts_per_token=1 with model.normalise_top_k=true: the weight of an expert is always 1, so the "
+                "router would not learn from the loss; set model.normalise_top_k=false, or choose more experts per token"
+            )
         if config.trainer.float8:
             float8.check(config.model, device, bf16)
         if config.memory.moments == "8bit":

@@ -67,6 +67,14 @@ def test_a_damaged_document_is_not_reported_as_another_text(corpus, monkeypatch)
         run_setup.find_resources(job(corpus, 1))
 
 
+def test_a_router_that_cannot_learn_is_rejected(corpus):
+    config = with_settings(job(corpus, 1), {"model.experts": 3, "model.experts_per_token": 1})
+    with one_rank():
+        with pytest.raises(ConfigError, match="so the router would not learn"):
+            run_setup.find_resources(config)
+        run_setup.find_resources(with_settings(config, {"model.normalise_top_k": False}))
+
+
 @pytest.mark.parametrize(("done", "consumed", "steps"), [(0, 0, 5), (2, 8, 3), (4, 4, 7), (9, 12, 9)])
 def test_a_resumed_run_ends_before_its_text_runs_out(done, consumed, steps):
     """The text has 11 sequences, and a step two. Earlier steps may have had other numbers of sequences."""
