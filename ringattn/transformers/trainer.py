@@ -135,6 +135,7 @@ def check_trainer(trainer: RingMixin) -> None:
         "label_smoothing_factor": args.label_smoothing_factor != 0,
         "compute_loss_func": trainer.compute_loss_func is not None,
         "use_liger_kernel": args.use_liger_kernel,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,  # the noise depends on the tokens of a rank
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
         "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
         "tensor, context or sequence parallelism of accelerate": max(sizes) > 1,

@@ -269,6 +269,7 @@ def test_two_rings_of_two_ranks(tmp_path: Path) -> None:
 
 UNSUPPORTED = {
     "label_smoothing_factor": dict(label_smoothing_factor=0.1),
+    "neftune_noise_alpha": dict(neftune_noise_alpha=5.0),
     "average_tokens_across_devices=False": dict(average_tokens_across_devices=False),
     "train_sampling_strategy='batch_rebalance'": dict(train_sampling_strategy="batch_rebalance"),
 }
