@@ -31,8 +31,10 @@ class RingBatch:
     FSDP copies dataclasses, so `RingBatch` is not a dataclass.
     """
 
-    def __init__(self, layout: Layout, documents: list[list[int]] | None, group: Group | None) -> None:
-        self.layout, self.documents, self.group = layout, documents, group
+    def __init__(
+        self, layout: Layout, documents: list[list[int]] | None, group: Group | None, last_position: Tensor | None = None
+    ) -> None:
+        self.layout, self.documents, self.group, self.last_position = layout, documents, group, last_position
         self._masks: dict[int | None, Mask] = {}
 
     @property
@@ -90,7 +92,7 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
         count = batch.get("num_items_in_batch")
         arguments["num_items_in_batch"] = ((labels != IGNORE).sum().clamp(min=1) if count is None else count) / ranks
     arguments |= {name: batch[name] for name in FLAGS if name in batch}
-    return arguments | {"use_cache": False, "ring_batch": RingBatch(layout, documents_of(batch), group)}
+    return arguments | {"use_cache": False, "ring_batch": RingBatch(layout, documents_of(batch), group, positions.max())}
 
 
 def layout_of(batch: Mapping[str, Any], ranks: int) -> Layout:

@@ -3,8 +3,10 @@
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -42,6 +44,7 @@ def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
         raise ValueError(f"{type(base).__name__} does not use the AttentionInterface of transformers, which a ring requires")
     if not hasattr(base, "ring_mesh"):
         base.register_forward_hook(_check_call, with_kwargs=True)
+        share_last_position(base)
     for module in base.modules():
         vars(module)["is_on_ring"] = True  # which `attend` requires
     vars(base)["ring_mesh"] = mesh
@@ -54,6 +57,40 @@ def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results:
         raise ValueError("logits_to_keep would select tokens of every shard: leave it out, and select after Layout.unshard")
     if batch is not None and not batch.is_used:
         raise ValueError(f"{type(model).__name__} has not called attention, so its layers would not see tokens of other ranks")
+
+
+def share_last_position(model: PreTrainedModel) -> None:
+    """Let all ranks choose the same rotary frequencies if these depend on the last position of the batch.
+
+    transformers computes the last position from `position_ids`, which contain only the positions of this rank. Therefore the
+    last position of the whole batch is appended to them.
+    """
+    last: list[Tensor] = []
+
+    def read(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        batch = keywords.get("ring_batch")
+        last[:] = [] if batch is None or batch.last_position is None else [batch.last_position]
+
+    def append(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        x, *given = arguments
+        keywords = keywords | dict(zip(("position_ids", "layer_type"), given, strict=False))
+        positions = keywords["position_ids"]
+        keywords["position_ids"] = torch.cat([positions, *(each.expand(len(positions), 1) for each in last)], 1)
+        return (x,), keywords
+
+    def remove(_: nn.Module, arguments: Any, results: Any) -> Any:
+        def without_last(x: Tensor) -> Tensor:
+            return x[:, : x.shape[1] - len(last)]
+
+        return tree_map(without_last, results)
+
+    model.register_forward_pre_hook(read, with_kwargs=True)
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds):
+            module.register_forward_pre_hook(append, with_kwargs=True)
+            module.register_forward_hook(remove)
 
 
 def check_layers(model: PreTrainedModel) -> None:

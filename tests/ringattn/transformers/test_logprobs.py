@@ -21,11 +21,13 @@ def shard_parameters(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def compare(batch: dict, mesh: DeviceMesh | None, chunk: int | None, is_sharded: bool = False) -> None:
+def compare(
+    batch: dict, mesh: DeviceMesh | None, chunk: int | None, is_sharded: bool = False, kind: str = "qwen3", **settings: object
+) -> None:
     """Compare with transformers in one process, in float64, for a loss that depends on every token."""
     from ringattn.transformers import put_on_ring, token_logprobs
 
-    model = new_model(dtype=torch.float64)
+    model = new_model(kind, dtype=torch.float64, **settings)
     reference = copy.deepcopy(model)
     put_on_ring(model, mesh)
     if is_sharded:
@@ -72,6 +74,12 @@ def check_ring() -> None:
     for batch in batches().values():
         compare(batch, mesh, 7)
     compare(batches()["packed"], mesh, 7, is_sharded=True)
+    # The last of 37 positions determines the rotary frequencies, but one of the ranks has no position above 27.
+    longrope = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    scaling = {"rope_theta": 100.0, "original_max_position_embeddings": 30}
+    for kind, rope in (("phi3", {"rope_type": "longrope"} | longrope), ("llama", {"rope_type": "dynamic", "factor": 2.0})):
+        settings = dict(head_dim=8, rope_parameters=rope | scaling, max_position_embeddings=60 if kind == "phi3" else 30)
+        compare(batches()["whole"], mesh, 7, kind=kind, **settings)
 
 
 def test_a_ring(ranks: RankPool) -> None:
