@@ -60,9 +60,9 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 HOST_LINK = 51e9
 # PyTorch's fused AdamW updates this many parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
-# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms, but rounding their operands
-# takes 21.5 ms (forward and backward of 32,768 tokens on an H200, 2026-11-28).
-FLOAT8_SPEEDUP = 54.8 / (28.8 + 21.5)
+# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels, which also
+# round the operands, take 35.7 ms instead of 14.2 ms (forward and backward of 32,768 tokens on an H200, 2026-11-28).
+FLOAT8_SPEEDUP, FLOAT8_TRAFFIC = 54.8 / 28.8, 35.7 / 14.2
 # Attention reaches 736 TFLOP/s in the forward pass, and 637 in both passes together (65,536 tokens on an H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
 # The memory traffic of adding a chunk's weight gradients to fp32 sums, in bytes per parameter.
@@ -164,9 +164,10 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0
-    speed = gpu.matmul * (FLOAT8_SPEEDUP if config.trainer.float8 else 1)
+    speedup, traffic = (FLOAT8_SPEEDUP, FLOAT8_TRAFFIC) if config.trainer.float8 else (1, 1)
+    speed = gpu.matmul * speedup
     per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * estimate.hidden_dim(model)
-    elements = size * tokens * layers * per_layer / gpu.memory
+    elements = traffic * size * tokens * layers * per_layer / gpu.memory
     gathers = 2 if estimate.reshard_after_forward(model, machine.bf16) else 1
     # FSDP copies gathered parameters, and casts gradients to fp32.
     copied = (vocab + blocks) * (2 * gathers * size + size + 4) + (CHUNK_BYTES * chunks * blocks if chunks > 1 else 0)
