@@ -275,5 +275,6 @@ def tokenise_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def add_ends(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    tokens = np.insert(tokens, 0, tokenizer.bos)
-    return tokens if tokenizer.bos == tokenizer.eos else np.append(tokens, np.int32(tokenizer.eos))
+    result = np.full(1 + len(tokens) + (tokenizer.bos != tokenizer.eos), tokenizer.eos, np.int32)  # np.insert is much slower
+    result[0], result[1 : 1 + len(tokens)] = tokenizer.bos, tokens
+    return result
