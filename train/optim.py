@@ -44,7 +44,7 @@ class AdamW(torch.optim.AdamW):
                 self._update(group, [parameter.grad for parameter in group["params"]])
 
     def update_host_group(self, index: int, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Update FSDP group `index`, which is in host memory. `gradients` maps each parameter to its local gradient."""
+        """Update the parameters of FSDP group `index` on the CPU. `gradients` contains their local gradients."""
         for group in self.param_groups:
             if group.get("host") == index:
                 self._update(group, [gradients[parameter] for parameter in group["params"]])
@@ -75,7 +75,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class AdamW8bit(AdamW):
-    """AdamW with 8-bit moments of matrices, computed by torchao. All other moments are fp32.
+    """AdamW that stores moments of matrices in 8 bits, with torchao. All other moments are fp32.
 
     A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
     moment consists of two tensors: codes, uint8 with the shape of the parameter, and scales, fp32 (rows, blocks per row). Both
@@ -210,9 +210,9 @@ def build(
 def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
     """Return the peak learning rate: 6e-4 for 124 million parameters, and at most 2e-3.
 
-    The rate is proportional to the number of parameters to the power -0.4, close to GPT-3 (Brown et al. 2020,
-    https://arxiv.org/abs/2005.14165, table 2.1). With `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. A run
-    that continues from trained weights uses a tenth of the rate, because a large rate would destroy the weights.
+    Similar to GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table 2.1), larger models have lower rates. With
+    `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. A run that continues from trained weights uses a tenth of
+    the rate, because a large rate would destroy the weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)

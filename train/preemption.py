@@ -23,10 +23,10 @@ from ringattn.train.settings.config import ConfigError, replace_link
 
 log = logging.getLogger(__name__)
 
-# File systems without locks raise these errors.
+# A file system without locks raises one of these error numbers.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
-# The received signals, which stop all jobs of a sweep and are therefore never removed.
+# Received signals are never removed, so that they stop all jobs of a sweep.
 _received_signals: set[int] = set()
 # Another part of the run may set this flag to request a stop.
 _is_stop_requested = False
@@ -38,12 +38,10 @@ REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpo
 
 
 def _launch_time() -> float:
-    """Return the value of `time.monotonic` at the start of torchrun. Without torchrun, return the value at the start of this
-    process.
-    """
+    """Return when torchrun, or else this process, was started, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        # Field 22 is the start time in clock ticks since boot. The process name in field 2 may contain spaces.
+        # Field 22 is the start time in clock ticks since boot.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:  # The file exists only on Linux.
         return time.monotonic()
@@ -153,6 +151,5 @@ def acquire_run_directory(directory: Path) -> Generator[None]:
                     if error.errno not in NO_LOCKS:
                         reason = "it is a folder" if path.is_dir() else error.strerror
                         raise ConfigError(f"{path} cannot be locked ({reason}): remove it, or choose another name") from None
-                    # Training must be possible without a lock.
                     log.warning(f"{'lock':<12}none, because the file system has no locks: do not launch this run twice")
         yield

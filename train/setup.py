@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resources:
-    """Holds the parts of a run on this rank that are created before the model."""
+    """Holds the objects that a rank creates before the model."""
 
     device: torch.device
     mesh: Mesh
@@ -152,7 +152,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         machine.capacity.check(needs)
     with sync_errors():
         data = load_training(config.data, tokenizer)
-    # Raise errors after each load, because the other ranks wait in a collective while rank 0 loads.
+    # Synchronise errors after every load, so that no rank waits for a failed rank.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
@@ -203,7 +203,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     config = end_with_text(config, found.data, mesh, *progress)
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
     loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
-    # Tokenising a corpus may exceed the configured timeout, which therefore applies only from here on.
+    # Set the timeout after loading, because tokenising a corpus may take longer than the timeout.
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
@@ -424,6 +424,6 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        with suppress(OSError):  # Only Linux has this file, and some containers do not allow writing to it.
+        with suppress(OSError):
             # Reset the recorded peak memory of this process.
             Path("/proc/self/clear_refs").write_text("5")

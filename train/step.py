@@ -96,7 +96,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
 
     Raises:
-        Diverged: on every rank, if the loss or the gradient norm is not finite. Do not save the parameters after this error.
+        Diverged: on every rank, if the loss or the gradient norm is not finite. The parameters may then be invalid.
         StoppedEarly: on every rank, if any rank received a stop request. The parameters are unchanged.
     """
     start = time.perf_counter()
@@ -166,8 +166,7 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
     """Clip the gradients, update the parameters, clear the gradients, and return the learning rate.
 
-    The host does not wait for the GPU. A thread later updates the parameters in host memory. If FSDP keeps parameters gathered,
-    gather the parameters of its root group again.
+    The host does not wait for the GPU. A thread later updates the parameters in host memory.
     """
     config = run.config.optim
     scale = optim.clip_scale(grad_norm, config.clip)
@@ -214,10 +213,7 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
 def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
     """Call `prepare_step` for the next step while the GPU is still working on the current step.
 
-    Args:
-        run: the run.
-        consumed: the number of sequences in all steps before the next one.
-        current: the current step's last micro-step.
+    `current` is the last micro-step of the current step.
 
     Returns:
         The seconds that the preparation took, or 0 if the GPU is still busy.
@@ -263,7 +259,7 @@ def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
     After a request to stop, at most two more batches are yielded.
 
     Raises:
-        StoppedEarly: on every rank before the same batch, after a stop request on any rank.
+        StoppedEarly: on every rank, after any rank has received a stop request.
     """
     read_request = None
     for batch in batches:

@@ -152,7 +152,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
             check_space(run, directory / "checkpoints", done)
         # An old summary is wrong if this run adds or repeats steps.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Remove checkpoints before metrics, so that a run that is killed in between resumes from the same checkpoint.
+        # Remove later checkpoints first, so that a killed run resumes from the same checkpoint.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
 
@@ -200,7 +200,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 if dist.get_rank() == 0 and (texts := texts_of(run.data)):
                     plot_documents(texts, directory / "documents.png")
                 wandb_run.add_facts(communication_facts(run))
-            # Save first, because a kill during the evaluation must not lose the step.
+            # Save before the evaluation, so that a kill during the evaluation does not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder, saver)
@@ -339,10 +339,7 @@ def check_space(run: Run, directory: Path, done: int) -> None:
 
 
 def keep_settings(config: Config, directory: Path, checkpoint: Path) -> tuple[Config, tuple[int, int]]:
-    """Return the settings of a run that resumes from `checkpoint`, and the numbers of its steps and of their sequences.
-
-    Some settings come from the checkpoint.
-    """
+    """Return the settings of a run that resumes from `checkpoint`, and how many steps and sequences it has completed."""
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
         consumed: Any = meta.get("consumed")  # which `resume` checks

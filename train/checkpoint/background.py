@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # Each copy begins at a multiple of this number of bytes, which suits every dtype.
 ALIGNMENT = 64
 
-# An upper limit for the bytes of the random generators, the step counters and the alignment.
+# Additional bytes for small tensors and for the alignment.
 SLACK = 2**22
 
 
@@ -71,7 +71,7 @@ def _available_memory() -> float:
 class Saver:
     """Saves checkpoints, at most one at a time. All ranks create the object and call its methods together.
 
-    Leaving the context waits for the last save. After an error in the context, errors of the save are only logged.
+    Leaving the context waits for the last save.
 
     Args:
         device: the device of this rank.

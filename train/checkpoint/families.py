@@ -390,9 +390,5 @@ def fixed_entries(family: Family) -> dict[str, Any]:
 
 
 def weight_name(name: str, family: Family) -> str:
-    """Return Hugging Face's name of our module or weight `name`. `name` does not begin with "blocks.N".
-
-    If several of our modules map to the same name, one tensor in the file concatenates their weights. The docstring of
-    `expert_weights.py` explains names with {} and with a colon.
-    """
+    """Return Hugging Face's name of our module or weight `name`. `name` does not begin with "blocks.N"."""
     return family.names.get(name, NAMES.get(name, name))

@@ -35,7 +35,6 @@ from ringattn.train.settings.config import MAY_DIFFER, RANGES, ConfigError, Mode
 
 log = logging.getLogger(__name__)
 
-# For each rope type, some entries of config.json must have these values.
 YARN = {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"]}
 ROPE_FIXED: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -44,7 +43,7 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
     "yarn-exact": {**YARN, "truncate": False},
     "longrope": {},
 }
-# If the "factor" of these rope types is null, the factor is the extended length divided by the trained length.
+# For these rope types, a null "factor" means the extended length divided by the trained length.
 HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
 # Loading ignores constants and masks that other programs store as tensors.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -220,7 +219,6 @@ def _unused_tensors(files: Collection[str], settings: dict[str, Any], family: Fa
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """config.json may contain this length in one of three places."""
     return _number("original_max_position_embeddings", config, rope, default=config.get("max_position_embeddings"))
 
 
@@ -328,7 +326,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
 
 
 def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
-    """Return a warning if the run's sequences are too long for the model in the folder, or ""."""
+    """Return a warning if the published model does not support `seq_len` tokens. Otherwise, return ""."""
     settings, config = declared_settings(path), json.loads((path / "config.json").read_text())
     positions = config.get("max_position_embeddings")
     has_other_scaling = model.rope_factor is not None and model.rope_factor != settings["rope_factor"]
@@ -429,14 +427,13 @@ def _open_tensors(path: Path) -> dict[str, Any]:
     file, opened = index, list[Any]()
     listed: dict[str, str] = {}
     try:
-        # Like transformers, ignore an index next to model.safetensors, which may be left from an earlier save.
         if single.is_file():
             names = [single]
         elif index.is_file():
             listed = json.loads(index.read_text())["weight_map"]
             names = {path / name for name in listed.values()}
             for file in names:
-                # Do not resolve the path, because the files of the hub's cache are links.
+                # Do not call `resolve`, because the hub's cache consists of symbolic links.
                 if path not in file.parents or ".." in file.relative_to(path).parts:
                     raise ValueError(f"{index.name} lists it, but it is outside of the model's folder")
         else:

@@ -1,7 +1,6 @@
 """Read the index of a checkpoint without running code from it.
 
-torch.distributed.checkpoint (DCP) stores the index `.metadata` as a pickle, and loading a pickle may run any code. This module
-rejects all classes that an index does not contain.
+torch.distributed.checkpoint (DCP) stores the index `.metadata` as a pickle, and loading a pickle may run any code.
 """
 
 import io
@@ -56,7 +55,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Pickles of Python 3.11.0 to 3.11.3 call `getattr` for members of enumerations. This function replaces `getattr`."""
+    """Replaces `getattr`, which pickles of Python 3.11.0 to 3.11.3 call to load an enumeration member."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

@@ -56,7 +56,6 @@ def show_progress(
                 has_warned = True
                 log.warning(f"{'signal':<12}{path} is incomplete, and torchrun kills its ranks after 30 s: {if_killed()}")
             if start + seconds - shown >= INTERVAL_S:
-                # Never show a decrease, although `fraction` returns 0 after a save has renamed the checkpoint's folder.
                 shown, done = start + seconds, max(min(fraction(), 1.0) * size, done)
                 rate = f"{show(done / seconds)}/s"
                 log.info(f"{verbs[0]:<12}{path}: {show(done)} of {show(size)} after {seconds:.0f} s, {rate}")

@@ -37,7 +37,7 @@ COMPARED = tuple(group for group in GROUPS if group != "logger")
 def saved_config(meta: dict[str, Any]) -> Config:
     """Return the settings with which a checkpoint was trained.
 
-    Settings that are missing in meta.json have their defaults. Unknown settings are ignored, unless they belong to the model.
+    Settings that are missing in meta.json have their defaults. Unknown settings outside of the model are ignored.
 
     Raises:
         ConfigError: a setting has an invalid type, or this version lacks a model setting of the checkpoint.
@@ -149,10 +149,10 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> Config:
-    """Combine the settings of a resumed run with the settings that must stay as in its checkpoint.
+    """Return `config` with the settings that a resumed run must take from its checkpoint.
 
     The learning rate and the warmup stay as in the checkpoint, unless the user sets them. Therefore, raising `trainer.steps`
-    does not lengthen the warmup. If the checkpoint belongs to this run, `trainer.init_from` also stays as in the checkpoint.
+    does not lengthen the warmup.
 
     Args:
         path: the checkpoint.
@@ -185,7 +185,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
     Raises:
         ConfigError: the corpora differ, or the saved position is damaged.
     """
-    # Older checkpoints lack the entry "sequences", which was always "in order".
+    # Checkpoints of earlier versions have no entry "sequences".
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
@@ -259,8 +259,7 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
     """Compare the model settings of a new run with the checkpoint of its initial weights. Return the differences.
 
     Raises:
-        ConfigError: the number of heads differs. Loading cannot detect another number of heads, because the weights may have
-            the same shapes.
+        ConfigError: the number of heads differs.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:

@@ -27,7 +27,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
     states = cast("dict[str, dict[str, Tensor]]", get_optimizer_state_dict(model, optimizer)["state"])
     for name, state in states.items():
         if is_new:
-            # PyTorch creates the state by a step with zero gradients, which must not be counted.
+            # PyTorch has created the state with a dummy step, so set the step count to 0.
             state["step"].zero_()
         tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors

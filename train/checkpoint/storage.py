@@ -241,7 +241,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
     The sharding of a DTensor may differ from that in the checkpoint. Names, shapes and dtypes are compared before any tensor is
-    read. If `tensors` contains model parameters or optimizer state, `tensors` must contain all such tensors of the checkpoint.
+    read. `tensors` must not contain only a part of the model or of the optimizer state.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.
@@ -279,7 +279,7 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """torch's error "unexpected pos" has the OSError of the disk as its context, except for errors from other ranks."""
+    """If the disk is full, torch may raise "unexpected pos" instead of an OSError."""
     if isinstance(error, OSError):
         return error.errno in FULL_DISK
     if error is not None and error.__context__ is not None:
@@ -298,7 +298,6 @@ def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullErr
 
 
 def _free_space(directory: Path) -> float:
-    """The directory may not exist yet."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     return usage.free if usage.total else float("inf")
@@ -315,9 +314,9 @@ def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, int]:
-    """Write the tensors and their index. Return the size in bytes of each file on rank 0, and {} on other ranks."""
+    """Return the size in bytes of each written file on rank 0, and {} on other ranks."""
     writer = _Writer(directory, sync_files=True)
-    # DCP prints a warning if there is no process group. A background thread must not change the filters of all threads.
+    # DCP warns if there is no process group. A background thread must not call `catch_warnings`, which is not thread-safe.
     with nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore"):
         dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(**PLANNER_OPTIONS), process_group=group)
     return getattr(writer, "sizes", {})
@@ -350,7 +349,6 @@ def _write_meta(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _meta_checksum(meta: dict[str, Any]) -> int:
-    """The order of entries and white space do not matter."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
 
@@ -394,7 +392,6 @@ def _remove(directory: Path, checkpoints: list[Path]) -> None:
 
 
 def _hide(checkpoint: Path) -> None:
-    """Rename a checkpoint before its removal, so that no run loads a half-removed checkpoint."""
     os.rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.old"))
 
 
@@ -416,13 +413,13 @@ class _HashingStream(io.IOBase):  # passes bytes on to another stream
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes tensors, and adds the attribute `checksum` to the index entry of each shard."""
+    """Adds the attribute `checksum` to the index entry of each shard."""
 
     sizes: dict[str, int]  # on rank 0, after a save: the sizes of the files
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # On a network file system, the list may lack the files of other hosts.
+        # Do not list the directory, because a network file system may show the files of other hosts late.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
         # Read the names of the shards from `results`, because some releases of torch copy `metadata`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
@@ -445,8 +442,6 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Saves pinned and unpinned tensors as equal files."""
-
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         for item in plan.items:
@@ -456,9 +451,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Counts the bytes that this rank has loaded."""
-
-    loaded = 0
+    loaded = 0  # bytes on this rank
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)

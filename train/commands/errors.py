@@ -77,7 +77,7 @@ def write_error_file(text: str) -> None:
 def describe_error(error: Exception) -> str:
     """Describe a user error in one line. Hydra's messages have several lines, or are hidden in `__cause__`."""
     if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
-        return str(error.__cause__)  # A resolver of this package has raised this error.
+        return str(error.__cause__)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         if nearest := nearest_setting(cause.full_key):
@@ -85,7 +85,6 @@ def describe_error(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        # Find the last line of the message that is neither a position mark nor a link.
         parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
         reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
         return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"

@@ -5,9 +5,8 @@
     python train/evaluate.py run=NAME evaluate=recall                      the accuracy on the recall task
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
-The losses at all lengths are means over the same target tokens. The length limits only how many earlier tokens a target token
-can attend to. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains
-95% intervals of the losses, and of their differences from the loss at the shortest length.
+The losses at all lengths are means over the same target tokens. A model that benefits from a long context has a lower loss at a
+longer length. The table contains 95% intervals of the losses, and of their differences from the loss at the shortest length.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
 default, the command evaluates the held-out text of the run. These settings select another text:
@@ -117,8 +116,6 @@ def run_command_line(arguments: list[str]) -> None:
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
     """Return one set of settings per evaluated sequence length.
-
-    The overrides data.path and data.split select the evaluated text, so mixtures are not supported.
 
     Raises:
         ConfigError: there is no text to evaluate, or a sequence length is not an integer.

@@ -6,9 +6,9 @@
 The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. A model that was trained
 on bytes is exported without a tokenizer, because transformers has none for bytes.
 
-By default, the export has the first architecture in `ringattn.train.checkpoint.families` that supports the settings of the
-model, usually Llama. If the run started from a folder in Hugging Face's format, the export contains all files of this folder
-except its weights. The command changes config.json and generation_config.json only where the run differs.
+By default, the command chooses the first architecture in `ringattn.train.checkpoint.families` that supports the model, usually
+Llama. If the run started from a folder in Hugging Face's format, the export contains all files of this folder except its
+weights. The command changes config.json and generation_config.json only where the run differs.
 
 The exporting process holds all parameters in memory at once.
 """
@@ -162,7 +162,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
                 _write_json(folder / name, content)
         if isinstance(tokenizer, JsonTokenizer):
             write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
-        # Write config.json last, because no program loads a folder without it. A killed export has such a folder.
+        # Write config.json last, so that programs do not load an incomplete export.
         if "config.json" in written:
             _write_json(folder / "config.json", written["config.json"])
         elif published is not None:
@@ -196,7 +196,7 @@ def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
 
 
 def changed_files(published: Path, saved: Config, current: dict[str, Any], tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """Return the new contents of config.json and generation_config.json of a published model, if the run has changed them.
+    """Return the configuration files of a published model that the run has changed, with their new contents.
 
     `current` is the result of `config_json` for the run.
     """
@@ -292,8 +292,7 @@ def config_json(
     preferred = [] if published is None else [read_config(published, "config.json")["model_type"]]
     for model_type in (*preferred, *FAMILIES):
         entries = _model_entries(model_type, model) | {"max_position_embeddings": max_positions, "pad_token_id": None}
-        # A family suits a model if its entries describe all settings of the model. Some families need sliding_window=null for a
-        # model without a window.
+        # Some architectures require sliding_window=null for a model without a window.
         for choice in (entries, entries | {"sliding_window": model.window}):
             if huggingface.describes(choice, model):
                 return choice | special | {"torch_dtype": str(dtype).removeprefix("torch.")}
@@ -303,7 +302,6 @@ def config_json(
 
 
 def _model_entries(model_type: str, model: ModelConfig) -> dict[str, Any]:
-    """A family may lack entries for some settings."""
     family = FAMILIES[model_type]
     layers = [model.layer(index) for index in range(model.layers)]
     types = [f"{'full' if layer.window is None else 'sliding'}_attention" for layer in layers]

@@ -192,7 +192,6 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 
 def _settings_for_inference(config: Config) -> Config:
-    """Settings of the machine get their defaults."""
     has_text = config.data.held_out is not None or config.data.eval_fraction > 0
     trainer = TrainerConfig(
         precision=config.trainer.precision,

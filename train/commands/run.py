@@ -149,7 +149,7 @@ def run_as_rank_zero(launch: Launch) -> int:
             if isinstance(error, USER_ERRORS):
                 report_error(error)
             elif is_sweep and outcome.result == OUT_OF_MEMORY and dist.get_world_size() == 1:
-                # With one rank, no collective is left hanging, so the sweep can continue.
+                # The sweep can continue, because no other rank waits in a collective.
                 report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
             else:
                 # Hydra would catch the error and continue with the next job.
@@ -169,7 +169,7 @@ def run_as_rank_zero(launch: Launch) -> int:
 
 
 def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
-    """Call `function(config, directory)` on all ranks. The other ranks wait for this call in `run_as_other_rank`."""
+    """Call `function(config, directory)` on all ranks. Only rank 0 calls `run_on_all_ranks`."""
     broadcast_object((function, config, directory))
     return function(config, directory)
 
@@ -272,7 +272,7 @@ def check_name(name: str | None, context: HydraConf) -> None:
         ConfigError: the name is invalid, or the jobs of a sweep have different names.
     """
     checked_name(name)
-    # Hydra writes one multirun.yaml per sweep. A job with another name has no such file in its directory.
+    # Hydra writes only one multirun.yaml per sweep.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(
             f"name={name} is one of several names, but all jobs of a sweep must have the same name: each job has its own "

@@ -1,8 +1,7 @@
 """Render conversations with the chat template of a tokenizer, and find the turns of the assistant in the text.
 
-A template may mark these turns with {% generation %} and {% endgeneration %}. For other templates, this module renders two
-texts per turn: the conversation before the turn, with the prompt for the next answer, and the conversation up to the end of the
-turn. The turn begins at the end of the first text, and ends at the end of the second text.
+Some templates mark these turns with {% generation %}. For other templates, this module renders the conversation with and
+without each turn.
 """
 
 import json
@@ -19,7 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # A template may use these entries of `tokenizer_config.json`.
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-# These entries of an answer determine what the model learns, so the template must use them. A flag of 1 has no effect.
+# If an answer contains one of these entries, the template must use the entry.
 CONTENTS, FLAGS = ("tool_calls", "reasoning_content", "thinking"), ("weight", "train", "training")
 
 Messages = list[dict[str, Any]]

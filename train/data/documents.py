@@ -40,7 +40,7 @@ class NumberedSequences:
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the tokens and epochs of the first `consumed` sequences under the key ""."""
+        """Return the progress after `consumed` sequences, under the key ""."""
         return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
@@ -69,14 +69,13 @@ class TokenisedDocuments(NumberedSequences):
         """Return a CRC-32 of the tokens of up to NUM_SAMPLED documents, spread evenly over the corpus."""
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
-            # Checkpoints contain the checksum of int32 tokens.
+            # Convert to int32, because the checksum depends on the dtype.
             crc = zlib.crc32(self._documents[int(index)].astype(np.int32).data, crc)
         return crc
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Return values that identify the corpus and its order. A saved position is valid only for the same values."""
-        # The checksum of the lengths identifies the order of the documents.
+        """Return values that identify the corpus and its order."""
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}
@@ -92,7 +91,6 @@ class PaddedSequences(TokenisedDocuments):
     """
 
     def _begin(self, num_sequences: int, num_tokens: int, group_size: int) -> None:
-        """Set the attributes. A `group_size` of more than `num_sequences` is ignored."""
         self._num_sequences, self._epoch_order = num_sequences, (-1, np.arange(0))
         self.padding = 1 - num_tokens / (num_sequences * self.seq_len)
         self.group_size = group_size if group_size <= num_sequences else 1

@@ -140,7 +140,6 @@ class Loader:
 
     def __init__(self) -> None:
         self._preparation: Preparation | None = None
-        # The positions of a stream's readers, by the number of consumed sequences
         self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
@@ -294,7 +293,6 @@ def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
 
 
 def _decode(data: bytearray) -> Any:
-    """The arrays of the message share the memory of `data`."""
     view = memoryview(data)
     (count,) = struct.unpack_from("<q", view)
     start, parts = 8 * (1 + count), list[memoryview]()
@@ -306,7 +304,7 @@ def _decode(data: bytearray) -> Any:
 
 
 def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearray | None]) -> None:
-    # One system call receives a whole message. A pipe would have to get Python's lock after every 64 KiB, which may take 5 ms.
+    # One system call receives a whole message.
     try:
         with connection:
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
@@ -316,7 +314,7 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearra
 
 
 def run_loader_process(output: IO[bytes]) -> None:
-    """Prepare the requested steps and write them to `output`, until the input ends."""
+    """Write each requested step to `output`, until there are no more requests."""
     # Ignore stop signals, because the training process must first complete its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

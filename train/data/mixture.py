@@ -1,9 +1,9 @@
 """Mix the sequences of several sources, so that each source has a given share of the tokens.
 
 Each sequence comes from one source. Sequence j of a source with the share w has the position (j + 1/2) / w in the mixture.
-Sorting the sequences of all sources by position gives their order (the method of Sainte-Laguë). After any number of sequences,
-each source has provided its share, up to a few sequences. The index of a sequence determines its source, so a checkpoint only
-needs the number of consumed sequences.
+The mixture contains all sequences in the order of their positions (Sainte-Laguë method). After any number of sequences, each
+source has provided its share, up to a few sequences. The index of a sequence determines its source, so a checkpoint only needs
+the number of consumed sequences.
 """
 
 from bisect import bisect_right
@@ -59,7 +59,7 @@ class MixtureDataset(NumberedSequences):
         return list(self.sources.values())[source].sequence(int(counts[source]))
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the tokens and epochs of each source, by name, in the first `consumed` sequences of the mixture."""
+        """Return the progress of each source, by name, after `consumed` sequences of the mixture."""
         counts, _ = self._locate(consumed)
         return {
             name: Progress(round(count * each.seq_len * (1 - self._padding(name))), count / each.sequences_per_epoch)
@@ -70,7 +70,7 @@ class MixtureDataset(NumberedSequences):
         return getattr(self.sources[name], "padding", 0.0)
 
     def _locate(self, index: int) -> tuple[np.ndarray, int]:
-        """Return how many sequences of each source precede `index`, int64 (sources,), and the source of `index`."""
+        """Return the number of sequences per source before `index`, int64 (sources,), and the source of `index`."""
         group, offset = divmod(index, self.group_size)
         counts, source = count_before(self._shares, group)
         counts *= self.group_size
@@ -92,7 +92,7 @@ def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
     Returns:
         The number of items per source, int64 (sources,), and the index of the source of item `position`.
     """
-    # Sort only the items near `position`. With K sources, the position of an item differs from its index by at most K / 2.
+    # Sort only the items near `position`.
     margin = len(shares)
     first = np.maximum(np.floor((position - margin) * shares).astype(np.int64) - 1, 0)
     stop = np.ceil((position + margin) * shares).astype(np.int64) + 2

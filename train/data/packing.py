@@ -45,7 +45,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 Loaded = TypeVar("Loaded")
 log = logging.getLogger(__name__)
 
-# Numbers the corpora. All ranks load corpora in the same order, and therefore with the same numbers.
+# All ranks must load their corpora in the same order, because the numbers must agree.
 _corpus_numbers = itertools.count()
 
 
@@ -109,7 +109,7 @@ class PackedDataset(TokenisedDocuments):
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return the tokens `start` to `stop` - 1 of the stream of an epoch, in the same form as `sequence`."""
         order, ends, _ = self._order_of(epoch)
-        # Also read the document of token `stop`, because this token is the last label.
+        # Token `stop` is the last label, so read its document, too.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
@@ -140,7 +140,7 @@ class PackedDataset(TokenisedDocuments):
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time. Repeated edges do not change the costs.
+        # A stable sort merges sorted arrays in linear time.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
@@ -187,7 +187,7 @@ def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]
     """
     loaded = dict[str, Loaded]()
     for name, member in config.members.items():
-        # In each call, the other ranks wait for rank 0, which must therefore report its errors before the next call.
+        # Synchronise errors after every source, so that no rank waits for a failed rank.
         with sync_errors():
             try:
                 loaded[name] = load_member(member)
@@ -229,7 +229,7 @@ def _split(documents: Documents, config: DataConfig, seq_len: int) -> tuple[Docu
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
     """Return the tokenised documents of a corpus. All ranks must call this function.
 
-    The first rank of every host tokenises the documents, unless they are in its cache.
+    If the documents are not in the cache, the first rank of every host tokenises the text.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -271,7 +271,7 @@ def split_documents(documents: Documents, fraction: float, seq_len: int) -> tupl
         seq_len: the number of tokens per sequence. Each part must fill at least one sequence.
 
     Raises:
-        ConfigError: the documents do not fill one sequence in each part.
+        ConfigError: one of the two parts would be shorter than a sequence.
     """
     lengths = documents.lengths
     total, eval_tokens = int(lengths.sum()), max(round(fraction * int(lengths.sum())), seq_len + 1)
@@ -291,7 +291,7 @@ def split_documents(documents: Documents, fraction: float, seq_len: int) -> tupl
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingData) -> Sequences | None:
-    """Load the held-out text in the order of the stream, or return None if there is none. All ranks must call this function.
+    """Load the held-out text. Return None if there is no held-out text. All ranks must call this function.
 
     Args:
         config: the settings of the training text and of the held-out text.
@@ -325,7 +325,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
 
 
 def check_mixture(config: DataConfig, training: MixtureDataset) -> None:
-    """Raise ConfigError if a source contains held-out text of another source. Of the same documents, the same are held out."""
+    """Raise ConfigError if a source contains held-out text of another source."""
     for (name, first), (other, second) in itertools.combinations(config.members.items(), 2):
         if sources.overlap(first, second, training.sources[name].splits):
             raise ConfigError(
@@ -348,7 +348,7 @@ def _once_per_host(prepare: Callable[[], str]) -> str:
         ConfigError: on all ranks of a host, if `prepare` raises this error.
     """
     store, rank = _get_default_store(), dist.get_rank()
-    # Without torchrun, the hosts of the ranks are unknown, so every rank computes the result.
+    # Without torchrun, every rank computes the result.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     name, result, error = f"corpus/{next(_corpus_numbers)}/{rank - local_rank}", "", "the first rank of this host has failed"
     if local_rank == 0:

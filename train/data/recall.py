@@ -22,7 +22,7 @@ from ringattn.train.data.documents import NumberedSequences
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# The number of tokens in the block of facts, and in the block of queries. Short documents have smaller blocks.
+# A document has BLOCK tokens of facts and BLOCK tokens of queries. Short documents have fewer of both.
 BLOCK = 32
 
 # The length in tokens of the shortest training documents.
@@ -93,13 +93,12 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return all `document_lengths` with space for two blocks of BLOCK tokens, or only the longest length."""
+    """Return the document lengths of at least 2 * BLOCK tokens. If there are none, return the longest length."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 
 
 def block_size(length: int) -> int:
-    """Return the even number of tokens in the block of facts, and in the block of queries."""
     return min(length // 4 * 2, BLOCK)
 
 
@@ -107,7 +106,6 @@ def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor
     """Return evaluation documents of `length` tokens, one per sequence, and the position index of their facts, int64 (B,).
 
     Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at the beginning of the document.
-    At the last position, the facts are directly before the queries.
     """
     positions = np.array([number % NUM_POSITIONS for number in numbers])
     starts = positions * (length - 2 * block_size(length)) // (NUM_POSITIONS - 1)
@@ -126,7 +124,7 @@ def check_length(seq_len: int) -> None:
 
 
 def check_vocabulary(vocab_size: int) -> None:
-    """Raise ConfigError unless a tokenizer with `vocab_size` tokens has all token ids of the task."""
+    """Raise ConfigError if the tokenizer has fewer tokens than the recall task needs."""
     if vocab_size < VOCABULARY:
         raise ConfigError(
             f"the tokenizer has {vocab_size} tokens, but the recall task requires {VOCABULARY}: use data.tokenizer=bytes"
@@ -134,7 +132,7 @@ def check_vocabulary(vocab_size: int) -> None:
 
 
 def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return documents whose facts begin at `starts`: tokens and labels, both int64 (documents, length)."""
+    """Return tokens and labels, both int64 (documents, length). The facts begin at `starts`."""
     count, block = len(starts), block_size(length)
     num_keys = block // 2
     tokens = _filler(random, count * length).reshape(count, length)
@@ -153,7 +151,7 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
     """Return `count` selections of `size` different integers below `bound`, int64 (count, size)."""
-    # Sort random numbers, because releases of numpy may differ in their permutations.
+    # Do not use numpy's permutations, which may change with the release of numpy.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]
 

@@ -6,8 +6,6 @@
 
 Only the answers of the assistant (or the completion) and their stop tokens have labels. Each sequence takes the longest records
 that still fit, so sequences need little padding. For the data, a checkpoint contains only the number of consumed sequences.
-
-A token t without loss is encoded as -1 - t.
 """
 
 import inspect
@@ -25,7 +23,7 @@ from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# These seeds give random orders that are the same in every epoch.
+# The keys of random orders that do not change between epochs.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
@@ -41,12 +39,12 @@ class RecordEncoder:
 
     @property
     def identity(self) -> list[object]:
-        """Return values that change if the encoding of records changes."""
+        """Return values that identify the encoding of records."""
         template = self._template and (self._template.source, self._template.variables)
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 
     def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
-        """Return the tokens of a record, int32 (N,). -1 - t encodes a token t without loss.
+        """Return the tokens of a record, int32 (N,). If a token t has no loss, the array contains -1 - t.
 
         Raises:
             ConfigError: the record is invalid. The message contains `where`.
@@ -125,7 +123,7 @@ class RecordDataset(PaddedSequences):
         return np.where(stored < 0, ~stored, stored), np.where(labels < 0, IGNORE, labels)
 
     def random_records(self, key: int = EVALUATION) -> np.ndarray:
-        """Return the numbers of all records that fit, in a random order that does not depend on `seq_len`."""
+        """Return the numbers of all records with at most `seq_len` tokens, in a random order."""
         order = random_order(np.random.Philox(key=[self.seed, key]), len(self.lengths))
         return order[self.lengths[order] <= self.seq_len]
 

@@ -144,7 +144,6 @@ class Shards:
         return np.memmap(self.folder / f"{name}.{suffix}", dtype, mode="r")
 
     def _check_shard(self, shard: dict[str, Any]) -> np.ndarray:
-        """Check the files of a shard without reading tokens."""
         size, count = shard["tokens"], shard["documents"]
         sizes = {"tokens": size * np.dtype(self.index["dtype"]).itemsize, "offsets": (count + 1) * 8, "checksums": count * 4}
         for suffix, expected in (sizes | ({"loss": size} if self.index["has_loss"] else {})).items():

@@ -43,8 +43,8 @@ ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 HELD_OUT_ROWS = 10_000
 
 # An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the
-# columns `DataConfig.columns`. A row without text has the content "", and a faulty document a ConfigError. None is the content
-# of a blank line in a file of JSON lines. Slices such as "train[:90%]" do not count blank lines.
+# columns `DataConfig.columns`. The content of a row without text is "". The content of a faulty document is a ConfigError. None
+# is the content of a blank line in a file of JSON lines. Slices such as "train[:90%]" do not count blank lines.
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
@@ -83,7 +83,7 @@ class Piece:
 
 
 class Line(NamedTuple):
-    """Names a line of a file in messages. `number` counts from 1 at byte `begin`. `str` shows the number in the whole file."""
+    """A line of a file, for error messages. Line number 1 begins at byte `begin`."""
 
     file: str
     begin: int
@@ -115,7 +115,7 @@ class Corpus:
 
     Raises:
         ConfigError: there is no such file or dataset.
-        Exception: a hub dataset or a split cannot be read. The type depends on the reader.
+        Exception: the package `datasets` cannot read the dataset or its split.
     """
 
     def __init__(self, config: DataConfig, num_pieces: int = 1, min_bytes: int = MIN_PIECE_BYTES):
@@ -289,7 +289,6 @@ def _parts(states: list[State], config: DataConfig, piece_bytes: int) -> Iterato
 
 
 def _pieces_of_file(state: State, config: DataConfig, piece_bytes: int) -> list[Piece]:
-    """Divide a file at multiples of `piece_bytes`, or at row groups. A file that cannot be divided is a single piece."""
     try:
         if config.source == "parquet":
             with pyarrow.parquet.ParquetFile(state.path) as reader:
@@ -362,7 +361,7 @@ def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = 
     number, position = 0, begin
     try:
         with _open(file) as stream:
-            if begin:  # Skip the line with the byte before `begin`, which the previous piece contains.
+            if begin:  # The line that contains byte `begin` - 1 belongs to the previous piece.
                 stream.seek(begin - 1)
                 position += _skip_line(stream) - 1
             start = position
@@ -549,7 +548,7 @@ def hub_commit(config: DataConfig) -> str:
 def _hub_name(config: DataConfig) -> str:
     import datasets.config
 
-    # Releases of `datasets` before 4 must not ask whether to run the code of a dataset.
+    # Otherwise, `datasets` before release 4 asks the user whether to run a dataset's code.
     settings: Any = datasets.config
     settings.HF_DATASETS_TRUST_REMOTE_CODE = False
     # `datasets` would interpret a name without an owner as a reader for local files. One of these readers unpickles files,
@@ -560,7 +559,6 @@ def _hub_name(config: DataConfig) -> str:
 
 
 def _json_row(where: object, line: bytes) -> dict[str, Any] | None:
-    """Return None for a blank line."""
     content = _decode(where, line)
     if not (content := content.strip()):
         return None
@@ -644,7 +642,7 @@ def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> boo
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
-    """Return whether two splits, such as "train[:90%]", have a row in common. `sizes` contains the rows of whole splits."""
+    """Return whether two splits, such as "train[:90%]", share a row. `sizes` maps each whole split to its number of rows."""
     parts = [absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 

@@ -8,8 +8,7 @@
 The number R of readers depends only on the corpus, so the sequences do not depend on the number of ranks. If the number of
 data-parallel ranks divides the number of readers, each reader runs on only one data-parallel rank.
 
-The position of a reader contains the beginning of its block, and counts the documents and tokens consumed from this block. A
-resumed reader reads and shuffles the same block again. A checkpoint contains the position of every reader.
+A checkpoint contains the position of every reader. A resumed reader reads and shuffles its last block again.
 """
 
 import re
@@ -29,14 +28,14 @@ from ringattn.train.data.tokenisation import add_ends, describe_tokenizer
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# The maximum number of readers, a multiple of the usual numbers of ranks.
+# The maximum number of readers, which common numbers of ranks divide.
 MAX_READERS = 64
 # A block ends at this number of characters, so that very long documents do not fill the memory.
 BLOCK_CHARACTERS = 2**26
 # A reader tokenises documents in chunks of about this many characters. Tokenizers from a tokenizer.json process a chunk with
 # several threads.
 CHUNK_CHARACTERS = 2**18
-# A checksum covers this many bytes at the beginning of each file.
+# The checksum of a file covers only its first SAMPLED_BYTES bytes.
 SAMPLED_BYTES = 2**16
 # The minimum size of a piece, so that a piece contains many documents.
 MIN_PIECE_BYTES = 2**20
@@ -150,7 +149,7 @@ class Reader:
         """Read the texts of the stream, beginning at entry number `entry` of piece number `piece`.
 
         Yields:
-            The place after each text, and the text. At the end of an epoch, the text is None.
+            ((epoch, piece, entry), text): a text, and the place of the next text. At the end of an epoch, `text` is None.
         """
         while True:
             order = random_order(np.random.Philox(key=[self._stream.seed, (self._number << 48) + epoch]), len(self._pieces))
@@ -163,7 +162,6 @@ class Reader:
             yield (epoch, 0, 0), None
 
     def _check(self, content: sources.Content) -> str:
-        """If the entry is faulty, raise its error, or count the entry and return ""."""
         if not isinstance(content, ConfigError):
             return str(content or "")
         if self._stream.config.on_error == "raise":
@@ -198,13 +196,13 @@ class StreamDataset(NumberedSequences):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Return a very large number of rows for each split, because the number is unknown."""
+        """Return 2**40 rows for each split, because the true number is unknown."""
         names = (self.config.split, self.config.eval_split or "train")
         return {re.split(r"\W", name)[0]: 2**40 for name in names}
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the stream. Saved positions are valid only for the same values."""
+        """Return values that identify the stream."""
         known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
         known |= {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
         known |= {name: getattr(self.config, name) for name in DOCUMENT_SETTINGS}
@@ -242,7 +240,7 @@ class StreamDataset(NumberedSequences):
         return (content for _, content in self.corpus.read(piece))
 
     def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[Any]]:
-        """Return the positions of all readers after the first `consumed` sequences, as a checkpoint stores them.
+        """Return the readers' positions after `consumed` sequences, in the format of a checkpoint.
 
         `found` contains the positions of each rank. Of the ranks that run the same reader, some may not have advanced it yet.
         """
@@ -300,7 +298,6 @@ class FileCorpus:
                 known = [name.name, name.stat().st_size, file.read(SAMPLED_BYTES)]
             self.identity = zlib.crc32(repr(known).encode(), self.identity)
         self._corpus = sources.Corpus(config, MAX_READERS, MIN_PIECE_BYTES)
-        # Leave out pieces in which no line begins, because a reader needs text.
         self.pieces = [each for each in self._corpus.pieces if config.source != "jsonl" or sources.begins_line(each)]
 
     def read(self, piece: sources.Piece) -> Iterator[sources.Entry]:

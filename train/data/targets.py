@@ -111,18 +111,18 @@ class Targets:
         """Return a batch of sequences, and the group of each token.
 
         Args:
-            numbers: the numbers of the sequences. Sequences from number `num_sequences` on contain no target tokens.
+            numbers: the numbers of the sequences. A sequence with a number of at least `num_sequences` has no target tokens.
 
         Returns:
             The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at `lengths[i]` has the
-            group i * D + d. Tokens that are not targets have the group `num_groups`.
+            group i * D + d. All tokens except target tokens have the group `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
         return Batch(tokens, labels, documents), groups
 
     def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens, labels and groups of a sequence, all int64 (S,), and its document lengths."""
+        """Return tokens, labels and groups, all int64 (S,), and the document lengths."""
         windows = self._sequences[number] if number < self.num_sequences else []
         tokens = np.zeros(self._seq_len, dtype=np.int64)
         labels, groups = np.full_like(tokens, IGNORE), np.full_like(tokens, self.num_groups)
@@ -192,7 +192,7 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
 
 
 def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
-    """Distribute windows over sequences of `seq_len` tokens. Each sequence takes the largest windows that still fit."""
+    """Distribute windows over sequences of `seq_len` tokens."""
     windows, sequences = sorted(windows), list[list[Window]]()
     while windows:
         space, sequence = seq_len, list[Window]()

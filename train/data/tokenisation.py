@@ -130,7 +130,6 @@ def _check_key(folder: Path, key: str) -> None:
 
 
 def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
-    """The hash is cached until the time or the size of a file changes."""
     states = list(dict.fromkeys(state for piece in corpus.pieces for state in piece.files))
     names = [state.path for state in states] if config.source == "packages" or config.join == "folder" else []
     # Programs can change the modification time of a file, but not the ctime.
@@ -215,7 +214,6 @@ def _is_complete(folder: Path, task: Task) -> bool:
 
 
 def _write_shards(job: Job, task: Task, add: Add) -> None:
-    """Tokenise the documents of a task, except those in complete shards."""
     done = _shards_of(job.folder, task)
     entries = sources.slice_rows(_counted(job.corpus.read(task.piece), add), task.first, task.last)
     for _ in range(sum(shard["entries"] for shard in done)):
@@ -232,7 +230,7 @@ def _write_shards(job: Job, task: Task, add: Add) -> None:
 
 
 def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer: ShardWriter) -> tuple[dict[str, Any], bool]:
-    """Write documents until the shard is full. Return the counts of the shard, and whether the task has no more documents."""
+    """Write documents until the shard is full. Return its counts, and whether the task has no more documents."""
     counts = dict.fromkeys(("entries", "rows", "without_text", "faulty"), 0)
     faults, is_last = list[str](), True
 

@@ -157,7 +157,7 @@ class JsonTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         starts, stops = np.array([*spans, (len(text), len(text) + 1)]).T
-        # Find the first span that ends after the token begins. A token is marked if this span begins before the token ends.
+        # A token is marked if it overlaps a span.
         is_marked = starts[np.searchsorted(stops, begins, side="right")] < ends
         return np.array(encoding.ids, dtype=np.int32), is_marked
 
@@ -192,7 +192,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
     """Return the tokenizer that `data.tokenizer`, `data.eos_token` and `data.special_tokens` describe.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded or has no end-of-text token, or bytes have special tokens.
+        ConfigError: the tokenizer cannot be loaded, or does not support `eos_token` or `special_tokens`.
     """
     if name != "bytes":
         return JsonTokenizer(name, eos_token, special_tokens)

@@ -153,7 +153,7 @@ def _begin_process(*shared: Any) -> None:
     global _shared
     _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Prevent every process from starting a thread per core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.getLogger().handlers[:] = [_Collector(logging.WARNING)]
     # Exit if the parent process is killed, instead of waiting forever for a task.
     threading.Thread(target=_exit_with_parent, daemon=True).start()

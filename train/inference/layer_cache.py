@@ -3,8 +3,8 @@
 A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a short window needs few keys, so
 every rank stores the whole window in a local cache. Decoding with a local cache sends no messages.
 
-A local cache with R rows stores the token at position p in row p % R. The overwritten token is no longer in the window. Keys
-are rotated before they are stored, so the rows may have any order. On one rank, all caches are local.
+A local cache with R rows stores the token at position p in row p % R. Keys are rotated before they are stored, so the rows may
+have any order. On one rank, all caches are local.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group |
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """Return the `Place` of a token by the size of the local cache. `position` is int64 (1,)."""
+    """Return where each size of local cache stores the token at `position`, int64 (1,)."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]

@@ -16,7 +16,7 @@ from ringattn.train.reports.recall_results import Accuracies
 from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, until_stopped
 
-# The minimum number of documents per length and position. Four long documents contain 64 answers.
+# The accuracy at each length and position comes from at least this number of documents.
 MIN_DOCUMENTS = 4
 
 
@@ -50,7 +50,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
 
 
 def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
-    """Count correct answers and all answers per position, int64 (NUM_POSITIONS, 2)."""
+    """Return [correct answers, all answers] per position, int64 (NUM_POSITIONS, 2)."""
     length, dp = run.config.data.seq_len, run.mesh.dp
     sums = torch.zeros(NUM_POSITIONS, 2, dtype=torch.int64, device=run.device)
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)

@@ -1,7 +1,6 @@
 """Run single tokens through a model with KV caches. On a GPU, every token replays the same CUDA graph.
 
-An eager step launches more than thirty kernels per layer, which takes the host longer than the GPU. A graph always uses the
-same memory, so the token, its position and the length of the cache are read from the memory of the GPU.
+A graph always uses the same memory, so the token, its position and the length of the cache are read from the memory of the GPU.
 """
 
 from collections.abc import Sequence

@@ -178,8 +178,8 @@ class GPT(nn.Module):
             attend: the function for attention over the whole sequence, or one per layer.
             finish: finish(hidden, head) receives the normalised hidden states (B, N, dim), times `logit_scale`, and the output
                 matrix (padded vocabulary, dim).
-            balance: balance(routing) receives the routing of all layers (layers, 2, experts), see `Experts.forward`. The model
-                adds balance(routing) to the result of `finish`.
+            balance: balance(routing) is added to the result of `finish`. `routing` has the shape (layers, 2, experts), see
+                `Experts.forward`.
         """
         x = scaled(F.embedding(tokens, self.embedding), self.config.embedding_scale)
         angles = {settings: rope(positions, settings) for settings in dict.fromkeys(layer.rope for layer in self.layers)}

@@ -10,8 +10,7 @@ from torch import Tensor
 # Tokens with this label do not contribute to the loss.
 IGNORE = -100
 
-# The default number of tokens in a chunk. Chunks of a small vocabulary have more tokens and about CHUNK_LOGITS logits, because
-# launching many small kernels is slow.
+# The default number of tokens in a chunk. Chunks of a small vocabulary have more tokens.
 CHUNK = 2048
 CHUNK_LOGITS = 2**26
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# A pair of dimensions keeps its frequency if it rotates more often than this within the training length. Frequencies of 1 to
+# Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. Frequencies of 1 to
 # MAX_ROTATIONS rotations are interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
@@ -79,7 +79,6 @@ def slowdown(frequency: Tensor, settings: Rope) -> Tensor:
 
 
 def _pair_of(rotations: float, settings: Rope, trained_len: int) -> float:
-    """Return the (fractional) index of the pair that rotates `rotations` times within `trained_len` tokens."""
     positions_per_radian = trained_len / (2 * math.pi * rotations)
     return settings.dim / 2 * math.log(positions_per_radian) / math.log(settings.theta)
 

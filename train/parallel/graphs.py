@@ -45,7 +45,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
     # The hooks of several FSDP groups cannot be captured.
     one_group = estimate.has_one_group(model, bf16)
-    # With shards of different lengths, the message sizes would depend on the documents.
+    # Message sizes must not depend on the documents, so all shards must have the same length.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # Graphs support neither the load-balancing loss of experts nor sinks.
     is_dense = model.experts is None and not model.sinks
@@ -57,7 +57,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
-    """Return the value of `trainer.cuda_graphs`. If the setting is None, return whether the host would limit the speed.
+    """Return whether a run uses CUDA graphs. By default, a run uses graphs if the host would be slower than the GPU.
 
     `compiled` is whether the blocks are compiled, not recomputed in the backward pass and not in host memory.
 
@@ -125,7 +125,7 @@ class ModelGraphs:
     the graphs.
 
     Args:
-        model: the model. One FSDP group contains all parameters. The blocks are already compiled.
+        model: the model, with compiled blocks. One FSDP group contains all parameters.
         config: the settings.
         mesh: the mesh of all ranks. The ranks that share a sequence must capture their graphs together.
         bf16: whether the model computes in bf16.
@@ -137,7 +137,7 @@ class ModelGraphs:
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
         batch, dtype = config.trainer.batch_size, torch.bfloat16 if bf16 else torch.float32
-        # The shapes of all later masks are those of a mask with one document per sequence.
+        # Capture with one document per sequence, because documents do not change any shapes.
         documents = [[config.data.seq_len]] * batch if config.data.mask_documents else None
         masks = causal_masks(config.model, documents)
         layout = choose_layout(config, mesh.shape, masks)
@@ -201,7 +201,7 @@ class ModelGraphs:
     def compute_loss(self, tokens: Tensor, positions: Tensor, labels: Tensor, packed: Sequence[Tensor]) -> Tensor:
         """Return the sum of the losses of this rank's tokens. The result supports a backward pass. Call `finish` afterwards.
 
-        The first arguments are the attributes of a `ringattn.train.data.batch.Shard`. `packed` contains the results of `pack`.
+        `packed` contains the results of `pack`.
         """
         for slots, each in zip(self.slots, packed, strict=False):
             slots.write(each)
@@ -222,8 +222,6 @@ class ModelGraphs:
 
 
 class _Copy(torch.autograd.Function):
-    """Copy all parameters to the graphs in one call. With a call per parameter, the GPU would wait for the host."""
-
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]  # torch does not declare the parameters
         ctx: Any, copies: list[Tensor], *parameters: Tensor

@@ -16,7 +16,7 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
     """Determine the number of this attempt together with the other ranks. Call this function once per attempt on all ranks.
 
     A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Every rank except rank 0 writes
-    a random name to the store. Rank 0 then stores the number of the attempt under every random name.
+    a random name to the store. Rank 0 answers every name with the number of the attempt.
 
     Returns:
         A part of the store that only this attempt uses, and the number of the attempt, counted from 1.
@@ -26,7 +26,7 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         waiting = set(range(1, world_size))
         while waiting:
             for other in waiting:
-                # A process of an earlier attempt may have written the name, so keep answering until all ranks have joined.
+                # Keep answering until all ranks have joined, because a dead process may have written the name.
                 # TORCHELASTIC_RESTART_COUNT is not enough, because it counts only the failures of one torchrun process.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))
@@ -41,8 +41,5 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
 
 
 def launch_time(store: dist.Store) -> str:
-    """Return the local time of the first attempt, such as "2026-01-31_23-59-59". Only rank 0 calls this function.
-
-    By default, this time is the name of the run, so all attempts use the same directory.
-    """
+    """Return the local time of the first attempt, such as "2026-01-31_23-59-59". Only rank 0 calls this function."""
     return store.compare_set("launch_time", "", time.strftime("%Y-%m-%d_%H-%M-%S")).decode()

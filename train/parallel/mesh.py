@@ -1,7 +1,7 @@
 """Build the mesh of data-parallel x ring x Ulysses ranks.
 
-The sequences of a batch are split over the "dp" axis, and the tokens of each sequence over the other two. Attention is a ring
-over the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
+The sequences of a batch are split over the "dp" axis, and the tokens of each sequence over the other two. Ring attention uses
+the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
 """
 
 import os
@@ -87,10 +87,7 @@ def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:
 
 
 def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
-    """Choose which rank holds which tokens of a sequence.
-
-    All layers have the same layout. "auto" balances the work of all layers.
-    """
+    """Choose which rank holds which tokens of a sequence."""
     kind, seq_len = config.parallel.layout, config.data.seq_len
     if kind == "auto":
         return balanced_layout(count_layers(config.model, masks), seq_len, shape.ring).split(shape.ulysses)

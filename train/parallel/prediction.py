@@ -157,7 +157,6 @@ def describe_shape(shape: MeshShape) -> str:
 
 
 def _attention_seconds(config: Config, shape: MeshShape, machine: Machine, window: int | None) -> tuple[float, float]:
-    """Return forward and backward seconds of one layer, without documents."""
     model, masks = config.model, causal_masks(config.model)
     near, far = (interconnect(*link, flops=(machine.gpu or SLOW_GPU).attention) for link in (("nvlink", True), ("nccl", False)))
     return attention_seconds(

@@ -86,7 +86,7 @@ def broadcast_object(value: Any) -> Any:
 @contextmanager
 def sync_errors(group: dist.ProcessGroup | None = None) -> Generator[None]:
     """If one rank raises a ConfigError, raise the error on all ranks, so that no rank waits forever. All ranks must run the
-    body. `group` contains all ranks.
+    body.
 
     If several ranks have an error, every rank raises the error of the lowest rank. Without a process group, an error is raised
     as usual.

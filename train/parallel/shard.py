@@ -28,7 +28,7 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.
 
     The FSDP groups of the last `host_blocks` blocks are moved to host memory. Parameters outside the blocks stay on the device,
-    because the next forward pass begins with them. Return the model and the groups in host memory.
+    because the next forward pass begins with them. Return the model, and the FSDP groups that are in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
     # With `reshard_after_forward=None`, FSDP frees the gathered parameters of all modules except the root after the forward
@@ -68,9 +68,8 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
     """Save only the inputs and the attention outputs of the blocks that `plan` recomputes, on the GPU or in host memory.
 
-    Only the first `attention_blocks` blocks of the plan also recompute attention. All-to-alls may run twice, because they take
-    little time and saving their results would need much memory. `host_bytes` is the size of the host memory to allocate for
-    offloaded blocks.
+    Only the first `attention_blocks` blocks of the plan also recompute attention. `host_bytes` is the host memory to allocate
+    for offloaded blocks.
     """
     blocks = cast("list[Any]", model.blocks)
     for index in range(plan.offloaded_blocks, plan.recomputed_blocks):

@@ -23,7 +23,7 @@ from ringattn.train.settings.config import Config
 
 # Matrix products reach this fraction of the peak FLOP/s. The 1.44B model reaches 690 of 989 TFLOP/s on two H200s.
 MATMUL_EFFICIENCY = 0.7
-# The 1.44B model on H200s reaches this fraction of the attention speed in `cost_model.attention_flops`.
+# The attention speed of the 1.44B model on H200s, relative to `cost_model.attention_flops`.
 ATTENTION_EFFICIENCY = 1.06
 # The speed with packed documents, relative to one document, with the default model on one H200.
 DOCUMENT_EFFICIENCY = 0.95
@@ -50,7 +50,7 @@ COLLECTIVE_BYTES_PER_S = 144e9
 
 # The seconds of work on a rank's host, measured with the default model on machines with H100s and H200s. Other hosts differ.
 HOST_STEP = 4e-3  # per step
-HOST_GROUP = 3e-3  # FSDP's hooks per group of blocks, forward and backward
+HOST_GROUP = 3e-3  # the FSDP hooks of one group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
@@ -58,7 +58,7 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 # Bytes per second of copies between a GPU and pinned host memory, in each of two simultaneous directions. Copies do not slow
 # kernels down (one H200, 2026-11-24).
 HOST_LINK = 51e9
-# PyTorch's fused AdamW updates this many parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
+# The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
 # In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels, which also
 # round the operands, take 35.7 ms instead of 14.2 ms (forward and backward of 32,768 tokens on an H200, 2026-11-28).
@@ -98,7 +98,7 @@ class Gpu(NamedTuple):
         return cls(MATMUL_EFFICIENCY * peak, attention, MEMORY_EFFICIENCY * memory_speed)
 
 
-# For unknown GPUs, plans are compared with these speeds.
+# The assumed speeds of an unknown GPU
 SLOW_GPU = Gpu(matmul=1e14, attention=6e13, memory=5e11)
 
 
@@ -159,8 +159,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     used = layers * estimate.used_block_parameters(model)
     vocab = estimate.other_parameters(model, machine.vocab_size)
 
-    # With chunks, the operations around attention run twice. With checkpointing, the operations before attention then run a
-    # third time.
+    # Chunks run the operations around attention twice. Recomputed blocks run the operations before attention once more.
     chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0
@@ -231,8 +230,8 @@ def _exposed_copies(
 def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward: float) -> float:
     """Return how many seconds the next forward pass waits for updates on the CPU. `forward` is its duration.
 
-    The CPU updates the blocks in their order in the model. A block must be updated early, because its weights are copied while
-    the previous block is computed.
+    The CPU updates the blocks in their order in the model. While the GPU computes one
+    block, the weights of the next block are copied.
     """
     layers = config.model.layers
     update = estimate.block_parameters(config.model) / machine.ranks / (HOST_ADAM * machine.cores)

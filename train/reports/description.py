@@ -40,7 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # The number of sequences that are read to predict the time of a step.
 SAMPLED_SEQUENCES = 32
 
-# Text about FP8 attention for each value of trainer.fp8_attention.
 FP8_DESCRIPTIONS = {
     "never": "",
     "inference": ", FP8 attention in evaluation and generation",
@@ -161,7 +160,7 @@ def pair_shares(run: Run) -> prediction.Shares:
     if not run.config.data.mask_documents:
         return prediction.NO_DOCUMENTS
     seq_len, count = run.config.data.seq_len, run.data.sequences_per_epoch
-    # Sample sequences from the whole epoch, because neighbours may have a similar cost (`data.group_size`).
+    # Consecutive sequences may have a similar cost (`data.group_size`), so sample the whole epoch.
     numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
     documents = [run.data.batch([number]).documents for number in numbers]
     pairs = {

@@ -1,7 +1,6 @@
 """Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
 
-The error of a loss is half the width of its 95% interval, from a bootstrap over documents. A difference of two losses has a
-much smaller error, because both losses are means over the same tokens.
+The error of a loss is half the width of its 95% interval, from a bootstrap over documents.
 """
 
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ class Losses:
         return self.sums.sum(1) / self.tokens.sum()
 
     def errors(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the errors of the losses, and of `means - means[0]`, or None for a single document."""
+        """Return the errors of `means` and of `means - means[0]`. Return None if there is only one document."""
         count = len(self.tokens)
         if count == 1:
             return None

@@ -79,9 +79,10 @@ class Recorder:
         """Record one step, counted from 1.
 
         Args:
-            tokens, flops: the tokens and the model FLOPs of the step, on all ranks together.
-            seconds: the time that the step took.
-            show: whether the console may show the step now, or only after `extend` has added its evaluation.
+            tokens: the tokens of the step on all ranks.
+            seconds: the duration of the step.
+            flops: the model FLOPs of the step on all ranks.
+            show: whether the console may show the step now, before `extend` is called.
             values: all other metrics. The plot shows the losses over `total_tokens`, the number of consumed tokens.
         """
         if not self._is_active:
@@ -172,7 +173,6 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
 
 
 def _to_json(record: dict[str, float]) -> str:
-    """Return a record as one line of JSON, with null for NaN and infinity."""
     finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
     return json.dumps(finite) + "\n"
 
@@ -242,7 +242,6 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
-    """Each error bar is the error of the difference from the loss at the shortest length."""
     losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
     draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
     axes.set_xlabel(f"sequence length in tokens (step {record['step']})")

@@ -171,7 +171,6 @@ def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:
 
 
 def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | None]:
-    """Place the jobs on the x axis. The name of the axis is None if its labels are job names."""
     try:
         ((name, _),) = outcomes[0].varied.items()
         values = [float(outcome.varied[name]) for outcome in outcomes]
@@ -209,7 +208,6 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
-    """Draw one line per job, with an error bar at the longest length."""
     for outcome in outcomes:
         if isinstance(outcome.result, dict) and (losses := _losses_by_length(outcome)):
             errors = [0.0] * (len(losses) - 1) + [outcome.result.get("eval_loss_error") or 0.0]

@@ -100,7 +100,6 @@ class WandbRun:
         self._call(log_object)
 
     def _call(self, method: Callable[[Any], Any]) -> None:
-        """Call `method` with the W&B run, if W&B is on. After an error, switch W&B off."""
         if self._run is None:
             return
         try:
@@ -119,15 +118,13 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
 
-    W&B's default folder is in the home directory. If `wandb sync` does not find the contents, it leaves the tables out without
-    an error.
+    W&B's default folder is in the home directory. `wandb sync` silently skips a table if it does not find the contents.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
 
 
 def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any, bool]:
-    """The run is None if W&B is off or cannot start."""
     choice = chosen_mode(config)
     if choice == "off":
         log.info(f"{'W&B':<12}off")

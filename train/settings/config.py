@@ -1,7 +1,7 @@
 """Define the settings of a run as typed dataclasses, and check them before anything is built.
 
-The YAML files in configs/ override the defaults, and the command line overrides both. The comment above a field explains the
-setting, also in docs/settings.md.
+The YAML files in configs/ override the defaults, and the command line overrides both. docs/settings.md is generated from the
+comments above the fields.
 """
 
 import math
@@ -84,8 +84,8 @@ class LayerAttention(NamedTuple):
 class ModelConfig(Frozen):
     """The architecture of the GPT."""
 
-    # The number of rows of the embedding. If None, this number is the vocabulary size of the tokenizer. Published models may
-    # have additional rows, which our loss and sampling ignore, unlike transformers.
+    # The number of rows of the embedding. None: the vocabulary size of the tokenizer. Published models may have additional
+    # rows, which our loss and sampling ignore, unlike transformers.
     vocab_size: int | None = None
     # Transformer blocks.
     layers: int = 2
@@ -99,8 +99,8 @@ class ModelConfig(Frozen):
     head_dim: int | None = None
     # The hidden width of the gated feed-forward network. If None, the width is 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
-    # The number of experts in a mixture of experts, each of width `ffn_dim`. If None, a layer has one feed-forward network for
-    # all tokens.
+    # The number of experts per layer. Each expert has the hidden width `ffn_dim`. If None, a layer has one feed-forward network
+    # for all tokens.
     experts: int | None = None
     # The number of experts that the router chooses for each token.
     experts_per_token: int = 2
@@ -113,8 +113,8 @@ class ModelConfig(Frozen):
     balance_loss: float = 0.001
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # The base of the rotary position embedding in sliding layers. Sliding layers with their own base ignore `rope_factor`. If
-    # None, sliding layers have the same rotary embedding as full layers.
+    # The base of the rotary position embedding in sliding layers. If set, `rope_factor` applies only to full layers. If None,
+    # sliding layers have the same rotary embedding as full layers.
     local_rope_theta: float | None = None
     # The fraction of each head's dimensions that rotary embeddings rotate. The first dimensions are rotated.
     rotary_fraction: float = 1.0
@@ -139,7 +139,7 @@ class ModelConfig(Frozen):
     qk_norm: bool = False
     # Whether `qk_norm` normalises all heads of a token together, as in OLMo 3.
     qk_norm_all_heads: bool = False
-    # Whether each query head has a learned sink: a logit in the softmax without a value, as in gpt-oss.
+    # Whether each query head has a learned sink, as in gpt-oss. A sink is an additional logit in the softmax.
     sinks: bool = False
     # The factor that multiplies the scores of attention. If None, the factor is `1 / sqrt(head_dim)`.
     attention_scale: float | None = None
@@ -230,15 +230,14 @@ class DataConfig(Frozen):
     # "mix" (the sources in `mix`).
     source: str = "stdlib"
     # The sources of a mixture, for example [{name:web,source:jsonl,path:web.jsonl,weight:0.7},{source:packages,weight:0.3}].
-    # The share of a source in the tokens is proportional to its weight. A source can also set `name` (by default `source`),
-    # `source`, `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of every source
-    # is held out.
+    # Each source provides tokens in proportion to its weight. A source can also set `name` (by default `source`), `source`,
+    # `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of every source is held
+    # out.
     mix: list[MixSource] = field(default_factory=list)
     # The action when the text, or a source of a mixture, has been read to its end. With "repeat", the text is read again in
     # another order, and a message says so. With "end", the number of steps is limited by the text.
     exhausted: str = "repeat"
-    # Whether text in "jsonl", "parquet" and "hub" is read, tokenised and packed during training, instead of before the first
-    # step.
+    # Whether the text is tokenised during training instead of before the first step. Requires "jsonl", "parquet" or "hub".
     streaming: bool = False
     # With `streaming`, the number of documents that are shuffled together in host memory.
     shuffle_buffer: int = 10_000
@@ -273,8 +272,8 @@ class DataConfig(Frozen):
     # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
     # text and counts it.
     on_error: str = "raise"
-    # The number of processes per host that tokenise the text. If None, this number is the number of CPU cores per rank, but
-    # lower for a small text.
+    # The number of processes per host that tokenise the text. None: one process per CPU core of a rank, or fewer for a small
+    # text.
     num_proc: int | None = None
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
@@ -294,9 +293,9 @@ class DataConfig(Frozen):
     packing: str = "stream"
     # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
-    # The number of consecutive sequences with a similar cost of attention. Groups of such sequences keep data-parallel ranks
-    # equally busy. If None, a group contains the sequences of one micro-step. By default, a run has no groups if it has one
-    # data-parallel rank, a mixture or `mask_documents=false`. A resumed run keeps the group size of its checkpoint.
+    # The number of sequences per group. The sequences of a group have a similar cost of attention, so data-parallel ranks are
+    # equally busy. If None, a group contains the sequences of one micro-step. None disables groups for a single data-parallel
+    # rank, a mixture or `mask_documents=false`. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property
@@ -334,7 +333,7 @@ class DataConfig(Frozen):
 
     @property
     def resolved_eval_fraction(self) -> float:
-        """Return the held-out fraction of the training text. Return 0 if the held-out text is separate or generated."""
+        """Return `eval_fraction`, or 0 if the held-out text is separate or generated."""
         return self.eval_fraction if self.held_out is None and self.source != "recall" else 0.0
 
 
@@ -348,8 +347,8 @@ class ParallelConfig(Frozen):
     # The number of ranks that share one sequence, which must divide the number of all ranks. None: all ranks.
     ring: int | None = None
     # The number of ranks that exchange heads in one all-to-all. Rings connect groups of this size, so a larger number means
-    # fewer hops. 0 selects the largest number that divides both the ranks of a sequence and the query heads. If None, the run
-    # uses the number with the shortest predicted time.
+    # fewer hops. 0 selects the largest number that divides both the ranks of a sequence and the query heads. None selects the
+    # number with the shortest predicted step time.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" selects the layout
     # with the least work for the busiest rank.
@@ -363,7 +362,7 @@ class ParallelConfig(Frozen):
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto". "auto" selects the fastest kernels that
     # support the device and the shapes.
     kernel: str = "auto"
-    # The timeout of a collective in seconds. The hops of a ring have the same timeout, unless RINGATTN_TIMEOUT is set.
+    # The timeout of a collective in seconds. RINGATTN_TIMEOUT overrides this timeout for the hops of a ring.
     timeout_s: int = 600
 
 
@@ -392,9 +391,8 @@ class MemoryConfig(Frozen):
 class OptimConfig(Frozen):
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
-    # The peak learning rate. If None, the rate is 6e-4 for 124 million parameters, and lower for larger models. With
-    # `model.qk_norm`, the rate is 1.75 times as high. A run that starts from trained weights has a 10 times lower rate. The run
-    # prints its rate.
+    # The peak learning rate. None: 6e-4 for 124 million parameters, and lower for larger models. `model.qk_norm` multiplies the
+    # default by 1.75. A run that starts from trained weights has a 10 times lower default. The run prints its rate.
     lr: float | None = None
     # AdamW's decay rates for the averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
@@ -420,8 +418,8 @@ class TrainerConfig(Frozen):
 
     # The number of optimizer steps of the whole run. `total_tokens`, if set, determines this number.
     steps: int = 1500
-    # The number of tokens of the whole run, over all ranks. To compare sequence lengths, set this number together with
-    # `tokens_per_step`. If None, `steps` determines the number of tokens.
+    # The number of tokens of the whole run, over all ranks. Set `total_tokens` and `tokens_per_step` to compare sequence
+    # lengths. If None, `steps` determines the number of tokens.
     total_tokens: int | None = None
     # Sequences per data-parallel rank and micro-step.
     batch_size: int = 1
@@ -439,14 +437,14 @@ class TrainerConfig(Frozen):
     # state are always fp32.
     precision: str = "auto"
     # The use of FP8 in the forward pass of attention: "never", "inference" (in evaluation, and for the prompt in generation) or
-    # "always" (also in training). The backward pass uses the rounded inputs, but not FP8.
+    # "always" (also in training). The backward pass never uses FP8.
     fp8_attention: str = "never"
     # Whether the linear layers of the blocks use FP8 in training steps (torchao, one scale per tensor). Evaluation and
     # generation use bf16, and the MFU stays relative to the peak of bf16. FP8 layers require a GPU of compute capability 8.9 or
     # newer, and widths that are multiples of 16.
     float8: bool = False
-    # Whether every run computes exactly the same bits. On Hopper GPUs, this setting makes the backward pass of attention up to
-    # 1.2 times as long, and no other process may use the GPU: on shared GPUs, such runs have stopped forever.
+    # Whether every run computes exactly the same bits. On Hopper GPUs, the backward pass of attention then takes up to 20%
+    # longer. A deterministic run on a Hopper GPU may hang if another process uses the GPU.
     deterministic: bool = False
     # Whether torch.compile fuses the loss and the operations around attention. None: only on GPUs.
     compile: bool | None = None
@@ -460,9 +458,9 @@ class TrainerConfig(Frozen):
     # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without a last
     # checkpoint, the trained model is lost. Another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
-    # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory. If
-    # None, a run that saves before its last step uses background saves, unless the copies need more than half of the available
-    # host memory.
+    # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory.
+    # None enables background saves if the copies fit into half of the available host memory. None disables background saves if
+    # the run saves only after its last step.
     background_saves: bool | None = None
     # The number of recent checkpoints that the run keeps.
     keep_checkpoints: int = 2
@@ -573,7 +571,7 @@ MAY_DIFFER = {
 # The number of consecutive elements of a matrix row that share a scale in 8-bit moments.
 MOMENT_BLOCK = 256
 
-# The smallest share of a source in a mixture. The numbers of sequences would overflow for much smaller shares.
+# The smallest share of a source in a mixture
 MIN_SHARE = 1e-6
 
 # The values of `model.layer_types`.
@@ -690,8 +688,7 @@ def check_mesh(config: Config, world_size: int) -> None:
         raise ConfigError(problem)
 
 
-# The following functions yield a message for every invalid setting. Only the first message is raised, so a later check may
-# assume that the earlier checks have succeeded.
+# The following functions yield a message for every invalid setting. `check` raises only the first message.
 
 
 def _find_invalid_values(config: Config) -> Iterator[str]:
@@ -935,7 +932,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix: {name}: weight={source.weight}: must be at least {MIN_SHARE} of the sum of the weights, {total}"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
-        # Reset shared settings, because a setting without effect on one source may affect another source.
+        # Reset shared settings, so that they are not reported as unused.
         shared = {
             f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
         }

@@ -1,4 +1,4 @@
-"""Explain the settings in `train/run.py --help` and docs/settings.md with the comments in `config.py`."""
+"""Show the comments of `config.py` in `train/run.py --help` and in docs/settings.md."""
 
 import inspect
 import re

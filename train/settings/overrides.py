@@ -47,7 +47,7 @@ def _quote_path(argument: str, is_sweep: bool) -> str:
 
 
 def options_first(arguments: Iterable[str]) -> list[str]:
-    """Move options such as `-m` in front. Hydra's parser rejects overrides on both sides of an option."""
+    """Sort the arguments, because Hydra rejects an option such as `-m` between overrides."""
     return sorted(arguments, key=lambda argument: not argument.startswith("-") and ("=" in argument or argument[:1] in "~+"))
 
 

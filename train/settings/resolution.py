@@ -60,8 +60,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     """
     base = composed if given & {"experiment", "recipe"} else saved
     config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
-    # A checkpoint may come from somebody else. The settings of a checkpoint may switch W&B off, but must not make this run send
-    # data to W&B.
+    # A checkpoint may come from somebody else, so it must not enable uploads to W&B.
     if not is_own:
         config = replace(config, logger=composed.logger)
     elif config.logger.wandb == "online":

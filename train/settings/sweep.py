@@ -58,7 +58,6 @@ def jobs_of_sweep(params: Mapping[str, Any] | None = None) -> list[list[str]]:
 
 
 def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:
-    """The command line has precedence over `params`."""
     arguments = [f"{key}={value}" for key, value in (params or {}).items()]
     arguments += [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     return {override.get_key_element(): override for override in OverridesParser.create().parse_overrides(arguments)}

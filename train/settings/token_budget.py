@@ -41,10 +41,7 @@ def resolve_token_budget(config: Config, world_size: int) -> Config:
 
 
 def resume_token_budget(config: Config, world_size: int, done: int, consumed: int) -> Config:
-    """Compute `trainer.steps` from `trainer.total_tokens` for a run that has taken `done` steps with `consumed` sequences.
-
-    These steps may have had another number of tokens.
-    """
+    """Compute `trainer.steps` from `trainer.total_tokens` for a run that has taken `done` steps with `consumed` sequences."""
     trainer, seq_len = config.trainer, config.data.seq_len
     if trainer.total_tokens is None:
         return config
@@ -100,9 +97,6 @@ def check_sources(config: Config, given: Collection[str]) -> None:
 
 
 def common_tokens_per_step(config: Config, lengths: Iterable[int], world_size: int) -> int:
-    """Return the smallest number of tokens per step that suits all sequence lengths of a sweep.
-
-    If every length divides the longest length, the job with the longest length keeps `trainer.accumulate`.
-    """
+    """Return the smallest number of tokens per step that suits all sequence lengths of a sweep."""
     trainer = config.trainer
     return math.lcm(*lengths) * trainer.batch_size * trainer.accumulate * num_data_parallel_ranks(config, world_size)

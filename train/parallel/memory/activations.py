@@ -67,7 +67,7 @@ class HostActivations:
         self._leaving = leaving, self._copy(leaving, start, to_host=True)
 
     def finish_storing(self) -> None:
-        """Free the GPU memory of the block that was stored last. The compute stream waits for the copy."""
+        """Free the GPU memory of the block that was stored last."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
@@ -83,7 +83,7 @@ class HostActivations:
         self._arriving[block] = tensors, self._copy(arriving, self._ends[block], to_host=False)
 
     def fetch(self, block: int) -> list[Tensor]:
-        """Return the tensors of a block. The compute stream waits for their copies. Call `fetch` once per `store`."""
+        """Return the tensors of a block. Call `fetch` once per `store`."""
         self.prefetch(block)
         tensors, arrived = self._arriving.pop(block)
         arrived.wait()
@@ -93,8 +93,8 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Start a copy between `tensors` and host memory from byte `start` on. Return an event that follows the copy."""
-        # The compute stream may still use the source, or the memory that the destination reuses.
+        """Start a copy between `tensors` and host memory from byte `start` on. Return its event."""
+        # The compute stream may still use the memory of the source or of the destination.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()
         with self._streams.stream(self._copy_stream):
@@ -119,7 +119,7 @@ def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, att
     """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
 
     The first `attention_blocks` blocks also recompute attention. `count` must be at least 1 and less than the number of blocks.
-    Apply activation checkpointing to later blocks before calling this function.
+    Call this function after activation checkpointing has wrapped the other blocks.
     """
     for index, block in enumerate(blocks[:count]):
         block.forward = partial(_run_offloaded, block.forward, index, host, index >= attention_blocks)

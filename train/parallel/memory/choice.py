@@ -128,5 +128,5 @@ def _fixed_plan(plan: MemoryPlan, activations: str) -> MemoryPlan:
 
 
 def _first(plans: Sequence[MemoryPlan], is_true: Callable[[MemoryPlan], bool]) -> MemoryPlan:
-    """Return the first plan for which `is_true` holds, or else the last plan. `is_true` must hold for all later plans, too."""
+    """Find the first plan with is_true(plan), or else the last plan, by binary search."""
     return plans[min(bisect_left(plans, True, key=is_true), len(plans) - 1)]

@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ringattn.checkpointing import is_recomputing
 from ringattn.train.model.gpt import GPT
 
-# The default number of tokens per chunk. Each chunk adds its weight gradients to fp32 sums, which takes as long as the matrix
-# products of 200 tokens.
+# The default number of tokens per chunk. The overhead of a chunk equals the matrix products of about 200 tokens.
 CHUNK = 16_384
 
 Outputs = Sequence[Tensor | None]
@@ -35,7 +34,7 @@ def run_in_chunks(block: nn.Module, function: Function, chunk: int, is_last: boo
     """Compute function(*inputs) in chunks of tokens. The function may use parameters of `block`.
 
     The inputs have the shape (B, N, ...). Outputs with at least three dimensions have the shape (B, N, ...), too. Other outputs
-    are sums over tokens. If `is_last`, nobody reads the outputs when the block is recomputed.
+    are sums over tokens. With `is_last`, the outputs are not computed again when the block is recomputed.
     """
     if inputs[0].shape[1] <= chunk:
         return function(*inputs)
@@ -62,7 +61,6 @@ class _InChunks(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.block, ctx.function, ctx.chunk, ctx.needed = block, function, chunk, ctx.needs_input_grad[6 : 6 + count]
         if not is_used:
-            # The recomputation of the block ends as soon as the inputs are saved.
             return (inputs[0].new_empty(()).expand(inputs[0].shape),)
         outputs: list[Tensor | None] = []
         for rows in _chunks(inputs[0], chunk):
@@ -97,7 +95,6 @@ class _InChunks(torch.autograd.Function):
 def _gradients(
     function: Function, inputs: list[Tensor], parameters: list[nn.Parameter], douts: Outputs
 ) -> tuple[Outputs, Outputs]:
-    """The gradient is None for a tensor that needs no gradient or is not used."""
     with torch.enable_grad():
         outputs = function(*inputs)
     used = [(out, dout) for out, dout in zip(outputs, douts, strict=True) if out is not None and dout is not None]
@@ -122,7 +119,6 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def _chunks(x: Tensor, chunk: int) -> Iterator[slice]:
-    """Divide the tokens of `x` (B, N, ...) into chunks of almost equal lengths."""
     num_tokens = x.shape[1]
     length = -(-num_tokens // -(-num_tokens // chunk))
     return (slice(start, min(start + length, num_tokens)) for start in range(0, num_tokens, length))

@@ -66,7 +66,6 @@ def hidden_dim(model: ModelConfig) -> int:
 
 
 def _routed_dim(model: ModelConfig) -> int:
-    """Return the total input width of the experts of one token, or 0 in a dense model."""
     return 0 if model.experts is None else model.experts_per_token * model.dim
 
 
@@ -169,7 +168,6 @@ def needs(
         moments.append(moment((size + 4) * (vocab + blocks), 0, shared))
     else:
         block_gradients = max(gradients, 4 * max(kept - vocab, 0) / ranks)
-        # FSDP reduces the gradients of the last two groups of blocks at the same time, and then all other gradients.
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, 0, block_gradients))
         moments.append(moment((size + 4) * vocab, 0, 0, block_gradients))
     peak = max(moments, key=lambda needed: sum(needed.values()))
@@ -179,7 +177,7 @@ def needs(
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
     model = config.model
     parameters = _host_parameters(model, vocab_size, bf16, plan) / shape.ranks
-    # With trainer.background_saves=null, the run saves in the foreground if the copies do not fit.
+    # By default, a run makes no copies for checkpoints if host memory is short.
     copied = bool(config.trainer.background_saves) * (
         other_parameters(model, vocab_size) + model.layers * block_parameters(model)
     )
@@ -208,7 +206,7 @@ def moment_bytes(config: Config) -> float:
 
 
 class _Saved(NamedTuple):
-    """Holds the bytes per token that blocks save for the backward pass."""
+    """Bytes per token that blocks save for the backward pass."""
 
     plan: MemoryPlan
     kept: float  # of a block that is not recomputed
@@ -246,8 +244,8 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
     if (count := plan.num_chunks(rows)) == 1:
         # Without chunks, the backward pass computes the gradients of the residual stream and of the hidden layer.
         return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
-    # The gradients of the block's output, its input and its attention output exist for all tokens. The tensors of the
-    # feed-forward network and their gradients exist for one chunk at a time. The gradients of the weights are summed in fp32.
+    # The tensors of the feed-forward network and their gradients exist for one chunk at a time. Weight gradients are summed in
+    # fp32.
     chunk = 6 * model.dim + 4 * hidden_dim(model) + 3 * _routed_dim(model)
     sums = 4 * (block_parameters(model) - projection_parameters(model))
     return size * tokens * (2 * model.dim + query_dim) + size * -(-tokens // count) * chunk + sums
@@ -268,7 +266,6 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
 
 
 def _head_chunks(config: Config, shape: MeshShape) -> int:
-    """If documents are masked, attention may need only one chunk."""
     if config.data.mask_documents:
         return 1
     pairs = min(Mask.causal(window).pairs(config.data.seq_len)[0] for window in set(config.model.windows))
@@ -276,7 +273,6 @@ def _head_chunks(config: Config, shape: MeshShape) -> int:
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return the width of the queries, and the width of the keys and values together."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 
@@ -286,8 +282,8 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     `size` is the number of bytes per element. `attention_outputs` is 2 if the output is saved before and after an all-to-all.
     """
     query_dim, key_value_dim = _attention_dims(model)
-    # A block of eager PyTorch saves the residual stream twice, both norms, q, k and v before and after the rotation, the
-    # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v only once, and only three tensors of SwiGLU.
+    # An eager block saves q, k and v before and after the rotation, and four tensors of SwiGLU. Compiled code saves q, k and v
+    # only once, and only three tensors of SwiGLU.
     elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * hidden_dim(model)
     elements += 2 * _routed_dim(model)  # the inputs and the outputs of the experts
     if model.norm_position == "both":

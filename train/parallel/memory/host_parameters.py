@@ -139,7 +139,7 @@ class HostParameter(FSDPParam):
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
         """While FSDP gathers weights, this property is True, so that FSDP does not convert weights on the CPU.
 
-        While FSDP reduces gradients, this property is False, so that FSDP does not copy gradients to the CPU.
+        While FSDP reduces gradients, this property is False, so that gradients stay on the GPU.
         """
         return not self._is_reduced
 

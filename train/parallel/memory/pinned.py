@@ -29,13 +29,13 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
     Raises:
         InsufficientMemory: the memory cannot be pinned.
     """
-    # Map new pages, because no page can be pinned twice.
+    # Allocate separate pages, because a page cannot be pinned twice.
     memory = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # Larger pages are pinned and updated faster.
+        memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     if device.type == "cuda":
-        # Several cores allocate the pages faster than `cudaHostRegister`, which uses one core.
+        # Allocate the pages on several cores, because `cudaHostRegister` uses only one.
         run_with_cores(tensor.zero_, device)
         cudart: Any = torch.cuda.cudart()
         address = tensor.data_ptr()
@@ -61,7 +61,7 @@ def host_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """
     if device.type != "cuda":
         return ThreadPoolExecutor(1, name)  # On CPUs, the ranks of a host already divide its cores.
-    # New threads begin with the first GPU.
+    # The current device of a new thread is GPU 0.
     index = torch.cuda.current_device() if device.index is None else device.index
     # In a run on a GPU, other threads use one core by default.
     cores = max(len(os.sched_getaffinity(0)) // ranks_per_host() - OTHER_CORES, 1)

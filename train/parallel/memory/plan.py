@@ -9,14 +9,14 @@ class MemoryPlan:
 
     # The backward pass recomputes the first `recomputed_blocks` blocks, except for their attention.
     recomputed_blocks: int = 0
-    # The first `attention_blocks` of the recomputed blocks also recompute attention.
+    # The number of blocks, from the first, that also recompute attention.
     attention_blocks: int = 0
     # The inputs and attention results of the first `offloaded_blocks` recomputed blocks are in host memory. The last block is
     # never offloaded, because the backward pass begins with it.
     offloaded_blocks: int = 0
     # The last `host_blocks` blocks have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
-    # The tokens of a sequence that a rank processes at once, except in attention, or 0 for all tokens.
+    # The number of tokens per chunk outside of attention. 0 disables chunks.
     chunk: int = 0
 
     def num_chunks(self, tokens: int) -> int:

@@ -33,7 +33,6 @@ def receive_bytes(config: Config, shape: MeshShape, machine: Machine) -> float:
 
 
 def _ring_bytes(config: Config, ranks: int, machine: Machine, qkv: Sequence[Tensor]) -> Iterator[int]:
-    """Yield the bytes of every ring pass. `qkv` has a single row, and all heads of a call."""
     from ringattn.comm.nvlink import Slots  # requires a torch build with symmetric memory
 
     seq_len, parallel, layers = config.data.seq_len, config.parallel, count_layers(config.model, causal_masks(config.model))
