@@ -103,11 +103,11 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     ranks.
 
     Args:
-        mask, layout: the mask and the layout of the future calls, or `layout.whole` for a layout that is split for Ulysses.
-        like: the mask and the layout of earlier calls with the same shapes, options, group and device.
+        mask, layout: as for the future calls, but with `layout.whole` in place of a split layout.
+        like: (mask, layout) of earlier calls with the same shapes, options, group and device.
 
     Raises:
-        ValueError: a layout is split, or does not suit the group or its mask.
+        ValueError: an argument is invalid, such as a split layout.
     """
     rank, size = rank_and_size(group)
     if not isinstance(like, (tuple, list)) or len(like) != 2:

@@ -2,9 +2,7 @@
 
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`. A policy for selective checkpointing would call a Python function for
-every operation, which takes longer on the host than a short kernel takes on the GPU. The function `save_attention` therefore
-returns a policy only while a compiler traces.
+Here, `checkpoint` is `torch.utils.checkpoint.checkpoint`.
 """
 
 from collections.abc import Callable
@@ -36,7 +34,6 @@ class SavedAttention:
         self.calls: list[tuple[tuple[Any, ...], list[int]]] = []
 
     def take(self) -> list[Tensor]:
-        """Remove and return all tensors."""
         for results, versions in self.calls:
             _check_unchanged(results, versions)
         tensors, self._structure = tree_flatten([results for results, _ in self.calls])
@@ -44,7 +41,6 @@ class SavedAttention:
         return tensors
 
     def put(self, tensors: list[Tensor]) -> None:
-        """Put back the tensors that `take` has removed, in the same order."""
         self.calls = [(results, _versions(results)) for results in tree_unflatten(tensors, self._structure)]
 
 
@@ -108,15 +104,13 @@ class _Save(_Context):
         results = self.run_outside(attend)
         if not self.saved.keeps:
             return results
-        # The autograd graph refers to this object, so saved tensors with an autograd graph would form a reference cycle.
+        # Detach the tensors to avoid a reference cycle with the autograd graph.
         detached = _detached(results)
         self.saved.calls.append((detached, _versions(detached)))
         return results
 
 
 class _Reuse(_Context):
-    """A context that returns the saved results in the order of the calls."""
-
     def __enter__(self) -> None:
         super().__enter__()
         self.index = 0

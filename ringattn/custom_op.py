@@ -100,8 +100,7 @@ def register(
             saved = ctx.saved_tensors  # activation checkpointing allows only one access
             if not torch.is_grad_enabled():
                 return *gradients(ctx, saved, dout, dlse), None
-            # Second derivatives must raise an error instead of being zeros. Even if q, k and v are not saved, `leaf` connects
-            # the gradients to the autograd graph.
+            # `leaf` requires a gradient, so second derivatives raise an error instead of being zeros.
             with torch.no_grad():
                 grads = gradients(ctx, saved, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
@@ -198,8 +197,6 @@ def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> 
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Return (dq, dk, dv) unchanged, and raise an error if they are differentiated."""
-
     @staticmethod
     def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
         return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
@@ -220,8 +217,8 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd must record a call. If there are few queries, recording a call takes as long as its kernel. Under
-    forward-mode differentiation or `torch.func`, only a recorded call raises an error.
+    """Recording a call of few queries takes as long as its kernel. A recorded call rejects forward-mode differentiation and
+    `torch.func`.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
@@ -229,10 +226,9 @@ def _is_recorded(*tensors: Tensor) -> bool:
 
 
 def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert real tensors to fake tensors if a fake-tensor mode is active."""
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # With make_constant=True, fake tensors keep their values, which the FLOP formulas read.
+    # The FLOP formulas read the values of some fake tensors.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)

@@ -90,7 +90,7 @@ class KVCache:
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Store this rank's keys and values (B, N, Hkv, D or Dv) of a whole sequence as the first tokens, without gradients.
+        """Fill an empty cache with this rank's keys (B, N, Hkv, D) and values (B, N, Hkv, Dv), without gradients.
 
         Raises:
             ValueError: the cache is not empty, the sequence exceeds the capacity, or the layout does not suit the cache or k
@@ -223,7 +223,6 @@ class KVCache:
         return *self.shard[:2], None
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Check that new tokens suit the cache. Allocate memory if necessary."""
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
@@ -253,11 +252,11 @@ def decode_attention(
     backend: str = "auto",
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of the newest tokens, without gradients. Append the keys and values of the newest tokens before
-    this call. Under `torch.autocast`, this function casts q, and `append` casts keys and values.
+    """Compute causal attention of the newest tokens, without gradients. First append the keys and values of the newest tokens
+    to the cache. Under `torch.autocast`, this function casts q, and `append` casts keys and values.
 
-    Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks compare their settings in
-    the first call for a group, but never the queries, so all ranks must sample tokens with the same seed.
+    Every rank of `group` calls this function. The result has the same bits on all ranks. The ranks do not compare their
+    queries, so all ranks must sample tokens with the same seed.
 
     Args:
         q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq; in the dtype of the cache.
@@ -265,10 +264,10 @@ def decode_attention(
         group: the ranks over which the cache is sharded; None for this process alone.
         window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`; None for all
             keys.
-        bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this
-            rank's cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither bound
-            decreases from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of
-            lo and hi are not checked. Rows outside the cache are ignored.
+        bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this rank's
+            cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither lo nor hi may
+            decrease from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of lo
+            and hi are not checked. Rows outside the cache are ignored.
         sinks: the number of first tokens (attention sinks) to which all later tokens attend even outside the window (Xiao et
             al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
             the first `sinks` rows before row hi[i].
@@ -434,7 +433,6 @@ def _upload(
 
 
 def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport, sink_logits: Tensor | None) -> Tensor:
-    """Merge the states of all ranks and of the sinks. Return the output (B, N, Hq, Dv) in `dtype`."""
     own, shape = _packed(*state), state[2].shape
     hop = transport.watchdog.start("decoding", 0, 1, ())
     gather = partial(transport.messages.all_gather, own)

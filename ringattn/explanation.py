@@ -36,10 +36,9 @@ def explain(
     `ringattn.planning.cost_model`.
 
     Args:
-        q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
-            matter, so the tensors may be on the "meta" device.
-        group: the process group of the ring. Without a group, the text describes a ring on one host: over gloo if the tensors
-            are on CPUs, over NCCL with transport="p2p" or route="relay", and otherwise over NVLink.
+        q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. q, k and v may be on the "meta"
+            device.
+        group: the process group of the ring; None to describe a ring on one host.
         rank: the rank whose hops are described. By default, the text describes this rank, or rank 0 if there is no group.
 
     Raises:

@@ -42,13 +42,13 @@ def flash_attention(
     The call is differentiable (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU, the last
     bits of dq may differ from run to run, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
 
-    Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If the replays
-    of a graph write `blocks.keep`, pass a copy of `blocks` to later calls. A NaN in v may affect queries of the same tile that
-    do not attend to its key.
+    Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If a CUDA graph
+    writes `blocks.keep`, later calls need a copy of `blocks`. A NaN in v may affect queries of the same tile that do not attend
+    to its key.
 
     With `precision="fp8"`, the forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few
-    percent. The backward pass computes the gradients for the rounded inputs without FP8, in the dtype of the inputs, or in bf16
-    for fp16. FP8 supports neither dropout nor `blocks`, and saves time only on Hopper GPUs with head dims 64, 128 and 256.
+    percent. The backward pass uses the rounded inputs, in bf16 if the inputs are fp16, and otherwise in the dtype of the
+    inputs. FP8 supports neither dropout nor `blocks`, and saves time only on Hopper GPUs with head dims 64, 128 and 256.
 
     There are three differences from `scaled_dot_product_attention`. Tensors have the shape (B, N, H, D), in which tokens come
     before heads. `mask` replaces `attn_mask`. If there are fewer queries than keys, `is_causal` aligns the last query with the
@@ -140,11 +140,10 @@ def _intervals(
 
 @cached_on_device(maxsize=8)
 def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
-    """Return the last `num_tokens` positions of a sequence, int32."""
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The keys contain the id and the version of `keep`. A cached mask keeps its tensor alive, so the id stays unique.
+# The keys contain the id of `keep`, which stays unique because the cached mask keeps the tensor alive.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 

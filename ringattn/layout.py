@@ -80,7 +80,7 @@ class Layout:
         return cls(f"assigned-{rows}:{names}", seq_len, ranks)
 
     def split(self, parts: int) -> "Layout":
-        """Return the layout over `parts` times as many ranks, in which rank r * parts + i holds slice i of rank r's shard.
+        """Divide each shard among `parts` ranks: rank r * parts + i of the new layout holds slice i of shard r.
 
         Raises:
             ValueError: the layout is split already, or `parts` is less than 1.

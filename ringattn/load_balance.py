@@ -50,9 +50,9 @@ def balanced_layout(mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int) -
     balanced, because ranks wait for each other in every layer.
 
     The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The function returns the first
-    layout whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If no
-    layout is that balanced, the function returns the layout whose busiest rank has the least work. Assigned shards differ in
-    length by less than two chunks. A chunk has S / (64 P) rows, rounded up to a multiple of 128.
+    layout whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If all
+    four layouts exceed the limit 1.04, the most balanced layout is returned. Assigned shards differ in length by less than two
+    chunks. A chunk has S / (64 P) rows, rounded up to a multiple of 128.
 
     Raises:
         ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.
@@ -107,7 +107,6 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
     load, owners = np.zeros((costs.shape[1], ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # The mean cost of a round does not affect the balance.
         excess = costs[chunks] - costs[chunks].mean(0)
         scores = excess @ load
         taken = np.empty(len(chunks), dtype=np.int64)

@@ -27,9 +27,6 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry, or one for all. Empty documents are left out, because collators repeat the
-    last entry of cu_seqlens.
-    """
     if documents is None:
         return None
     try:
@@ -104,7 +101,7 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
     pieces: tuple[Pieces, ...] | None = None
 
-    # FSDP copies a mask by passing all fields to the constructor, so `reach` is not a field.
+    # `reach` must not be a field, because FSDP copies masks by passing all fields to the constructor.
     reach = (UNLIMITED, UNLIMITED)
     totals: tuple[int, ...] = ()  # torch.compile guards on them
 
@@ -161,7 +158,7 @@ class Mask:
     def from_intervals(cls, lo: Any, hi: Any) -> "Mask":
         """Return the mask in which query i attends to the keys lo[i] to hi[i] - 1.
 
-        For example, all queries can attend to a common prefix, and be causal after the prefix.
+        For example, with lo[i] = 0 and hi[i] = max(n, i + 1), all queries attend to the first n keys.
 
         Args:
             lo, hi: integers (S,) for all batch entries or (B, S) on the CPU, with 0 <= lo <= hi <= S. Neither lo nor hi may
@@ -202,11 +199,11 @@ class Mask:
         """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
         hi[:, i] - 1.
 
-        The queries are at the last `num_queries` of `seq_len` positions. None means `seq_len`. If there are more queries than
+        The queries have the last `num_queries` positions; None for all `seq_len` positions. If there are more queries than
         positions, the first queries have negative positions.
 
         Raises:
-            ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
+            ValueError: the lengths of the documents do not sum to `seq_len`, or a query belongs to no document.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len - _first_query(self, seq_len, num_queries))
         return lo.clone(), hi.clone()
@@ -223,7 +220,7 @@ class Mask:
 
     @classmethod
     def from_numbers(cls, reach: tuple[int, int], numbers: Sequence[int], seq_len: int) -> "Mask":
-        """Create a mask from the attributes `reach` and `numbers` of another mask, where `numbers` is a list."""
+        """Create a mask with the given attributes `reach` and `numbers`."""
         if OF_PIECES in reach:
             return cls(pieces=tuple(Pieces.unpack(numbers)))
         ends = [i + 1 for i, total in enumerate(accumulate(numbers)) if total % seq_len == 0]
@@ -248,7 +245,6 @@ def causal_window(window: Window) -> int | None:
 
 
 def _resolve_window(is_causal: bool, window: Window) -> tuple[bool, Window, tuple[int, int]]:
-    """Return `is_causal`, `window` and `Mask.reach`."""
     if not isinstance(window, (tuple, list)):
         size = as_window(window)
         left = UNLIMITED if size is None else size - 1
@@ -313,8 +309,8 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
 
     Args:
         seq_len: the number of positions of keys.
-        positions: int64 (n,), the positions of the queries; negative for queries before the sequence.
-        transposed: treat `positions` as positions of keys, and return the interval of queries that attend to each key.
+        positions: int64 (n,), the positions of the queries, which may be negative.
+        transposed: exchange queries and keys: return the interval of queries that attend to each key at `positions`.
 
     Raises:
         ValueError: the documents do not sum to `seq_len`.
@@ -329,15 +325,13 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
         document = edges[1:-1].searchsorted(positions, side="right")
         np.maximum(edges[document], positions - before, out=lo[i])
         np.minimum(edges[document + 1], positions + (after + 1), out=hi[i])
-    # At negative positions, a causal hi would be negative.
     return lo, np.maximum(hi, 0, out=hi)
 
 
 def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
     """Return the positions at which the slope of lo or hi may change: one int64 array per batch entry.
 
-    Between two consecutive returned positions, lo and hi are constant or grow by 1 per position. The returned positions are
-    unsorted, and may lie outside the sequence. Arguments as for `intervals_at`.
+    The returned positions are unsorted, and may lie outside the sequence. Arguments as for `intervals_at`.
     """
     if mask.pieces is not None:
         return [np.array((_transpose(x) if transposed else x).start) for x in mask.pieces]
@@ -352,7 +346,6 @@ def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
 
 @lru_cache(maxsize=8)
 def _transpose(pieces: Pieces) -> Pieces:
-    """Return the interval of queries that attend to each key."""
     positions = np.arange(pieces.start[-1])
     lo, hi = pieces.at(positions)
     return Pieces.of(hi.searchsorted(positions, side="right"), lo.searchsorted(positions, side="right"))

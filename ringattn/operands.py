@@ -1,4 +1,4 @@
-"""Convert the inputs of a forward pass between the format of circulating blocks and the format that the kernels read.
+"""Prepare q, k and v for a forward pass of a ring, unchanged or rounded to FP8.
 
 `PlainOperands` circulate without conversion. `QuantizedOperands` are rounded once to the FP8 format of `ringattn.kernels.fp8`,
 and circulate as uint8 tensors with rows in dimension 1:
@@ -8,8 +8,8 @@ and circulate as uint8 tensors with rows in dimension 1:
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
 The number of rows M is the number of tokens N, rounded up to a multiple of 128. In v, each group of 128 rows contains one
-transposed tile (Dv, 128) per head. The 128 rows share a scale, and each row stores the biased exponent (e8m0) of the scale. All
-ranges of rows in a schedule start at multiples of 128.
+transposed tile (Dv, 128) per head. A group of 128 rows has one scale, and every row stores the scale's biased exponent (e8m0).
+All ranges of rows in a schedule start at multiples of 128.
 """
 
 from functools import cached_property
@@ -33,7 +33,7 @@ class PlainOperands:
         self.queries, self.keys = (q,), (k, v)
 
     def attend(self, queries: Tensors | None, keys: Tensors | None, *arguments: Any, **options: Any) -> Tensors:
-        """Compute attention of `queries` to `keys`. None selects all queries or all keys of this rank.
+        """Compute attention of `queries` to `keys`.
 
         `arguments` and `options` are those of `dispatch.forward`.
         """

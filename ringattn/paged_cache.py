@@ -22,8 +22,8 @@ PAGE_UNIT = 64  # each tile of keys in a kernel must lie within one page
 class PagedKVCache:
     """A `PagedKVCache` holds the keys and values of several growing sequences, one per batch entry, for `decode_attention`.
 
-    Sequences take pages when they grow, and `truncate` returns pages. In a CUDA graph, pass `rows` to `append`. Before each
-    replay, `reserve` takes pages for the new tokens, and changes the page table in place:
+    `append` and `reserve` take free pages for a sequence, and `truncate` frees pages. In a CUDA graph, pass `rows` to `append`.
+    Before each replay, `reserve` takes pages for the new tokens, and changes the page table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -109,7 +109,7 @@ class PagedKVCache:
         """Reserve pages for the given numbers of tokens, so that replays of a CUDA graph can append tokens.
 
         Raises:
-            ValueError: too few pages are free, or a length exceeds the capacity. After an error, no sequence has taken a page.
+            ValueError: too few pages are free, or a length exceeds the capacity. An error leaves the cache unchanged.
         """
         lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
         if not isinstance(lengths, Sequence) or len(lengths) != len(self.lengths):
@@ -169,7 +169,6 @@ class PagedKVCache:
             self._set_pages([(*cell, page) for cell, page in zip(missing, taken, strict=True)])
 
     def _set_pages(self, cells: list[tuple[int, int, int]]) -> None:
-        """Write (entry, column, page) to both copies of the page table."""
         if not cells:
             return
         entries, columns, pages = torch.tensor(cells, device="cpu").unbind(1)

@@ -13,8 +13,9 @@ keys.
     queries   --------->---------->---------->             sent one step ahead of the computation that needs them
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
-While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. In the KV ring, keys and values
-circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the schedules, with and without relays.
+During the computation of step t, ranks send the queries for step t + 1 and the states of step t - 1. In the KV ring, keys and
+values circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the schedules, with and without
+relays.
 
 `run_schedule` contains all of the communication. The four passes only define which tensors circulate, what one local step
 computes, and how partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
@@ -71,8 +72,8 @@ def run_schedule(
             None, and compute returns a new partial result, or None in a pass without results.
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
-        merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass.
-            If the argument is None, or the transport cannot keep the results, `merge` merges each result on arrival.
+        merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass. By
+            default, `merge` merges each result when the result arrives.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -97,7 +98,7 @@ def run_schedule(
                     # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
-        # After an exception, the hop never finishes, and the watchdog would end the process after the timeout.
+        # Without `cancel`, the watchdog would end the process because of the unfinished hop.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
@@ -237,7 +238,6 @@ class Ring:
     def _prepare(
         self, name: str, results: bool, row_multiple: int = 1
     ) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
-        """Return the schedule of a pass, and the intervals and kernel options of each local step."""
         schedule = self.plan.schedule(name, results, self.interconnect.all_pairs, row_multiple)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
@@ -251,7 +251,6 @@ class Ring:
         return (QuantizedOperands if self.spec.precision == "fp8" else PlainOperands)(q, k, v)
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-        """The circulating queries attend to the resident keys."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("state", results=True, row_multiple=operands.row_multiple)
         # Rows without local steps keep the empty state, which becomes out = 0 and lse = -inf.
@@ -280,7 +279,6 @@ class Ring:
         return tuple(results)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-        """The kernels update the state of the resident queries in place."""
         operands = self._operands(q, k, v)
         schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
         # The last local step also divides o by l, which saves a pass over the state.

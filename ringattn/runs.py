@@ -1,8 +1,7 @@
 """Count the work of attention between shards without looking at every token.
 
 A run is a range of rows of one shard. Within a run, each bound (lo or hi) is either constant, or increases linearly with the
-position of the row. Therefore the first row and the last row of a run determine all sums over the run. More documents, and more
-pieces per shard, mean more runs.
+position of the row. Sums over a run therefore follow from its first and its last row.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +15,7 @@ from ringattn.mask import Mask, intervals_at, kinks
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """A `Runs` object contains the R runs of all ranks, sorted by rank and row. All B batch entries are divided into the same
-    runs, although their masks may differ.
-    """
+    """The R runs of all ranks, sorted by rank and row. All B batch entries have the same runs."""
 
     layout: Layout
     rank: np.ndarray  # (R,), the rank that holds the rows
@@ -46,7 +43,7 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """For each run, count the allowed pairs with columns of `rank`, summed over batch entries: int64 (R,)."""
+        """Return the number of allowed pairs of each run with columns of `rank`, over all batch entries: int64 (R,)."""
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -78,7 +75,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # If a striped shard is split for Ulysses, the number of rows before a position grows unevenly, so each row is a run.
+        # If a striped layout is split for Ulysses, each row is a run.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))
@@ -99,7 +96,6 @@ class RowsBefore:
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return each position's piece, offset in the piece, and rank."""
         begin, owner, _, size = _piece_tables(self.layout, self.positions.dtype)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
@@ -143,7 +139,6 @@ class RowsBefore:
         return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
     def _add_own(self, values: np.ndarray, rank: int | np.ndarray, extra: np.ndarray) -> np.ndarray:
-        """Add `extra` to `values` in place, only for positions on `rank`."""
         if isinstance(rank, int):
             order, first = self._by_owner
             own = order[first[rank] : first[rank + 1]]
@@ -159,9 +154,9 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     piece in the tables is empty and starts at `seq_len`.
 
     Returns:
-        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. The table tables[0]
-        counts each rank's rows before each piece. The table tables[1] sums these counts over all positions before each piece,
-        and may overflow in int32. All pieces have the length size, or different lengths if size is 0.
+        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. `tables[0]` counts each
+        rank's rows before each piece. `tables[1]` contains the sums of these counts over all earlier positions, and may
+        overflow in int32. `size` is the length of every piece, or 0 if the lengths differ.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))

@@ -1,6 +1,6 @@
-"""Add learned attention sinks to attention: one logit per query head takes part in the softmax without a value.
+"""Add one learned sink per query head to attention: a logit in the softmax without a value.
 
-Sinks (OpenAI 2025, gpt-oss) need no attention kernel of their own, if attention returns the log-sum-exp of the scores:
+Sinks (OpenAI 2025, gpt-oss) only rescale the output of attention, with the log-sum-exp of the scores:
 
     out' = out * exp(lse - lse')    lse' = log(exp(lse) + exp(sink))
 """

@@ -82,7 +82,7 @@ class AttentionSpec(NamedTuple):
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
-        """Return the settings that must be equal on all ranks, by the names that error messages use."""
+        """Return the settings that must be equal on all ranks, keyed by their names in error messages."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -134,7 +134,6 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
 
 
 def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
-    """Raise ValueError unless q and k contain this rank's tokens, if both have four dimensions."""
     rows = layout.rows(rank)
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] == k.shape[1] == rows:
         return

@@ -13,8 +13,8 @@ class PartialState(NamedTuple):
     """The softmax state of each query: m (B, N, H), the maximum of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v
     (B, N, H, D).
 
-    The tensors are fp32 (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. The
-    m of Hopper kernels may be below the maximum, so `finalize` accepts any m.
+    The tensors are fp32 (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. A
+    Hopper kernel may return an m below the maximum, which `finalize` accepts.
     """
 
     m: Tensor

@@ -38,7 +38,7 @@ def sdpa(
         out (..., Nq, Dv) in q's dtype. A query that may attend to no key has the output 0.
 
     Raises:
-        ValueError: the arguments contradict each other, or no kernel supports `attn_mask`, for example a learned bias.
+        ValueError: the arguments contradict each other, or `attn_mask` is unsupported, such as a learned bias.
     """
     check_dense(q, k, v)
     check_flag("is_causal", is_causal)
@@ -98,7 +98,7 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
         allowed = allowed[..., 0, :, :].expand(*leading[:-1], num_queries, num_keys)
     count = allowed.sum(-1)
     lo = allowed.int().argmax(-1) if num_keys else torch.zeros_like(count)
-    # Queries without keys get an empty interval where the previous interval ends.
+    # A query without keys gets an empty interval, so that lo and hi do not decrease.
     hi = torch.where(count > 0, lo + count, 0).cummax(-1).values
     lo = torch.where(count > 0, lo, hi)
     keys = torch.arange(num_keys, device=allowed.device)

@@ -68,7 +68,7 @@ def ulysses_attention(
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
         recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in the
-            backward pass. Repeating the all-to-all takes time, but saves memory if q, k and v are saved or recomputed anyway.
+            backward pass. The repetition saves memory only if q, k and v are saved or recomputed anyway.
 
     Returns:
         As `ring_attention`.
@@ -111,7 +111,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # All ranks must use the same number of chunks, which therefore depends on the mean number of tokens per rank.
+        # Ranks hold different numbers of tokens but need the same number of chunks, so use the mean.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -258,7 +258,6 @@ def _backward_in_chunks(
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return an expanded tensor with the shape of the output."""
     return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
 
 

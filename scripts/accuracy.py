@@ -1,7 +1,6 @@
 """Compute attention in float64, and define how large the errors of kernels and rings may be.
 
-For short sequences, `row_error` measures every row separately. For long causal sequences, whose rows are very small,
-`group_error` measures 64 rows together.
+`row_error` measures every row separately, and `group_error` measures 64 rows together.
 """
 
 import torch
@@ -74,15 +73,13 @@ def float64_results(
 
 
 def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return the output. `result` is the output or a pair (output, lse)."""
     return result if isinstance(result, Tensor) else result[0]
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference between `actual` and `expected` (B, N, H, D). Differences are divided by the scale of the
-    row.
+    """Return the largest difference between `actual` and `expected` (B, N, H, D), relative to the scale of the row.
 
-    The scale of a row is its largest element, but at least a tenth of the largest element of all rows. A NaN counts as
+    The scale of a row is its largest element, but at least a tenth of the largest element of `expected`. A NaN counts as
     infinity.
     """
     scale = expected.abs().amax(-1)
@@ -113,8 +110,7 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the largest relative error of any GROUP consecutive rows, as a float64 scalar.
 
-    The relative error of a group is the norm of the group's errors divided by the norm of its expected values. A single row has
-    no useful scale: the gradient of a query with one key is zero.
+    The relative error of a group is the norm of the group's errors divided by the norm of its expected values.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

@@ -30,7 +30,6 @@ def short_length(length: int) -> str:
 
 
 def plot_points(axes: plt.Axes, points: Iterable[tuple[float, float]], colour: int, label: str) -> None:
-    """Connect the points in the order of x."""
     if points := sorted(points):
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{colour}", label=label)
 

@@ -53,8 +53,8 @@ class Exchange(Protocol):
     """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """For each tensor x in `block`, send the slice `take(x, r)` to every rank r. The receiver copies the slice into `put(y,
-        sender)`, a slice of its own tensor y.
+        """For each tensor x in `block`, send the slice `take(x, r)` to every rank r. The receiver copies the slice to `put(y,
+        sender)` of the receive tensor y.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """

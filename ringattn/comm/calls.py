@@ -61,7 +61,6 @@ class CallLog:
         return [entry for entry in list(self._milestones) if entry[0] < recent[0][0]] + recent
 
     def encode(self) -> str:
-        """Return `entries` as JSON. Equal settings are stored only once."""
         entries = self.entries
         settings = list(dict.fromkeys(text for _, _, text, _ in entries))
         return json.dumps([settings, [(*call, settings.index(text), cached) for *call, text, cached in entries]])
@@ -73,10 +72,7 @@ def decode_log(log: str | bytes) -> list[Entry]:
 
 
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
-    """Return one sentence about the first call that differs between the logs of two ranks, or None.
-
-    If the logs no longer contain the first different call, the returned sentence names no setting.
-    """
+    """Return one sentence about the first call that differs between the logs of two ranks, or None."""
     others = {entry[0]: entry for entry in logs[1]}
     for own in logs[0]:
         number, fingerprint, *_ = own

@@ -72,10 +72,10 @@ def connect(
         group_name: `ProcessGroup.group_name`; a string, because torch.compile cannot trace groups.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
-            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". By default, "auto" chooses "nvlink" if all GPUs
-            are in one host and can access each other's memory, and otherwise "p2p".
-        call: a function that returns the settings of this call, which the handshake compares.
-        relays: whether ranks relay received blocks to their neighbours. In this case, "auto" chooses "p2p".
+            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Without the variable, "auto" means "nvlink" if
+            all GPUs are in one host and can access each other's memory. Otherwise, "auto" means "p2p".
+        call: returns the settings of this call, and the handshake compares the settings of all ranks.
+        relays: whether ranks relay received blocks to their neighbours; if True, "auto" means "p2p".
 
     Raises:
         ValueError: the group has been destroyed, the transport is unavailable, two ranks share a GPU, or the settings differ.
@@ -98,8 +98,7 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a destroyed group had the same name
                 _connections[key][1].close()
-            # The logs of all connections of the group record the call, so that the run ends if another rank uses a different
-            # connection.
+            # If another rank uses a different connection, its log differs, and the watchdog ends the run.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -193,8 +192,7 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
     """Return a name that is unique to this handshake, and equal on all its ranks.
 
-    The store may contain keys of earlier handshakes. Every rank therefore publishes a random number, reads the
-    numbers of all ranks, and publishes the list. Ranks whose lists are equal take part in the same handshake.
+    The store may contain keys of earlier handshakes.
     """
     numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
     own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()

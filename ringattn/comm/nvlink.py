@@ -11,8 +11,7 @@ B:
 
 Communication uses no kernels and no SMs, and the host never waits. Blocks and results have separate slots, which messages use
 in turn. A *credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready* flag
-tells the sender that the receiver has read all messages of the previous pass. Results need no ready flag, because a rank
-receives results only after it has started the pass.
+tells the sender that the receiver has read all messages of the previous pass.
 
 Every message has its own flag, which is 0 or 1. The stream that waits for a flag clears it, so CUDA graphs can be replayed. In
 step t, a rank waits only for work that other ranks issue in step t or earlier. Even if a GPU runs its streams one after the
@@ -45,7 +44,7 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# Each step has one flag for every pair of message kind and purpose. Ready flags are used only for blocks in step 0.
+# Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # Up to this size, the results of a pass stay in the receive buffer, and one kernel sums them at the end.
@@ -101,7 +100,6 @@ class ReceiveBuffer:
 
 class Send(NamedTuple):
     message: Message
-    # A block waits for the receiver's ready flag. A message to a used slot waits for the credit flag of the slot.
     wait_flags: list[int]
     targets: list[int]
     arrived: int
@@ -109,8 +107,6 @@ class Send(NamedTuple):
 
 @dataclass
 class RouteStep:
-    """A `RouteStep` lists the messages and flags of this rank in one step of a pass."""
-
     # flags to set first: ready flags in step 0, credit flags in later steps
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
@@ -186,8 +182,7 @@ class NvlinkTransport(Transport):
         # The receive tensors of all-to-alls, into which an unfinished all-to-all may write after an exception.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # The table of flags has one column per rank that writes flags. Ring passes use the first rows of the table, the sends
-        # of an all-to-all use the next MAX_SENDS rows, and its ready flags use the last row.
+        # The table of flags has one column per rank that writes flags.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
         self._flags[-self.size :] = 1
@@ -199,7 +194,6 @@ class NvlinkTransport(Transport):
         self.graphs.clear()
 
     def begin_replay(self) -> None:
-        """Record the start of a call that is replayed from a CUDA graph."""
         self._started_call = self.recovery.call
         self.started.record(torch.cuda.current_stream(self.device))
 
@@ -217,9 +211,9 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        # This rank's streams may wait for flags that another rank never sets. After this rank has set all its flags, its
-        # streams send invalid messages, but no rank uses their data. Messages of earlier calls must not be overwritten. All
-        # ranks therefore first wait until every rank's main stream has begun the failed call or is idle.
+        # This rank's streams may wait for flags that another rank never sets. If this rank sets all its flags, its streams send
+        # invalid messages. Invalid messages must not overwrite messages of earlier calls. So first wait until every rank's main
+        # stream is idle or has begun the failed call.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)
@@ -236,8 +230,7 @@ class NvlinkTransport(Transport):
 
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
-        """Write all flags of this rank from the host."""
-        # Copy the values, because loading a kernel could block while streams wait for the flags.
+        # A copy needs no kernel. Loading a kernel could block while streams wait for flags.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()
@@ -261,14 +254,11 @@ class NvlinkTransport(Transport):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`, for a message that `writer` sends or reads in step `t`."""
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address of the flag that `writer` sets in the memory of `rank` with send `number` of an all-to-all.
-        MAX_SENDS selects the ready flag.
-        """
+        """`number` is the number of a send, or MAX_SENDS for the ready flag."""
         return self._flag_addresses[rank] + 4 * ((self._ring_rows + number) * self.size + writer)
 
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
@@ -368,7 +358,6 @@ class _NvlinkPass:
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
-    """Copy some rows of x (B, N, ...) to the address `target`."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if not x.numel():
         return  # for an empty batch, only the flag is sent

@@ -5,8 +5,8 @@ layout of the receive tensors, so a sender copies its slice straight to the fina
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
-ranks wait for these flags before they write. Deadlocks are impossible, because send i waits only for work that other ranks
-issue up to their send i.
+ranks wait for these flags before they write. To avoid deadlocks, send i waits only for work that other ranks issue up to their
+send i.
 """
 
 from functools import lru_cache
@@ -154,7 +154,6 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Copy the region into the tensors after all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
         # Hops must finish in the order of their starts. Exchanges finish in the order of their last sends.

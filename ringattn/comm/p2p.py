@@ -63,10 +63,9 @@ class P2PTransport(MessageTransport):
     def open_communicator(self) -> None:
         """Create an NCCL communicator that only this transport uses.
 
-        NCCL cannot close a communicator while a CUDA graph contains its messages. Destroying the user's group would therefore
-        hang if the captured passes used the group's communicator.
+        If CUDA graphs used the communicator of the user's process group, destroying the group would hang.
         """
-        # Attention fills all SMs. By default, NCCL's kernels would wait until four neighbouring SMs are free.
+        # By default, an NCCL kernel needs four neighbouring free SMs, but attention fills all SMs.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.cga_cluster_size = 1
         options._timeout = self.group._get_backend(self.device).options._timeout
@@ -75,7 +74,7 @@ class P2PTransport(MessageTransport):
         self.group = dist.ProcessGroup(store, self.rank, self.size)
         self.group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self.group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._communicator)
-        # If NCCL registers expandable segments during a capture, ranks with and without graphs cannot exchange messages.
+        # With expandable segments, a rank that captures a graph cannot exchange messages with a rank that does not.
         if "expandable_segments:True" not in "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
             self.graphs = PassGraphs(self)
         atexit.register(self.close)

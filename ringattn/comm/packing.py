@@ -45,7 +45,6 @@ class Packing:
         return message, tuple(views[dtype].as_strided(shape, strides, offset) for dtype, shape, strides, offset in self.parts)
 
     def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the message if `block` is already packed in this way, and otherwise None."""
         first = block[0]
         if len(block) == 1:
             return first if first.is_contiguous() else None

@@ -1,8 +1,8 @@
 """Replay ring passes over short shards from CUDA graphs. Without a graph, launching a pass over short shards takes the host
 longer than the GPU takes to run the pass.
 
-After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
-messages and flags as the pass itself, so ranks may capture a pass at different times.
+After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. Ranks may capture a pass at
+different times.
 """
 
 import logging
@@ -83,7 +83,7 @@ class CapturedPass:
 
     def __init__(self, function: Callable[..., Tensors], inputs: tuple[Tensor | None, ...]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # Later calls write their inputs into `copies`, so `copies` must not be inference tensors.
+        # `replay` writes into `copies`, so `copies` must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             copies = [x if x is None else torch.empty_like(x) for x in inputs]
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):

@@ -3,13 +3,12 @@
 After the exception, messages and flags of the call are still in flight. No later call may receive them. Therefore:
 
 1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
-2. Before its next call, this rank waits until all ranks of the group have published a record.
-3. If every rank has left the same call with an exception of its own, every rank resets its transport.
-4. If only some ranks have raised an exception in this call, every rank raises a `RingFault`, now and in later calls.
+2. The rank then waits, before its next call, until all ranks have published an exception.
+3. If every rank has raised an exception in the same call, every rank resets its transport.
+4. If only some ranks have raised an exception, every rank raises a `RingFault`, also in later calls.
 
-A rank without an exception may wait for a message that is never sent, so its watchdog reads the records with every heartbeat.
-If the host waits (gloo), the watchdog interrupts the wait. If the GPU waits, the watchdog ends the process. A rank publishes
-nothing if its call ends without an exception.
+A rank that raises an exception sends no more messages, so another rank may wait forever. With gloo, the watchdog interrupts
+such a wait. On a GPU, the watchdog ends the waiting process.
 """
 
 import json
@@ -30,12 +29,10 @@ _POLL = 0.002  # seconds between two reads of the store
 
 
 class Record(NamedTuple):
-    """A `Record` describes the exception with which a rank has left a call."""
-
     rank: int
     call: int
     reason: str  # the exception
-    is_own: bool  # False for a `RingFault` about another rank
+    is_own: bool  # False if the exception is a `RingFault` that names another rank
     num_exchanges: int  # see `ringattn.comm.transport.MessageTransport.num_exchanges`
 
     def __str__(self) -> str:
@@ -43,9 +40,7 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """A `Recovery` publishes the exceptions of one rank, and resets its transport. The watchdog calls `look` with every
-    heartbeat.
-    """
+    """The watchdog calls `look` with every heartbeat."""
 
     def __init__(self, store: dist.Store, transport: Transport) -> None:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
@@ -158,9 +153,7 @@ class Recovery:
             self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
-        """Let this rank's streams finish, although messages are missing. Another thread runs this method, because the main
-        thread may wait for the GPU.
-        """
+        """Another thread runs this method, because the main thread may wait for the GPU."""
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
                 self.transport.release(events, lambda: self._meet("past"))

@@ -75,7 +75,6 @@ class SimulatedRank(MessageTransport):
         return wait
 
 
-# The ranks of running simulated rings, by `group_name`.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
 
 
@@ -88,8 +87,8 @@ def simulate(
         ranks: the number of ranks.
         function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
-        in_turns: whether only one rank computes at a time. With True, the ring is faster, and may use kernels that support only
-            one thread. Pass False only if `function` contains other synchronisation of ranks, such as a barrier.
+        in_turns: whether only one rank computes at a time, which is faster. Pass False if `function` synchronises the ranks in
+            another way, such as a barrier. Some kernels require True.
 
     Raises:
         ValueError: an argument is invalid.

@@ -201,8 +201,7 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of exchanges so far, or 0 if messages do not use NCCL. If two ranks had different numbers after a call, NCCL
-    # would wait forever.
+    # The number of exchanges over NCCL so far. NCCL waits forever unless all ranks have the same number.
     num_exchanges = 0
     waiting_since: float | None = None  # start of the host's current wait, or None
 

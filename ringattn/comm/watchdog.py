@@ -92,8 +92,6 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The latest heartbeat of a rank, or the defaults if the rank has sent no heartbeat."""
-
     clock: float = 0.0  # on the rank's clock; every heartbeat has a different value
     issued: int = 0  # number of issued hops
     finished: int = 0
@@ -158,7 +156,6 @@ class Watchdog:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
     def record_call(self, key: tuple[Any, ...], describe: Callable[[], Call], cached: int = 0) -> None:
-        """Append a call to the log. The thread publishes the log later."""
         self._calls.record(key, describe, cached)
 
     @property
@@ -172,7 +169,6 @@ class Watchdog:
                 self.in_flight.remove(hop)
 
     def forget_hops(self) -> None:
-        """Stop watching all hops, because an exception has ended the call."""
         with self._lock:
             self.in_flight.clear()
 

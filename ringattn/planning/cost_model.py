@@ -20,8 +20,7 @@ STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 # Merging one byte of partial results takes as long as MERGE_FLOPS_PER_BYTE FLOPs.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# An all-to-all inside a host takes ALL_TO_ALL_FACTOR times as long as its bytes divided by the link's bandwidth. Fitted to four
-# H200s.
+# Inside a host, an all-to-all reaches 1 / ALL_TO_ALL_FACTOR of the link's bandwidth, measured on four H200s.
 ALL_TO_ALL_FACTOR = 2.5
 
 
@@ -100,7 +99,7 @@ def hop_costs(
     compute = np.zeros(shape)
     np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
     size = (messages.stop - messages.start) * np.array(row_bytes)[messages.is_result]
-    # Links are full duplex, so the larger direction counts.
+    # A link sends and receives at the same time, so the slower direction counts.
     sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
     for i, end in enumerate((messages.src, messages.dst)):
         np.add.at(sizes[i], (messages.step, end), size)

@@ -64,8 +64,8 @@ class Plan:
     """A `Plan` is one rank's plan of all ring passes with one mask and one layout.
 
     Args:
-        is_fixed: True if the schedules must not depend on the mask, because a CUDA graph captures the plan. Every rank then
-            computes with all rows of every block, and the kernels skip masked tiles. "auto" selects the KV ring.
+        is_fixed: True if the schedules must not depend on the mask, because a CUDA graph captures the plan. In a fixed plan,
+            every rank computes with whole blocks, and schedule="auto" selects the KV ring.
     """
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device, is_fixed: bool = False) -> None:
@@ -112,12 +112,10 @@ class Plan:
         return Requests(tuple(self._choices), tuple(tables))
 
     def _used(self) -> list[tuple[tuple[Any, ...], dict[LocalStep, BlockPair]]]:
-        """For each used schedule, return the arguments of `schedule` and the block pairs."""
         pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
         return [(key, each) for key, each in pairs if each is not None]
 
     def prepare(self, requests: "Requests") -> None:
-        """Compute the schedules and tables listed in `requests`."""
         for key in requests.choices:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
@@ -232,8 +230,6 @@ class Plan:
 
 
 class Requests(NamedTuple):
-    """A `Requests` tuple records how calls have used a plan. The record depends only on the shapes and options of the calls."""
-
     choices: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.choose_schedule`
     schedules: tuple[tuple[Any, ...], ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
 
@@ -242,10 +238,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """For each query row of `query_rank`, return the range [lo, hi) of key rows of `key_rank`.
-
-    The bounds lo and hi are integer tensors (B or 1, query rows) on the CPU.
-    """
+    """Return (lo, hi), both (B or 1, query rows) on the CPU: query row i attends to the key rows [lo[i], hi[i])."""
     lo, hi = _rows_before_bounds(mask, layout, query_rank)
     return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))
 
@@ -284,12 +277,11 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """For each pair of ranks, return which columns the rows attend to, as (first, end): int64 (2, row ranks, column ranks)."""
+    """Return the ranges (first, end) of columns to which the rows attend: int64 (2, row ranks, column ranks)."""
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):
         (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
-        # In a stripe, intervals of neighbouring rows may have gaps.
         visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
         start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
         stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
@@ -319,10 +311,7 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return the row at which each rank splits its own block.
-
-    The rows before the split contain FIRST_SHARE of the work.
-    """
+    """Return, for each rank, the number of rows of its own block that contain FIRST_SHARE of the work."""
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs
@@ -359,16 +348,14 @@ def free_plans() -> None:
 
 
 def add_plan(plan: Plan) -> None:
-    """Let calls use a plan that was computed ahead, unless there already is a plan for the same mask and layout."""
+    """Add a plan to the cache, unless the cache already contains an equal plan."""
     with _planning_lock:
         _plans(plan.mask, plan.layout).setdefault((plan.rank, plan.device), plan)
 
 
 @contextmanager
 def use_plans(plans: Sequence[Plan]) -> Generator[None]:
-    """Let a CUDA graph capture the given plans. In this context, each call uses the given plan with the same `Mask.reach`, even
-    if the documents or the layout differ.
-    """
+    """Inside this context, a call uses the given plan whose mask has the same `reach`. Documents and layouts may differ."""
     global _forced
     _forced = {plan.mask.reach: plan for plan in plans}
     try:

@@ -14,9 +14,8 @@ circulates one hop behind the block. In a *direct* schedule, each rank receives 
 straight back. Direct schedules consist of rounds in which no link carries two blocks at a time.
 
 While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block
-in two parts. The rank computes the first part during the first hop, and the second part while the last results return. If no
-results are sent, a rank's own block is not split. Schedules leave out blocks, rows and computations that the mask does not
-need.
+in two parts. The rank computes the first part during the first hop, and the second part while the last results return.
+Schedules leave out blocks, rows and computations that the mask does not need.
 """
 
 from collections.abc import Sequence
@@ -40,8 +39,6 @@ class Message(NamedTuple):
 
 
 class LocalStep(NamedTuple):
-    """A `LocalStep` is one computation of `rank`, with `rows` of the block of `owner`."""
-
     rank: int
     owner: int
     rows: range
@@ -55,8 +52,6 @@ class Step(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """A `RankStep` lists the local steps and the messages of one rank in one step of a schedule."""
-
     local_steps: tuple[LocalStep, ...]
     outgoing: tuple[Message, ...]
     incoming: tuple[Message, ...]
@@ -86,10 +81,7 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The schedule of one ring pass. The arrays are sorted by step.
-
-    The schedule of many ranks consists of arrays, because a rank needs only its own steps as objects.
-    """
+    """The schedule of one ring pass. The arrays are sorted by step."""
 
     ranks: int
     num_steps: int
@@ -101,7 +93,6 @@ class Schedule:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The steps of all ranks."""
         return tuple(map(Step, self._local_steps(), self._messages()))
 
     @cached_property
@@ -154,8 +145,7 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether ranks send results back to the owners of the blocks.
-        split_points: the row at which each rank's own block is split. If `split_points` is None, ranks compute with their own
-            blocks in the last step.
+        split_points: the row at which each rank's own block is split; None for the first row.
     """
     start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
     number, rank, owner = _rounds(stop > start)
@@ -202,7 +192,6 @@ def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
 def _own_rows(
     need: Need, split_points: tuple[int, ...] | None, returns: bool
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Split each rank's own block between the first and the last step, as local steps (rank, rank, start, stop)."""
     first, rest = list[tuple[int, ...]](), list[tuple[int, ...]]()
     for rank in range(len(need)):
         rows = need[rank][rank]
@@ -246,7 +235,6 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
             if t < extent[owner]:
                 messages.append((0, owner, here, after, *rows))
             if results and extent[owner] and first[owner] < t <= extent[owner] + 1:
-                # The last rank that computes with the block sends the result directly to the owner.
                 messages.append((1, owner, before, here if t <= extent[owner] else owner, *rows))
             if 1 <= t <= extent[owner] and need[owner][here]:
                 local_steps.append((here, owner, *rows))

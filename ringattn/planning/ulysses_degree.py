@@ -70,8 +70,8 @@ def best_ulysses_degree(
     """Return the smallest U whose predicted time of a forward and a backward pass is at most 1% above the lowest.
 
     U must divide `ranks` and Hq. The time includes the ring, and the part of the all-to-alls that attention does not hide. For
-    64 ranks, the prediction takes about a second. Beyond MAX_PLANNED_RANKS ranks, the function returns the U with the fewest
-    `bytes_per_row` that divides the number of ranks per host.
+    64 ranks, the prediction takes about a second. For more than MAX_PLANNED_RANKS ranks, the choice minimises `bytes_per_row`,
+    and U divides the number of ranks per host.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"
@@ -124,7 +124,7 @@ def attention_seconds(
 
 
 def chunk_of_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, ulysses: int) -> tuple[int, list[Tensor]]:
-    """Return the number of head chunks after an all-to-all, and q, k, v and out of one chunk with a single row.
+    """Return the number of head chunks per rank, and (q, k, v, out) of one chunk as "meta" tensors with one row.
 
     Arguments as for `attention_seconds`.
     """
@@ -189,7 +189,6 @@ def scaled_plan(mask: Mask, layers: Mapping[Mask, int], ring: tuple[str, int, in
 
 
 def _scale(mask: Mask, scale: float) -> Mask:
-    """Divide the window of a mask by `scale`."""
     if scale == 1:
         return mask
     left, right = (None if x == UNLIMITED else round(x / scale) for x in mask.reach)

@@ -19,8 +19,6 @@ class RowBytes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A `Work` object describes the work of one forward pass or of one backward pass."""
-
     direction: str  # "forward" or "backward"
     batch: int
     row_bytes: RowBytes  # per batch entry
@@ -32,8 +30,8 @@ class Work(NamedTuple):
 
         The results of a rank's own queries are merged in the kernel's epilogue, where matrix products hide the traffic. A
         separate kernel merges the results for other ranks. With direct messages, the merge kernel reads each result once. With
-        relays, each merge reads two states and writes one. In the backward pass, the sums of dq are cleared and read, and dq is
-        read and written.
+        relays, each merge reads two states and writes one. The backward pass clears and reads the sums of dq, and reads and
+        writes dq.
         """
         if self.direction == "backward":
             tensors = 4
@@ -42,7 +40,6 @@ class Work(NamedTuple):
         return tensors * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
-        """Return the work for `scale` times as many tokens."""
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
         return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 

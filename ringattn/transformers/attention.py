@@ -1,4 +1,4 @@
-"""Define attention and masks for transformers. Importing this module registers both functions as attn_implementation="ring"."""
+"""Importing this module registers ring attention in transformers as attn_implementation="ring"."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,7 +94,6 @@ def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None 
 
 
 def _captured(function: Callable[..., Any]) -> Iterator[object]:
-    """Yield all values that a function captures, directly or in captured functions."""
     for cell in function.__closure__ or ():
         values = cell.cell_contents if isinstance(cell.cell_contents, (tuple, list)) else [cell.cell_contents]
         for value in values:

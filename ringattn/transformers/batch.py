@@ -28,7 +28,7 @@ class RingBatch:
     """A `RingBatch` contains the properties of a batch that attention needs. The model passes the `RingBatch` to every layer as
     the keyword `ring_batch`.
 
-    FSDP copies dataclasses, so `RingBatch` is not a dataclass.
+    `RingBatch` must not be a dataclass, because FSDP copies dataclasses.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class RingBatch:
 def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
-    Documents begin where `position_ids` do not continue, at the entries of `cu_seq_lens_q`, and at both ends of padding.
-    Padding is a document of its own, without labels, on the left and on the right.
+    A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding is a
+    document of its own, without labels, on the left and on the right.
 
     Args:
         batch: the same on all ranks: input_ids (B, S) or inputs_embeds (B, S, dim), and optionally attention_mask (B, S) of 0
@@ -60,9 +60,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
         mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
 
     Returns:
-        The arguments. The loss of the model, averaged over the ranks as DDP and FSDP average gradients, is the mean over all
-        labels of the batch. With gradient accumulation, the batch contains num_items_in_batch, the number of labels of all
-        accumulated batches, which divides the loss instead.
+        The arguments. The average of the ranks' losses is the mean over all labels of the batch. For gradient accumulation, set
+        num_items_in_batch in the batch to the number of labels of all accumulated batches.
 
     Raises:
         ValueError: the ranks have different batches, or the batch contains something that a ring does not support.

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of tokens on the shards and in chunks, because all logits would need too much memory."""
+"""Compute log-probabilities in chunks of tokens, because the logits of all tokens would need too much memory."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -18,8 +18,7 @@ CHUNK_LOGITS = 2**26  # logits of a chunk
 def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None = None) -> Tensor:
     """For each token, return the log-probability of the next token, on every rank and with gradients.
 
-    All ranks must compute the same loss from the returned log-probabilities, so that the averaged gradients of DDP and FSDP are
-    the gradients of this loss.
+    DDP and FSDP average gradients, so all ranks must compute the same loss from the log-probabilities.
 
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.

@@ -71,7 +71,7 @@ class RingMixin(Base):
         result: Any = super().compute_loss(model, arguments, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
         if self.ring_mesh is not None:
-            # Replace the value of the loss by the mean over the ring, but keep the gradient of this rank's loss.
+            # Report the mean loss of the ring, but keep the gradient of this rank's loss.
             mean = loss.detach().clone()
             dist.all_reduce(mean, group=self.ring_mesh.get_group())
             loss = loss + (mean / self.ring_size - loss.detach())
@@ -95,7 +95,7 @@ class RingMixin(Base):
         return prepare_loader(loader, self.ring_size, self.accelerator)
 
     def _gather_over_rings(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Gather from all ranks if the data are scalars, and otherwise from the first rank of every ring."""
+        """Gather scalars from all ranks, and other tensors from the first rank of every ring."""
         if use_gather_object:
             raise ValueError("eval_use_gather_object=True is not supported on a ring: set it to False")
         state = self.accelerator.gradient_state

@@ -29,7 +29,7 @@ def use_disk_cache() -> None:
 
 
 def distinct_cases(cases: Iterable[Case]) -> list[Case]:
-    """Return one case per set of kernels. Cases that differ only in length or window use the same kernels."""
+    """Cases that differ only in length or window use the same kernels."""
     found = {}
     for case in cases:
         short = replace(case, length=min(case.length, MAX_LENGTH))

@@ -11,18 +11,16 @@ All caches are bf16. A CUDA device is required. The result of an implementation 
 Every case is measured in two ways. The graph time is the GPU time per call when a CUDA graph of up to 32 layers is replayed.
 Every layer reads its own KV cache, so the L2 cache does not contain the keys. The eager time is the wall time of the same calls
 from Python. All implementations of a case are timed in turn in several rounds, without pauses, so that the GPU does not cool
-down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. Two columns
-divide the GB/s and the eager time of ringattn by the best values of other implementations. The last column divides the graph
-time by the kernel time. The profiler measures the kernel time, during which at least one kernel runs.
+down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. The last
+column divides the graph time by the kernel time. The profiler measures the kernel time, during which at least one kernel runs.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once per case,
 before the measurement. FlashInfer compiles its kernels with nvcc in the first call. The table contains "-" for libraries that
 are not installed.
 
-SDPA has no argument for lengths, so its caches contain no free rows. With several queries, SDPA is not causal. With --model,
-the script also runs `scripts.bench.generation`, where a model with random weights continues a text of --context tokens. The
-script writes rows.json and README.md to --output.
+If a case has several queries, SDPA runs without a causal mask. With --model, the script also runs `scripts.bench.generation`,
+where a model with random weights continues a text of --context tokens. The script writes rows.json and README.md to --output.
 """
 
 import argparse
@@ -244,7 +242,6 @@ def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
 
 
 def kernel_us(call: Implementation, layers: list[Layer]) -> float:
-    """Return the kernel time per call in microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, call.context():
         for layer in layers:
             call.attend(layer)
@@ -282,7 +279,6 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
 
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Check and time all implementations of a case."""
     layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
     calls: dict[str, Implementation] = {}

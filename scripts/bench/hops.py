@@ -54,7 +54,6 @@ class Problem:
         self.state = self.attend(0)  # the timed hops merge into this state
 
     def attend(self, hop: int, state: State | None = None, final: bool = False) -> Any:
-        """Return the state, or (out, lse) if `final` is true."""
         return dispatch.forward(self.q, *self.keys[hop], self.intervals, SCALE, state, final)
 
     def state_hop(self, merge: Callable[..., Any] = dispatch.merge_states) -> State:
@@ -101,7 +100,6 @@ class Problem:
 
 
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
-    """Check and time all calls, and return the rows of the table."""
     problem = Problem(queries)
     problem.check()
     calls = {(name, "forward"): call for name, call in problem.calls().items()}

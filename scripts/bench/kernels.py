@@ -27,7 +27,7 @@ correct.
   --suite names it.
 
 The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`, and `fp8` is ringattn with
-precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. The implementation
+precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` on inputs that are already rounded. The implementation
 `sinks` is ringattn with learned sinks that are too small to change the results. The implementations `deterministic`, `fp8`,
 `fp8-rounded` and `sinks` are measured only if --peers names them.
 
@@ -176,8 +176,8 @@ def check(
     """Check the forward and the backward of an implementation. Exceptions are reported in `found`.
 
     Returns:
-        Two dicts with the keys "forward" and "backward". The first dict `found` contains the results of `check_call`, or the
-        reason why there are none. The second dict `calls` contains only calls with correct results.
+        (found, calls), two dicts with the keys "forward" and "backward". `found` contains the results of `check_call`, or an
+        error. `calls` contains only calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}
@@ -209,7 +209,6 @@ def check(
 
 
 def summarise(case: Case, direction: str, samples: list[float]) -> dict[str, Any]:
-    """Return the median time of all rounds in milliseconds, and the TFLOP/s and GB/s at this time."""
     ms = statistics.median(samples)
     rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
     return {"ms": ms, **rates, "samples": samples}

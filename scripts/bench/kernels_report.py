@@ -36,7 +36,6 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def save_rows(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], rows: Rows) -> None:
-    """Write rows.json with one row per case and implementation."""
     by_suite = {suite: [asdict(case) for case in cases] for suite, cases in suites.items()}
     flat = [{**row, "case": asdict(case)} for case, found in rows.items() for row in found]
     (output / "rows.json").write_text(json.dumps({**header, "suites": by_suite, "rows": flat}, indent=1) + "\n")
@@ -183,7 +182,6 @@ class Report:
 
 
 def write(output: Path, header: dict[str, Any], suites: dict[str, list[Case]], rows: Rows) -> None:
-    """Write README.md and the plots of all suites that have been measured so far."""
     plots = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
     report = Report(header, rows)
     setting = f"{header['machine']}; bf16, B = 1. Times and rates are medians of all rounds ({header['rounds']})."
@@ -235,7 +233,6 @@ def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
 
 
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Plot extra memory against the sequence length."""
     figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):

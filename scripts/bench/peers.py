@@ -44,7 +44,6 @@ def ringattn(backend: str) -> Prepare:
 
 
 def sinks(case: Case, device: torch.device) -> Attend:
-    """Return ringattn with sinks that are too small to change the results."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     logits = torch.full((case.heads,), -1e4, device=device, requires_grad=True)
@@ -59,9 +58,7 @@ def fp8(case: Case, _device: torch.device) -> Attend:
 
 
 def fp8_rounded(case: Case, device: torch.device) -> Attend:
-    """Return the FP8 forward for rounded inputs, as the hops of a ring call it. There is no backward. Only the first call
-    rounds its inputs, so all calls must have the same inputs.
-    """
+    """There is no backward. The first call rounds its inputs, and later calls must have the same inputs."""
     if case.kind == "blocks":
         raise Unsupported(case.kind)
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, device)

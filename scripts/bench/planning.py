@@ -40,9 +40,7 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a causal mask of documents with random lengths. The window has no effect, but differs per seed, so that no plan
-    comes from a cache.
-    """
+    """Each seed has a different window, longer than the sequence, so that no plan comes from a cache."""
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
     return Mask.causal(window=seq_len + seed, documents=lengths)

@@ -3,11 +3,11 @@
     python -m scripts.bench.preparation --gb 1 --processes 1 8 16                    the speed
     python -m scripts.bench.preparation --gb 0.3 3 30 --processes 16 --only ours     the resident memory by size
 
-The script generates JSON lines from the source code of the installed packages, with log-normal document lengths, and trains a
-BPE tokenizer with --vocabulary tokens on them. The text is tokenised once into bytes and once with the BPE tokenizer. For
+The text is the source code of the installed packages as JSON lines, with log-normal document lengths. A BPE tokenizer with
+--vocabulary tokens is trained on the text. The text is tokenised once into bytes and once with the BPE tokenizer. For
 `datasets.map`, the script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
 
-Times include the start of the processes. The memory is the largest proportional set size of all processes together. The
+Times include the start of the processes. Memory is the peak of the summed proportional set sizes of all processes. The
 proportional set size counts shared memory once, and leaves out the page cache. The column "opened" is the time, without
 imports, in which a new process opens the folder and reads the first sequence of 65,536 tokens.
 """

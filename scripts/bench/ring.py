@@ -10,9 +10,9 @@ results are correct.
 
 The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. Each
 round measures the mean time per call on the slowest rank. The reported time is the median over all rounds. The variants `local`
-and `ulysses-4-local` run the kernels of `nvlink-auto` and `ulysses-4` without communication, to show how fast a ring with
-infinitely fast communication would be. Variants that end with `-graph` replay CUDA graphs, so their times do not include the
-time of the host. The host time matters for short shards: with 4,096 tokens per rank, the host takes about as long as the GPU.
+and `ulysses-4-local` run the kernels of `nvlink-auto` and `ulysses-4` without communication. Variants that end with `-graph`
+replay CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with 4,096
+tokens per rank, the host takes about as long as the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
@@ -134,7 +134,6 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict[str, Any]], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add the statistics of communication to the row of each ring."""
     for variant, interconnect in interconnects.items():
         row, base = found[variant], found.get(ring_report.base_of(variant), {})
         if "both" not in row:
@@ -169,7 +168,6 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Check and time the variants `names` of a case. Return one row per variant."""
     found: dict[str, dict[str, Any]] = {}
     calls: dict[str, Calls] = {}
     for variant in names:

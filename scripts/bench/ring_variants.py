@@ -91,7 +91,6 @@ def transport_of(variant: str) -> str:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether ringattn sends messages in this variant."""
     return "local" not in variant and variant != "context_parallel"
 
 
@@ -184,7 +183,7 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing. This rank receives its own rows as blocks, and zeros as results."""
+    """A transport that sends nothing."""
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
@@ -210,7 +209,6 @@ class LocalTransport(MessageTransport):
         """"""
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return a local replacement for tensor `i` of a message."""
         kind, rows = message.kind, len(message.rows)
         if kind == "block" and rows <= x.shape[1]:
             return x[:, :rows]
@@ -297,7 +295,7 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         results = call()
 
-    # The default argument keeps the input tensors alive.
+    # `_call` keeps the input tensors of the graph alive.
     def replay(_call: Call = call) -> object:
         graph.replay()
         return results

@@ -5,7 +5,7 @@
 The script shards each block with FSDP2, and distributes attention with context_parallel, which uses cuDNN. The script compiles
 the operations before and after attention, uses fused AdamW, and computes the loss from all logits at once. With
 --checkpointing, whole blocks are recomputed with torch's activation checkpointing. The training data are random tokens. Rank 0
-writes summary.json in the format of `train/run.py`, which also counts FLOPs in the same way.
+writes summary.json in the format of `train/run.py`.
 """
 
 import json

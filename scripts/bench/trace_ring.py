@@ -70,8 +70,8 @@ def device_events(trace: dict[str, Any]) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Classify one rank's events by the keys of KINDS. The events must be sorted by start time. One stream copies circulating
-    blocks, and another stream copies partial results. The first copy of a pass copies a block.
+    """Classify one rank's events by the keys of KINDS. The events must be sorted by start time. Of the two streams with copies,
+    the first copies circulating blocks, and the second copies partial results.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}

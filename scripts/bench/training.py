@@ -83,7 +83,6 @@ def find_reason(stderr: str) -> str:
 
 
 def results_table(date: str, rows: list[Row]) -> str:
-    """Return a Markdown table with one line per job."""
     columns = (
         "tokens per sequence | variant | tokens/s per GPU | TFLOP/s per GPU | MFU | "
         "peak memory per GPU, GiB | relative to the fastest stock job | date"
@@ -156,8 +155,7 @@ def main(argv: list[str]) -> int:
             rows.append(measure(variant, args.model, length, args.ranks, args.steps))
             write(args.output, header, rows)
             print(results_table(header["date"], rows).splitlines()[-1], flush=True)
-    # A stock job may fail, for example because it runs out of memory. The benchmark fails if every job fails, or if a job of
-    # `ringattn` fails.
+    # The benchmark fails if every job fails, or if a job of `ringattn` fails.
     failures = [row for row in rows if "failed" in row]
     return int(len(failures) == len(rows) or any(row["variant"] == "ringattn" for row in failures))
 

@@ -3,9 +3,8 @@
     python -m scripts.check.bit_flips --flips 300 --seed 1
 
 Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
-one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
-and a third in the index. The resumed run must either report the damage in one line and leave the checkpoint unchanged, or
-compute the same losses and tensors as without the flip. The exit status is 1 if any resumed run fails.
+one of its files, and resumes the run from the copy. The resumed run must either report the damage in one line and leave the
+checkpoint unchanged, or compute the same losses and tensors as without the flip. The exit status is 1 if any resumed run fails.
 """
 
 import hashlib

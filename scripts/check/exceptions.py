@@ -12,8 +12,7 @@ state ring, the KV ring, Ulysses and decoding, forward and backward. There are f
                         NCCL, every rank may instead raise the following error
     some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
 
-After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). Calls that end
-in a `RingFault` take several seconds, so the option `--faults` limits their number.
+Calls that end in a `RingFault` take several seconds, so the option `--faults` limits their number.
 
 The script prints a table. The exit status is 1 if a call returns wrong numbers, if a rank hangs, or if a process does not end.
 """
@@ -52,7 +51,7 @@ from scripts.tables import markdown_table
 OPERATIONS = "state", "kv", "ulysses", "decoding"
 KINDS = NONE, SAME, DIFFERENT, SOME = "no exception", "same kernel", "different kernels", "some ranks"
 HOP_TIMEOUT = 60  # seconds
-# The largest accepted error, relative to the largest value. A rank that used a wrong message would have an error of about 1.
+# The largest accepted error, relative to the largest value. A wrong message causes an error of about 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 MAX_SECONDS_LEFT = 60  # after the first rank has ended, all other ranks must end within this many seconds
 
@@ -167,7 +166,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # If ranks raise at different kernels of a decoding call, the call may end in a fault.
+        # Exceptions at different kernels of a decoding call may cause a `RingFault`.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -180,7 +179,6 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
 
 
 def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
-    """Make all calls from number `first`, and write each outcome to a file."""
     watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, backend = torch.device("cpu"), "gloo"
@@ -239,8 +237,6 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
 
 
 class Episode:
-    """The processes of all ranks."""
-
     def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
         self.directory, self.first, self.arguments = directory, first, arguments
         directory.mkdir()
@@ -290,7 +286,7 @@ class Episode:
 
 
 def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
-    """Return the table column for these outcomes of a call. `endings` contains the messages of watchdogs that ended ranks."""
+    """`endings` contains the messages of watchdogs that ended ranks."""
     faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
     for rank, ending in endings.items():
         faults[rank] = faults[rank] or [f"fault: {ending}"]

@@ -3,9 +3,9 @@
     python -m scripts.check.fp8
     python -m scripts.check.fp8 --dim 256 --keys 65536 --output outputs/check
 
-The script prints two tables. The first table contains the errors of attention's output for three kinds of bf16 inputs. Normal
-inputs have a standard normal distribution. Heavy-tailed inputs have Student's t distribution with 3 degrees of freedom. In
-outlier inputs, one feature of q, k and v is 30 times as large as the other features. The columns are:
+The script prints two tables. The first table contains the errors of attention's output for three kinds of bf16 inputs.
+Heavy-tailed inputs have Student's t distribution with 3 degrees of freedom. In outlier inputs, one feature of q, k and v is 30
+times as large as the other features. The columns are:
 
     bf16               attention with precision="ieee"
     FP8                attention with precision="fp8"

@@ -47,7 +47,7 @@ EVAL_EVERY = 10  # steps
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
 # The time limit of a launch, in seconds.
 TIMEOUT = 900
-# The time limit for all processes to end after the end of torchrun, in seconds.
+# All processes must end within this many seconds after torchrun.
 MAX_SECONDS_LEFT = 60
 # The name of an environment variable that marks all processes of a run.
 MARKER = "RINGATTN_CHECK_KILLS"

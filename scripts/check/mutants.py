@@ -38,8 +38,8 @@ TEST_TIMEOUT, TIMEOUT = 60, 400
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault. The text `new` replaces `old`, which must occur exactly once in the file. In `tests`, arguments of
-    pytest select tests that should fail.
+    """A deliberate fault. The text `new` replaces `old`, which must occur exactly once in the file. `tests` contains the
+    arguments of pytest that select the tests that should fail.
     """
 
     file: str
@@ -115,7 +115,6 @@ class Source:
         return begin, begin + len(symbol)
 
     def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
-        """Extend a range to whole lines, and to earlier lines until its text occurs only once in the module."""
         first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind("\n", 0, first - 1) + 1

@@ -8,9 +8,9 @@ Run this script on a new machine or cluster before a long training run. On GPUs,
 NVLink and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the inputs
 are fp32, and the transport is gloo.
 
-The script prints a table of the largest errors of a row over all ranks, relative to the scale of the row. If an error exceeds
-its limit, the script prints the rank with the error, and the exit status is 1. With --precision fp8, the reference is computed
-from inputs that are rounded in the same way as on the ranks.
+The script prints a table with the largest `row_error` of all ranks. If an error exceeds its limit, the script prints the rank
+with the error, and the exit status is 1. With --precision fp8, the reference is computed from inputs that are rounded in the
+same way as on the ranks.
 """
 
 import argparse
@@ -178,7 +178,6 @@ def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "i
     masks = make_masks(seq_len)
     expected, accepted = Reference(tensors, masks, precision), limits(device, dtype, precision)
 
-    # If the backend for GPU tensors is gloo, several ranks share a GPU.
     shares_gpu = device.type == "cuda" and backend_name(world_group(), "cuda") == "gloo"
     place = "cuda (several ranks share a GPU)" if shares_gpu else device.type
     title = f"{ranks} ranks on {place}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
@@ -225,5 +224,5 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip Python's cleanup, because threads of gloo sometimes abort it.
+    # When Python exits normally, a thread of gloo sometimes aborts the process.
     os._exit(status)

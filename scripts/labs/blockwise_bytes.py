@@ -1,7 +1,4 @@
-"""Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
-
-Like a GPU kernel, the counter keeps a tile of queries on the chip and loads the tiles of keys in turn.
-"""
+"""Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md."""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -29,14 +26,12 @@ def tile_size(tile: TileSize) -> Generator[None]:
 
 
 class Loads:
-    """Count the bytes that tiles load."""
-
     def __init__(self) -> None:
         self.bytes = 0
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Count the bytes of operands that differ from the previous tile. The first operand is the queries."""
+        """Add the bytes of new operands. The first operand is the tile of queries."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)

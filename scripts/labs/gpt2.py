@@ -5,7 +5,7 @@
 The variants `eager` and `sdpa` are transformers' GPT2LMHeadModel with the attention implementations "eager" and "sdpa". The
 variant `ringattn` is the GPT of this project, with `flash_attention` and a loss that is computed in chunks. Each variant runs
 with and without torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. A step
-consists of the forward pass, the backward pass and AdamW. All timed steps have the same tokens.
+consists of the forward pass, the backward pass and AdamW.
 
 All variants first train on the same text, which is the source code of Python's standard library with one token per byte. The
 table contains the loss on text that follows the training text. On a GPU, the models have the shape of GPT-2 124M
@@ -117,7 +117,6 @@ def training_step(loss: Loss, optimizer: torch.optim.Optimizer, text: Tensor, le
 
 
 def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor, device: torch.device, compiled: bool) -> Row:
-    """Train a variant, compute the loss on the last row of `text`, and measure a step."""
     torch.manual_seed(0)
     torch._dynamo.reset()  # otherwise, the second length would be compiled for dynamic shapes
     if variant == "ringattn":

@@ -36,10 +36,7 @@ def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Parse the arguments, and convert --device to a `torch.device`. Exit if the device is missing.
-
-    On a CPU, PyTorch uses one thread, so that other programs disturb the times less.
-    """
+    """Parse the arguments, and convert --device to a `torch.device`. Exit if the device is missing."""
     args = parser.parse_args(argv)
     args.device = torch.device(args.device)
     if args.device.type == "cpu":

@@ -105,7 +105,7 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
                 return torch.autograd.grad(attend(*inputs), inputs, dout)
 
             call()
-        # The profiler also needs memory, so the limit does not apply to the measurements.
+        # Measure without the memory limit, because the profiler needs additional memory.
         return Cost(measure.milliseconds(call, device), measure.peak_bytes(call, device))
     except (RuntimeError, MemoryError) as error:
         if not measure.is_out_of_memory(error):

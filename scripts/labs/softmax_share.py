@@ -25,8 +25,7 @@ from scripts.tables import markdown_table
 
 SIZES = {"cpu": Sizes([1024], 4, 64, torch.float32), "cuda": Sizes([8192], 16, 128, torch.bfloat16)}
 REPEATS = 5
-# FLOPs per score of each step between the matrix products. The softmax computes a maximum, a difference, an exp, a sum and a
-# quotient.
+# The softmax computes a maximum, a difference, an exp, a sum and a quotient.
 FLOPS_PER_SCORE = {"scale": 1, "mask": 1, "softmax": 5}
 
 

@@ -3,8 +3,8 @@
 python -m scripts.labs.trace --scores 1 3 2 5 --tile 2 --ranks 2
 python -m scripts.labs.trace --output trace.png
 
-Without --scores, the command traces the query "on" of the sentence "The cat sat on mat", which has five tokens. The states in
-the tables are recorded in float64 while the blockwise kernel and `ringattn.ring.run_schedule` run on a simulated ring.
+Without --scores, the command traces the query "on" of the sentence "The cat sat on mat", which has five tokens. The tables show
+float64 states of the blockwise kernel, and of `ringattn.ring.run_schedule` on a simulated ring.
 """
 
 import argparse
@@ -196,7 +196,7 @@ class _Observer:
 def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
     """Trace the query through the hops of a state ring. Each rank relays queries and states to its neighbour.
 
-    The layout is contiguous. Every rank adds its own keys tile by tile.
+    The layout is contiguous.
 
     Args:
         problem: the tokens.
@@ -238,7 +238,6 @@ def _what(event: Event) -> str:
 
 
 def table(problem: Problem, trace: Trace) -> str:
-    """Return a Markdown table with one row per event, followed by out and lse."""
     scores = problem.scores.tolist()
     lines = ["| hop | rank | adds | scores | m | alpha | l | o |", "|---|---|---|---|---|---|---|---|"]
     for event in trace.events:
@@ -281,7 +280,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line `argv`."""
     parser = _Parser("python -m scripts.labs.trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scores", type=float, nargs="*", help="the scores of the keys (default: the example of five tokens)")
     parser.add_argument("--values", type=float, nargs="*", help="the value of each key, with --scores (default: 1 2 3 ...)")

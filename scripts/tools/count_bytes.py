@@ -1,4 +1,4 @@
-r"""Predict the bytes that the GPU kernels move with the formulas of docs/io.md, or run the kernels for the profiler ncu.
+r"""Predict the memory traffic of the GPU kernels with the formulas of docs/io.md, or run the kernels under ncu.
 
     python -m scripts.tools.count_bytes --predict --length 16384 --head-dim 128 --mask causal
 

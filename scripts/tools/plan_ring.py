@@ -12,8 +12,7 @@ exposed. Each step also costs a fixed GPU time, and merging partial results take
 as the host needs to launch its steps, unless it is replayed from a CUDA graph. A ring that spans several nodes runs at the
 speed of the network.
 
-A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk. Only the transfers of the first and the
-last chunk are always exposed.
+A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk.
 
 To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks, with an error of less than 3%.
 
@@ -143,7 +142,7 @@ class Layer:
 
     @property
     def sent_heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and key heads that an all-to-all sends. Copies of a key head count separately."""
+        """Return the numbers of query heads and key heads that an all-to-all sends."""
         return self.heads, self.kv_heads * ulysses_degree.key_copies(self.heads, self.kv_heads, self.ulysses)
 
     @property
@@ -155,7 +154,6 @@ class Layer:
         return ulysses_degree.head_chunks_for_overlap(self.batch * self.tokens_per_ring_rank, *heads)
 
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
-        """Return the ring passes per overlap chunk, and the work of a forward and a backward pass."""
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
         chunks = workload.head_chunks_for_memory(q, k, k, self.pairs / self.ring)
@@ -195,10 +193,10 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
-    """Return a plan of a smaller ring, the number of tokens per position, and the number of real ranks per planned rank."""
+    """Return a plan of a scaled-down ring, the number of tokens per position, and the number of ranks per planned rank."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
-        # Blocks circulate only as far as the window reaches, so a shorter ring has the same cost.
+        # Ranks beyond the window exchange no blocks, so a shorter ring has the same cost.
         reach = -(-(layer.window - 1) // layer.tokens_per_ring_rank) + 2
         ring, seq_len = min(ring, reach), min(seq_len, reach * layer.tokens_per_ring_rank)
     ranks = min(ring, MAX_PLANNED_RANKS)
@@ -209,7 +207,6 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 
 
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
-    """Return the cost of one ring pass."""
     plan, scale, group = planned_ring(layer)
     # Each planned rank represents `group` real ranks, and each planned hop represents `group` real hops.
     work = work.scaled(scale / group)
