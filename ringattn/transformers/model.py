@@ -84,13 +84,17 @@ def share_last_position(model: PreTrainedModel) -> None:
 
         return tree_map(without_last, results)
 
-    model.register_forward_pre_hook(read, with_kwargs=True)
-    for module in model.modules():
-        kinds: Any = getattr(module, "rope_type", None)
-        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-        if any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds):
-            module.register_forward_pre_hook(append, with_kwargs=True)
-            module.register_forward_hook(remove)
+    for module in filter(_depends_on_last_position, model.modules()):
+        module.register_forward_pre_hook(append, with_kwargs=True)
+        module.register_forward_hook(remove)
+    if any(map(_depends_on_last_position, model.modules())):
+        model.register_forward_pre_hook(read, with_kwargs=True)
+
+
+def _depends_on_last_position(module: nn.Module) -> bool:
+    kinds: Any = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in kinds)
 
 
 def check_layers(model: PreTrainedModel) -> None:

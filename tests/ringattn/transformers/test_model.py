@@ -1,5 +1,7 @@
 """Which models can be put on a ring, and which are rejected by name."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -59,6 +61,12 @@ def test_a_selection_of_logits_is_rejected() -> None:
     for kept in (1, torch.tensor([3])):
         with pytest.raises(ValueError, match="logits_to_keep would select tokens of every shard"):
             _check_call(model, (), batch | {"logits_to_keep": kept}, None)
+
+
+def test_a_model_on_a_ring_can_be_pickled() -> None:
+    model, batch = new_model(), shard_batch({"input_ids": random_tokens(1, 8)}, None)
+    put_on_ring(model, None)
+    assert pickle.loads(pickle.dumps(model))(**batch).logits.equal(model(**batch).logits)
 
 
 def test_a_model_can_be_created_with_attention_on_a_ring() -> None:
