@@ -48,7 +48,6 @@ class BlockMask:
 
     @cached_property
     def _cached_lists(self) -> SharedTensors:
-        # A copy of the mask must start with an empty cache, so the cache is not a field.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
@@ -72,8 +71,8 @@ class BlockMask:
 
     def key_lists(self, group: int) -> Tensor:
         """Return, for each key block, the list of its kept columns. A column is a pair of a query block and a head of the
-        group. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). The pair of a query block and a
-        head has the column number query block * group + head.
+        group. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). In column c, the query block is
+        c // group and the head is c % group.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 
@@ -96,7 +95,7 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """List the True columns of each row of `keep` (..., C), a bool mask. Return int32 (..., C + 1, 2).
 
-    Entry c of a list contains two numbers: how many of the first c columns are True, and the index of the c-th True column.
+    Entry c of a list is (the count of True values before column c, the column of the c-th True value).
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

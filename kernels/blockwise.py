@@ -68,7 +68,6 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
-    # Sum in the dtype of states, and round each gradient only once.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)

@@ -1,4 +1,4 @@
-"""Cache the results of functions that torch.compile may trace, and GPU tensors that several streams read.
+"""Provide caches that work with torch.compile, several CUDA streams and CUDA graphs.
 
 PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written the
 tensor. PyTorch could also reuse the memory of a dropped tensor while another stream still reads the tensor. The class
@@ -48,8 +48,8 @@ def cached(maxsize: int) -> Callable[[F], F]:
 
 
 def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The decorated function must
-    take the device of these tensors as its last argument.
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The last argument of the
+    function must be the tensors' device.
 
     The call raises RuntimeError if a CUDA graph is being captured and no earlier call has computed the result.
     """
@@ -98,8 +98,8 @@ def keep_for_graph(thing: object, device: torch.device) -> None:
 class SharedTensors(dict[Any, Any]):
     """A `SharedTensors` dictionary holds tensors of one device, which several CUDA streams may read.
 
-    A value must be stored on the stream that wrote it. Another CUDA stream waits for the write of a value before it first reads
-    the value. The memory of a value is reused only after all streams that read the value have finished their work.
+    Store each tensor on the CUDA stream that computes the tensor. A read on another CUDA stream first waits until the tensor
+    has been written. The memory of a tensor is reused only after all streams that read the tensor have finished their work.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,7 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # The next lines repeat a test of `use`, because calling `use` would be slow. Check the stream after reading the value,
-        # because another thread may have just stored the value.
+        # Read the value before the stream check, because another thread may store a new value at any time.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value

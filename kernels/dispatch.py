@@ -5,9 +5,9 @@ With backend="auto", a call on a GPU with few queries uses the kernel of `ringat
 keys among programs.
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a Hopper kernel reads
-FP8 inputs. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. The rounding error
-of the inputs is therefore the same on every device. No backward computes in FP8. The function `backward_fp8` passes the rounded
-inputs to the backward, so that forward and backward compute the same probabilities.
+FP8 inputs. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. No backward
+computes in FP8. The function `backward_fp8` passes the rounded inputs to the backward, so that forward and backward compute the
+same probabilities.
 """
 
 from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ def _forward_rounded(
     backend: str,
     shares_sms: bool,
 ) -> Tensors:
-    """Compute `forward` with precision="fp8". The caller has checked the arguments."""
+    """The caller has checked the arguments."""
     choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), v.shape[1] > 0, "fp8")
     # The split-KV kernel for few queries reads 16-bit inputs.
     few_queries = backend == "auto" and final and state is None and _splits_keys(q, k, v, "triton", None, None)

@@ -46,7 +46,7 @@ class Dropout:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    # The product may be a negative int64, for which `>>` fills the upper bits with ones. Mask these bits.
+    # `>>` fills the upper bits of a negative product with ones, so mask the upper bits.
     product = x * constant
     return product >> 32 & _WORD_MASK, product & _WORD_MASK
 

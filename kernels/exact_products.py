@@ -22,8 +22,7 @@ def under_autocast(device: torch.device) -> bool:
 def exact_products(device: torch.device) -> Generator[None]:
     """Return a context manager under which products of fp32 tensors on `device` have full precision.
 
-    PyTorch's precision settings are global, so the context that ends last restores the settings. Until all contexts have ended,
-    no other thread should read or change the precision settings.
+    Until all contexts have ended, no other thread should read or change PyTorch's precision settings.
     """
     global _num_users
     with _lock:

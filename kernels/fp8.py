@@ -10,8 +10,7 @@ Scales. The scale of a block is the smallest power of two, from 2^-126 to 2^126,
 scale exceeds 448 in magnitude. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
 
 Rotation. Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
-spreads a few large features over all features of a head, which removes most of the rounding error that they cause. Values are
-not rotated, because the output would then have to be rotated back.
+spreads a few large features over all features of a head, which removes most of the rounding error that they cause.
 
 Values. For e4m3 operands, the instruction wgmma requires that the keys of the value matrix are contiguous. Each block of values
 is therefore stored as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b
@@ -70,8 +69,8 @@ def num_blocks(num_tokens: int) -> int:
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix.
 
-    The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, D is
-    written as a sum of powers of two. The matrix H then has one diagonal block per power of two, the largest first.
+    The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, H has
+    several diagonal blocks: for D = 96, blocks of 64 and 32 rows.
     """
     # The matrix is cached, so the caller's modes and defaults must not affect it.
     with torch.inference_mode(False), torch.no_grad():
@@ -91,7 +90,7 @@ def _hadamard(size: int) -> Tensor:
 
 @cached_on_device(maxsize=None)
 def key_order(device: torch.device) -> Tensor:
-    """Return an int64 tensor (128,) with the index of the key at each position of a tile of values."""
+    """Return int64 (128,): for each position in a value tile, the index of the key that is stored there."""
     with torch.inference_mode(False):
         group = [8 * (2 * h + b // 2) + 2 * t + b % 2 for h in range(2) for t in range(4) for b in range(4)]
         keys = [32 * g + key for g in range(BLOCK // 32) for key in group]
@@ -99,7 +98,7 @@ def key_order(device: torch.device) -> Tensor:
 
 
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
-    """Convert queries or keys (B, N, H, D) to e4m3. The rotation distributes infinity and NaN over their whole row.
+    """Convert queries or keys (B, N, H, D) to e4m3. With the rotation, one infinity or NaN makes its whole row NaN.
 
     Attention uses the defaults. If `per_block` is False, all blocks of a head share one scale, for studies of rounding errors.
     """
@@ -121,8 +120,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_tokens: int | None = None) -> Tensor:
     """Convert e4m3 tensors to a contiguous tensor (B, N, H, D), without an error for bf16, fp32 and fp64.
 
-    Queries and keys stay rotated, because attention needs only their products. For values, `num_tokens` must be the number of
-    tokens N, because tiles of values are padded.
+    The returned queries and keys are still rotated. For values, pass `num_tokens`, because value tiles are padded to 128 keys.
     """
     if isinstance(x, QuantizedRows):
         num_tokens = x.data.shape[1]

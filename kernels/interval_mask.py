@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# If a bound increases by DOCUMENT_JUMP tiles or more between two rows, a long document ends there, and a new tile starts.
+# A tile ends where a bound increases by at least DOCUMENT_JUMP tiles between two rows, as after a long document.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -143,7 +143,6 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         lo, hi = (x.numpy() for x in self.host)
-        # A new document starts where lo jumps, or hi in a transposed mask.
         bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -165,14 +164,12 @@ class Intervals:
 
     @cached_property
     def longest_small_tiles(self) -> tuple[int, int]:
-        """Return the same for 8 and for 16 consecutive rows."""
         return self._longest_tile(8), self._longest_tile(16)
 
     def _longest_tile(self, rows: int) -> int:
         if self.is_replaced:
             return self.num_keys
         lo, hi = (x.numpy() for x in self.host)
-        # Shorter tiles at the end are not wider, because lo never decreases.
         distance = min(rows, self.num_rows) - 1
         return int((hi[:, distance:] - lo[:, : self.num_rows - distance]).max(initial=0))
 
@@ -252,8 +249,7 @@ class Intervals:
         if method == "tiles":
             return self.batch, tiles, 6
         batch, heads, _, programs, *_ = arguments
-        # Some programs have more work tiles than the average, work tiles may be split, and each program's list ends with a row
-        # of zeros.
+        # This bound allows for uneven assignment, split work tiles and a final row of zeros.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -306,8 +302,8 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of the masks that use the given tensors as bounds and tables. The tensors must be in the order of
-    `sides(masks)`.
+    """Return copies of the masks that use the given tensors as bounds and tables. For each mask in `sides(masks)`, `tensors`
+    must contain lo, hi and the tables.
     """
     remaining = iter(tensors)
 
@@ -329,8 +325,7 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Return the bounds (lo, hi) of the queries that may attend to each key, int32 (B or 1, Nk).
 
-    The given bounds never decrease. Therefore the queries with lo <= j form a prefix of all queries, and the queries with hi >
-    j form a suffix.
+    The given bounds must never decrease, so that the queries of each key are consecutive.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 

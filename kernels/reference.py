@@ -10,7 +10,7 @@ head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv is th
 
 The scores of a query are s = scale * q k^T. For the keys that a query has attended to so far, m is the maximum of s, l is sum
 exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and
-the lse -inf. The Hopper kernels may use a number other than the maximum as m, and compute l and o with this m.
+the lse -inf. In the Hopper kernels, m may differ from the maximum, but l and o always match m.
 
 With `dropout`, o is the sum over the kept probabilities, multiplied by the dropout factor. Dropout does not change m, l and
 lse. The argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton
@@ -257,8 +257,8 @@ def backward(
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add a sink per head (Hq,) to the softmax of attention. Return the new `out` (B, N, Hq, Dv) and `lse` (B, N, Hq).
 
-    A sink adds exp(sink) to the denominator of the softmax, and has no value vector. The tensors `lse` and `sinks` have the
-    dtype of states. All operations are differentiable.
+    A sink adds exp(sink) to the denominator of the softmax, and has no value vector. `lse` and `sinks` are fp32, or fp64 for
+    fp64 inputs. All operations are differentiable.
     """
     return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
 

@@ -1,27 +1,21 @@
 """The order of work tiles in the deterministic Hopper backward makes every sum of dq reproducible.
 
-A work tile is a tile of keys of one head. The program of a work tile loops over the query tiles that attend to these keys, and
-adds to dq of each query tile. The order of two work tiles matters only if a query attends to keys of both. Because lo and hi
-never decrease, it suffices to fix the order of every two neighbouring work tiles. The *predecessor* is the one of two
-neighbouring work tiles that adds first to dq of their common query tiles. A *chain* is a maximal sequence of work tiles of one
-head in which any two neighbours share a query. Each chain has one of two directions:
+A work tile is a tile of keys of one head. The order of two work tiles matters only if a query attends to keys of both. Because
+lo and hi never decrease, only the order of neighbouring work tiles must be fixed. Of two neighbouring work tiles, the
+*predecessor* adds to dq first. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a
+query. Each chain has one of two directions:
 
-- In a *forwards* chain, the work tile with the last keys starts first. Each work tile loops over its query tiles from the first
-to the last. Under a causal mask, the predecessor starts at a later query tile and is therefore ahead of its successor.
-- In a *backwards* chain, the work tile with the first keys starts first. Each work tile loops over its query tiles from the
-last to the first. Under a causal mask, work tiles with longer loops start earlier.
+- A *forwards* chain starts with its last keys. Each work tile loops over its query tiles from the first to the last.
+- A *backwards* chain starts with its first keys. Each work tile loops over its query tiles from the last to the first.
 
-Under a causal mask without documents, the direction alternates from one head group to the next. In a forwards head group, the
-programs with short work tiles finish first and start the long work tiles of the next group. Therefore all programs end at
+Under a causal mask without documents, the direction alternates from one head group to the next, so that all programs end at
 nearly the same time.
 """
 
 import torch
 from torch import Tensor
 
-# With many heads per group, neighbouring work tiles of a head start further apart and wait less for each other. With few heads,
-# the operands and dq stay in the L2 cache. With ALTERNATING_TILES query tiles per head group, neighbouring work tiles start
-# about four steps apart.
+# With more heads per group, work tiles wait less for each other, but need more of the L2 cache.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -62,8 +56,6 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If there are at most as many work tiles as programs, all chains run forwards, so that each predecessor is ahead from the
-    # start.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
@@ -95,7 +87,7 @@ def predecessors(work_tiles: Tensor) -> Tensor:
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) by their first key. Empty tiles come last."""
+    """Empty tiles come last."""
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
     tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)
@@ -116,8 +108,8 @@ def _order_chains(
     """Order the tiles of each head, forwards if `direction` is 1 or backwards if it is -1. Return (rank, columns).
 
     The tensor `rank` (B, T) contains the place of each tile in the order, with empty tiles last. The tensor `columns` (B, T, 3)
-    contains the first query tile, the index of the predecessor in `tiles`, and the number of steps before the first query tile
-    that the predecessor also visits.
+    contains the first query tile, the index of the predecessor in `tiles`, and the number of steps that need not wait for the
+    predecessor.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin

@@ -20,14 +20,12 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
-# Work tiles are assigned in blocks. After a block of fewer than MIN_BLOCK work tiles, the next HEAP_TILES work tiles are
-# assigned one by one.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A new piece starts at the first
-    row of each batch entry, and at each row where `bound` (B, N) increases by at least `jump`.
+    """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A piece ends where `bound` (B, N)
+    increases by at least `jump`, and at the end of each batch entry.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -38,7 +36,7 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    The last tile of a range, or the first tile with `from_end`, may have fewer than `rows` rows.
+    The last tile of a range may be shorter than `rows`. With `from_end`, the first tile may be shorter instead.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -57,8 +55,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # Bounds never decrease from row to row. Therefore every row of a tile attends to [lo of the last row, hi of the first row).
-    # No row attends to a column outside [lo of the first row, hi of the last row).
+    # Because lo and hi never decrease, all rows attend to [last_lo, first_hi), and no row attends to a column outside
+    # [first_lo, last_hi).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -128,10 +126,9 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
-    Round-robin assignment would give some programs 14% more work than the average. If some programs would end late, as with
-    packed documents, long work tiles start earlier than in the given order. The argument `predecessors` holds, for each work
-    tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles
-    per program.
+    Round-robin assignment would give some programs 14% more work than the average. If some programs would end late, long work
+    tiles start earlier than in the given order. The argument `predecessors` holds, for each work tile, the index of the work
+    tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles per program.
 
     Return int32 (n, programs, c). In the result, [:, p] holds the work tiles of program p, followed by at least one row of
     zeros.
@@ -156,7 +153,6 @@ def assign_work_tiles(
 
 
 def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
-    """Return the program of each work tile, and the time at which the last program ends."""
     # A load is (work so far) * programs + (index of the program). All loads therefore differ.
     steps = times.astype(np.int64) * programs
     if limit is not None:
@@ -164,8 +160,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
     loads, least = np.arange(programs), np.empty_like(steps)
     done = 0
     while done < len(steps):
-        # Work tile i of the block goes to the program with the i-th smallest load. The block ends when a program that has
-        # received a work tile would again have the smallest load.
+        # Work tile i of the block goes to the program with the i-th smallest load.
         block = steps[done : done + programs]
         results = loads[: len(block)] + block
         is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
@@ -175,7 +170,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
         loads.sort()
         done += count
         if count < MIN_BLOCK and done < len(steps):
-            # After a short block, a heap is faster than sorting again.
+            # If blocks are short, a heap is faster than sorting all loads for each block.
             heap, block = loads.tolist(), steps[done : done + HEAP_TILES].tolist()
             least[done : done + len(block)] = [heapreplace(heap, heap[0] + time) for time in block]
             loads = np.sort(heap)
@@ -218,7 +213,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
 
 
 def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
-    """Return (list, index in the list) of every element, where list i has counts[i] elements."""
+    """For counts [2, 1], return [0, 0, 1] and [0, 1, 0]."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 

@@ -41,7 +41,7 @@ def shown(value: object) -> str:
 
 
 def as_integer(name: str, value: Any, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
-    """Return `value` as an int with low <= value <= high, or raise ValueError. Integers of numpy and torch are converted. With
+    """Return `value` as an int with low <= value <= high, or raise ValueError. NumPy and torch integers are accepted. With
     high=None, there is no upper limit.
     """
     number = value
@@ -82,7 +82,6 @@ def check_name(name: str, value: object, known: Sequence[str]) -> None:
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not type(q) is type(k) is type(v) is Tensor:
-        # The kernels must not import torch's process groups, so recognise a DTensor by its method.
         if any(hasattr(x, "to_local") for x in (q, k, v)):
             raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
@@ -187,7 +186,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
         ("v", v, k.data.shape[:3]),
     ):
         _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
-    # FP8 values are stored as tiles, so pass a view of k with the shape (B, Nk, Hkv, Dv) instead of v.
+    # Value tiles have another shape than v, so pass a view of k that has the shape of v.
     check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 

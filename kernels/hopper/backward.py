@@ -27,7 +27,7 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# Skipping masked steps saves time only if at most MOST_QUERIES_TO_SKIP queries attend to any 64 consecutive keys.
+# With more queries per 64 keys, skipping masked steps would cost more time than it saves.
 MOST_QUERIES_TO_SKIP = 1536
 
 # The wide kernel for dq limits K and V of a head group to KEY_BYTES_IN_L2, so that they stay in the L2 cache.
@@ -73,7 +73,6 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def chunk_columns(self) -> int:
-        """Return the number of columns of a chunk, the half of dQ that each of the two consumers computes in a step."""
         return self.dim * self.queries // KEYS.value
 
     @property
@@ -179,7 +178,6 @@ def backward(
 def incremental(
     q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool = False
 ) -> "NarrowBackward | WideBackward":
-    """Return the object that computes a `dispatch.IncrementalBackward`."""
     wide = max(q.shape[3], dout.shape[3]) > NARROW_DIM
     return (WideBackward if wide else NarrowBackward)(q, dout, lse, delta, scale, shares_sms)
 
@@ -335,7 +333,7 @@ def _skips_steps(by_key: Intervals) -> bool:
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """If some rows have empty intervals, fill a new gradient with zeros. No program writes these rows."""
+    """No program writes rows with empty intervals, so fill a new gradient with zeros first."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 

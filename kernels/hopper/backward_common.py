@@ -16,7 +16,7 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 @gluon.jit
 def opaque_zero():
-    """Return a 0 whose value the compiler cannot know.
+    """Return 0 from inline assembly, so that the compiler cannot know the value.
 
     Adding this 0 to an index prevents the compiler from keeping the address in a register during a loop.
     """
@@ -65,8 +65,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store the rows [own, end) of a tile (64, n), whose first row is `own`. If ADD is set, add the rows to the values in
-    memory instead.
+    """Store a tile (64, n) in the rows [own, end). If ADD is set, add the tile to the values in memory instead.
 
     The pointer `base` is the address of row `own` of a head in a contiguous tensor (rows, NUM_HEADS, DIM). FIRST is the first
     column.

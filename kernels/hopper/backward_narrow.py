@@ -110,11 +110,7 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
 
 @gluon.jit
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
-    """Load the work tile with number `index` of this program.
-
-    Return (batch entry, key head, first key, end of the keys or 0, first query tile, num_steps, direction). The direction is 1,
-    or -1 if the loop runs from the last query tile to the first.
-    """
+    """The direction is -1 if the loop runs from the last query tile to the first, and otherwise 1."""
     if CONFIG.deterministic:
         entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
         direction = gl.load(entry + 8)
@@ -194,7 +190,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_own_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return (key_bounds, first_seen, end_seen). Only queries in [first_seen, end_seen) attend to this consumer's keys."""
+    """Only queries in [first_seen, end_seen) attend to this consumer's keys."""
     batch, _, first, end, _, _, _ = work_tile
     query_lo, query_hi = bounds
     num_masks, _, num_keys = sizes
@@ -218,7 +214,6 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 
 @gluon.jit
 def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dS^T K over all 128 keys, for the chunk of CONSUMER."""
     COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     own = CONSUMER + opaque_zero()
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
@@ -237,7 +232,6 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start the addition to dq. In the deterministic backward, a writer warp adds the chunk."""
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     fence_async_shared()
@@ -286,17 +280,16 @@ def _step(
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Loading delta before the wait would spill registers for D = 64.
+    # Load delta only now, because with D = 64, an earlier load would spill registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
     # After this wait, dS of both consumers is complete, and the memory for the next dS is free.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
-    # wgmma reads shared memory through another proxy than the threads, so a fence is needed.
+    # Without this fence, wgmma could read shared memory before the stores of dS are visible.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # The compiler adds a thread barrier to this short wait. The barrier also covers the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
@@ -337,7 +330,6 @@ def _step_or_skip(
     operands, grad_k, grad_v, dq_sums, bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute a step, or skip it if no query of the step attends to this consumer's keys. Return (grad_k, grad_v)."""
     key_bounds, first_seen, end_seen = bounds
     if not CONFIG.skips_steps or ((start < end_seen) & (start + CONFIG.queries > first_seen)):
         grad_k, grad_v = _step(
@@ -351,9 +343,6 @@ def _step_or_skip(
 
 @gluon.jit
 def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """If `keeps_operands` is set, load this consumer's K and the first part of its V into registers. Return (parts of K, part
-    of V).
-    """
     if CONFIG.keeps_operands:
         _queries, _douts, _row_scalars, keys, values, _ds_tiles, _staging = buffers
         q_full, dout_full, _empty = barriers
@@ -371,7 +360,7 @@ def _compute_work_tile(
     work_tile, bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile whose keys are in `slot`, except for dQ of the last step.
+    """Compute all steps of a work tile, except for dQ of the last step.
 
     Return (grad_k, grad_v, previous chunk, previous slot, next stage, its phase).
     """
@@ -396,7 +385,7 @@ def _compute_work_tile(
     # `opaque_zero` hides the number of iterations, with which the compiler would generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
-        # Gluon cannot carry two names of one value through a loop, so "+ 0" creates a new value.
+        # Gluon rejects two names for one value in a loop, so add 0 to create a second value.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step_or_skip(
@@ -456,10 +445,8 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Store a tile (64, dim) in grads (B, num_keys, Hkv, COLUMNS), or add it. 16-bit tiles are rearranged in `staging`, which
-    is unused at this point.
-
-    `row_range` is (batch entry, key head, first key of the consumer, end).
+    """The tensor `grads` is (B, num_keys, Hkv, COLUMNS). 16-bit tiles are rearranged in `staging`, which is unused at this
+    point.
     """
     batch, key_head, own, end = row_range
     NUM_KEY_HEADS: gl.constexpr = CONFIG.num_heads // CONFIG.group
@@ -468,7 +455,6 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     # Four threads hold 8 neighbouring columns of an accumulator. In 16 bits, 8 columns fill only half of a 32-byte sector.
-    # Rearranged 16-bit tiles are stored in whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:

@@ -64,10 +64,7 @@ QUERIES = gl.constexpr(128)
 
 @gluon.jit
 def _locate(step, part, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Return the ring-buffer slot for one part of a step's tile, and the phase of the slot's barriers.
-
-    The argument `step` (uint32) counts the steps of all work tiles of the program.
-    """
+    """The argument `step` (uint32) counts the steps of all work tiles of the program."""
     position = step * PARTS + part
     return (position % SLOTS).to(gl.int32), (position // SLOTS & 1).to(gl.int32)
 
@@ -97,7 +94,7 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """Load a tile of Q, dO, K or V into a ring buffer. Also load `scalars`: lse for a tile of Q, or delta for a tile of dO."""
+    """The argument `scalars` is lse for a tile of Q, or delta for a tile of dO."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -114,7 +111,6 @@ def _load_into_ring(
 def _issue_scores(
     left, first_part, ring, step, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr
 ):  # fmt: skip
-    """Issue left * tile^T, (64, COLUMNS). The argument `ring` contains the tile."""
     tiles, full, _empty = ring
     scores = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for part in gl.static_range(PARTS):
@@ -128,7 +124,6 @@ def _issue_scores(
 
 @gluon.jit
 def _issue_sums(left, sums, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """Issue sums += left * tile. The left operand is in registers, and the tile is in `ring`."""
     tiles, full, _empty = ring
     pending = ()
     for part in gl.static_range(PARTS):

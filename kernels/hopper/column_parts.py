@@ -2,8 +2,8 @@
 
 The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 therefore has 128 columns, and the last 32 columns
 are zeros. To multiply only the first 96 columns, the functions issue a product with 64 columns and a product with 32 columns.
-A *part* contains the columns of one product. Tiles with 96 columns have two parts, and tiles with 64 or 128 columns have one
-part.
+The columns that one product multiplies are called a *part*. Tiles with 96 columns have two parts, and tiles with 64 or 128
+columns have one part.
 
 The argument COLUMNS is the number of columns that are multiplied: 64, 96 or 128.
 """
@@ -21,7 +21,6 @@ def used_columns(head_dim: int, value_dim: int) -> int:
 
 @gluon.constexpr_function
 def num_parts(columns: int) -> int:
-    """Return the number of parts. In `warpgroup_mma_wait`, each part counts as one product."""
     return 2 if columns == 96 else 1
 
 

@@ -242,7 +242,7 @@ def is_masked(loop, step):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions with side effects. Return the int32 that the instructions write to $0. The operand $1 is 0.
+    """Execute PTX instructions with side effects. The operand $1 is 0.
 
     An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;".
     """
@@ -251,7 +251,7 @@ def execute(ASSEMBLY: gl.constexpr):
 
 @gluon.jit
 def sync_at(CONSUMER: gl.constexpr):
-    # Triton 3.6 accepts an f-string as an argument only if it is a named constant.
+    # Triton 3.6 rejects an f-string as an argument, so assign the f-string to a constant first.
     SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     execute(SYNC)
 

@@ -1,9 +1,9 @@
 """The deterministic backward of `ringattn.kernels.hopper.backward_narrow` sums dq in a fixed order.
 
-Without synchronisation, programs would add to dq with TMA's reduce-add in any order. The module `ringattn.kernels.tile_order`
-fixes the order in which work tiles add to each query tile. Each program has two extra warps, called writers, which add dQ to
-global memory. The writers wait for other programs, so that the consumers need not wait. The two writers alternate, because
-sending one dQ takes about as long as a step.
+Without synchronisation, programs would add to dq with TMA's reduce-add in any order. The fixed order comes from
+`ringattn.kernels.tile_order`. Each program has two extra warps, called writers, which add dQ to global memory. The writers wait
+for other programs, so that the consumers need not wait. The two writers alternate, because sending one dQ takes about as long
+as a step.
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -15,8 +15,7 @@ sending one dQ takes about as long as a step.
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-For each work tile, two integers in global memory count the finished even steps and the finished odd steps. A writer of the next
-work tile waits until one of these counts is large enough.
+Each work tile has two counters in global memory: one for its even steps and one for its odd steps.
 
 There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
 A cooperative launch, or `take_number`, guarantees that earlier work tiles have started.
@@ -32,7 +31,7 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # The tensor `progress` begins with two integers: the number of programs that have started, and an unused number.
 HEADER = gl.constexpr(2)
 
-# After n steps of query head h, the progress of a work tile is h * PER_HEAD + n. A query head has fewer than PER_HEAD steps.
+# A counter at h * PER_HEAD + n means that n steps of query head h are finished. A query head has fewer than PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
 WRITER_REGISTERS = gl.constexpr(24)
@@ -42,16 +41,16 @@ WRITER_REGISTERS = gl.constexpr(24)
 def take_number(progress):
     """Number the programs in the order in which they start, and return the number of this program."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton broadcasts `number` through shared memory, and all threads must read it before any thread overwrites that memory.
+    # Triton broadcasts `number` through shared memory, so wait until every thread has read `number`.
     hopper_common.thread_barrier()
     return number
 
 
 @gluon.jit
 def _wait_for(pointer, count, seen):
-    """Wait until the number at `pointer` is at least `count`. Return the last number that was loaded, or `seen`.
+    """Wait until the number at `pointer` is at least `count`.
 
-    Only thread 0 loads the number and passes it to its warp. The compiler assumes that the warp leaves the loop together.
+    Only lane 0 loads the number, so that all lanes leave the loop together, as the compiler assumes.
     """
     while seen < count:
         seen = gl.inline_asm_elementwise(
@@ -70,7 +69,7 @@ def _publish(pointer, progress):
     release semantics, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # All threads of the warp store the progress, so they must wait for the one thread that has waited for the additions to dq.
+    # Only one thread of the warp waits for the additions to dq, so synchronise the warp before storing the progress.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -80,9 +79,8 @@ def _publish(pointer, progress):
 
 @gluon.jit
 def _load_order(work_tiles, index, CONFIG: gl.constexpr):
-    """Load the description of a work tile: (end of the keys, first query head, first query tile, steps per query head, order).
-
-    `order` is (direction, number of the work tile, number of the predecessor, number of steps without a predecessor).
+    """The returned `order` is (direction, number of the work tile, number of the predecessor, number of steps without a
+    predecessor).
     """
     entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
     end, begin, num_steps = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4) + gl.load(entry + 5)
@@ -96,8 +94,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # Writer 0 discards the first dQ of a program, which is uninitialised. A writer sends the steps skip, skip + 2, skip + 4 and
-    # so on of each query head.
+    # Writer 0 discards the first dQ of a program, because this dQ is uninitialised.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):
@@ -111,10 +108,9 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # After an odd number of steps, the two writers exchange the counts that they increase. `earlier` is the last value
-            # of this writer's count for the previous query head.
+            # If `num_steps` is odd, the two writers swap their counters after each query head. `earlier` is the final value of
+            # the counter for the previous query head.
             earlier = (member - 1) * PER_HEAD + num_steps - ((num_steps - 1 - skip) & 1)
-            # One writer waits for even steps of the predecessor, and the other for odd steps.
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)
             for step in range(skip, num_steps, 2):
@@ -135,7 +131,6 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start the addition of both consumers' dQ, and release the staging buffers."""
     for consumer in gl.static_range(2):
         sums = dq_sums[consumer]
         mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)

@@ -6,9 +6,7 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-After the last keys of a work tile, the next pipeline stages of K and V hold o and are called *state stages*. The threads store
-o without TMA if a work tile has fewer rows than TMA would write. The threads also load and store o without TMA if an update in
-place must rescale rows or skip overflowed rows.
+After the last keys of a work tile, o is stored in stages of the K/V pipeline, called *state stages*.
 """
 
 from triton.experimental import gluon
@@ -32,10 +30,10 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Let a consumer use a K or V buffer of a state stage for its o. The barrier `full` signals that the buffer is ready.
+    """Signal on the barrier `full` that a consumer may use a K or V buffer for its o.
 
-    The buffers are numbered in the order K, V, K, V and so on. Consumer NUMBER // o_parts uses buffer NUMBER for part NUMBER %
-    o_parts of its o. If the call returns an output, TMA loads this part of the incoming o into the buffer.
+    The buffers are numbered in the order K, V, K, V and so on. If the call returns an output, TMA loads a part of the incoming
+    o into the buffer.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -99,11 +97,6 @@ def split_columns(tile):
 
 @gluon.jit
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return views of the left part and the right part of a consumer's o in shared memory.
-
-    If `o_parts` is 1, the left view contains all columns of o. Consumers with even numbers then use the K buffer of a stage,
-    and consumers with odd numbers use the V buffer.
-    """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
     return _state_view(left, CONFIG), _state_view(values, CONFIG)
@@ -133,7 +126,7 @@ def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
 @gluon.jit
 def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     left, right = _state_views(buffers, CONSUMER, CONFIG)
-    # TMA accesses shared memory through another proxy, so a fence is needed.
+    # Without the fences below, TMA could read shared memory before the stores of o are visible.
     if CONFIG.o_parts == 1:
         left.store(o)
         fence_async_shared()
@@ -181,9 +174,7 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write the output o / l and lse, or write a new state (m, l, o). TMA stores the output from `query`, the shared memory of
-    Q.
-    """
+    """TMA stores the output from `query`, the shared memory of Q."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
@@ -210,8 +201,7 @@ def update_scalars(
 ):  # fmt: skip
     """Merge m and l of the result into the incoming state, in place.
 
-    In rows that have overflowed, the first pass only sets the sign bit of l. The retry pass updates only rows whose l has the
-    sign bit.
+    The first pass marks each overflowed row with the sign bit of l, and the retry pass updates only marked rows.
 
     Return (written, alpha, beta, stays). The caller sets o to o * alpha + state_o * beta in the rows of the mask `written`.
     In rows of the mask `stays`, o + state_o suffices.
@@ -223,7 +213,7 @@ def update_scalars(
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Do not store an unchanged m. Converting m to log2 units and back would change its last bits on every hop.
+    # Do not store an unchanged m, because the conversion to log2 units and back rounds m on every hop.
     gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
@@ -245,7 +235,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA can only add all 64 rows of o at once, without factors.
+    # TMA can only add 64 whole rows, without factors, so the threads add all other tiles.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:

@@ -23,7 +23,7 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """Store part * alpha + source * beta. If there is no incoming state, store part * alpha.
+    """Store part * alpha + source * beta.
 
     The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) contain one number per row.
     The tensor `index` (64,) contains the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask of the rows to store.
@@ -60,7 +60,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
-    """Add o to the target (B, Nq, Hq, Dv). An atomic addition needs no registers for the old value.
+    """Add o to the target (B, Nq, Hq, Dv).
 
     No two threads add to the same number, so the sums are deterministic.
     """

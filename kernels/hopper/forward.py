@@ -26,8 +26,7 @@ from ringattn.kernels.triton.launcher import launch
 # With Triton 3.8, `fence_softmax` would serialise all matrix products.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# K and V of a head group take at most L2_BYTES, so that K, V and the output stay in the L2 cache. With an incoming state or
-# head dims above 128, SMALL_L2_BYTES was faster on an H100.
+# K and V of a head group take at most L2_BYTES, so that K, V and the output stay in the L2 cache.
 L2_BYTES = 32 * 2**20
 SMALL_L2_BYTES = 16 * 2**20
 
@@ -132,7 +131,6 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def o_parts(self) -> int:
-        """Return how many K or V buffers the fp32 o of one consumer occupies."""
         return 2 * ROWS.value // self.keys
 
     @property
@@ -145,8 +143,8 @@ class ShortConfig(NarrowConfig):
     """The constants of `forward_short`.
 
     Args:
-        packed_heads: the number of query heads in a product, which has 64 / packed_heads queries.
-        keys, stages: the rows of one copy of K or V, and the number of copies per work tile.
+        packed_heads: a product has packed_heads query heads and 64 / packed_heads queries.
+        keys, stages: TMA loads K and V of a work tile in `stages` copies of `keys` rows.
     """
 
     packed_heads: int
@@ -248,7 +246,7 @@ TILES = {
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# Up to MEDIUM_KEYS keys per 64 consecutive queries, work tiles of four heads that share their keys are faster.
+# If 64 consecutive queries attend to at most MEDIUM_KEYS keys, work tiles with four query heads are faster.
 MEDIUM_KEYS = 1088
 TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registers=112, ping_pong=False, fence_softmax=False)
 
@@ -342,17 +340,16 @@ def forward(
 
 
 def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
-    """Return `packed_heads` of `forward_short`, or 0 if the intervals are too long for it."""
+    """Return 0 if the intervals are too long for `forward_short`."""
     if intervals.longest_tile > SHORT_KEYS:
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
-    # A product begins at most 7 keys before the first key of its queries.
+    # Products begin in steps of 8 keys, so up to 7 keys before the first key of their queries.
     fits = {8: eight_rows <= 128 + 16 - 7, 4: sixteen_rows <= 128 + 32 - 7}
     return next((count for count in fits if fits[count] and heads[0] // heads[1] % count == 0), 1)
 
 
 def _uses_medium_tiles(q: Tensor, v: Tensor, intervals: Intervals) -> bool:
-    """Return whether to use TILES_MEDIUM for a large call that returns an output without a state."""
     is_measured = q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 64 and q.shape[2] // v.shape[2] % 4 == 0
     return is_measured and intervals.longest_tile <= MEDIUM_KEYS
 
@@ -408,7 +405,7 @@ def _launch(
 def _assign_work_tiles(
     config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool, aligned: bool = False
 ) -> Tensor:
-    """Return `Intervals.work_tiles` for this call. With `aligned`, every loop begins at a multiple of `config.keys`."""
+    """With `aligned`, every loop begins at a multiple of `config.keys`."""
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group

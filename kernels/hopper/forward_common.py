@@ -1,12 +1,10 @@
 """All Hopper forward kernels use the functions of this module, such as the loops over work tiles.
 
 A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). A position
-contains the next stage of the K/V pipeline and the phase of the stage's barriers. Positions continue from one work tile to the
-next, so the producer can load the next work tile while the consumers finish the previous one.
+contains the next stage of the K/V pipeline and the phase of the stage's barriers.
 
-The bit `slot` alternates between 0 and 1 from one work tile to the next. Consumers wait for phase `slot` of the barrier
-`q_full`, and the producer waits for phase `slot ^ 1` of the barrier `q_empty`. Q of a work tile is in slot `slot % q_slots` of
-shared memory.
+The bit `slot` alternates between 0 and 1 from one work tile to the next, and is the phase of `q_full`. Q of a work tile is in
+slot `slot % q_slots` of shared memory.
 """
 
 from triton.experimental import gluon
@@ -109,7 +107,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
         first_step = gl.minimum(gl.maximum(first_lo - begin, 0) // CONFIG.keys, end_step - 1)
         end_step = gl.maximum(gl.minimum((last_hi - begin + CONFIG.keys - 1) // CONFIG.keys, end_step), first_step + 1)
     start = step_start(loop, first_step, CONFIG.keys)
-    # If the first tile overlaps the intervals of the first and the last row, it overlaps every non-empty interval.
+    # Because lo and hi never decrease, testing the first row and the last row suffices.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + last_row, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -221,9 +219,7 @@ def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CO
 
 @gluon.jit
 def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip the next `count` steps. The consumer still releases all stages and takes all turns, because other warps wait for
-    them.
-    """
+    """Skip the next `count` steps, but release their stages and take their turns, for which other warps wait."""
     _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     for _step_index in range(count):
@@ -253,8 +249,7 @@ def run_partitions(
         computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
         overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
-    # The lists of warps and registers omit the first partition, which is Gluon's default partition. The default partition has
-    # four warps and the registers that the other partitions do not use.
+    # Gluon gives the first partition four warps and all remaining registers, so both lists omit the first partition.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

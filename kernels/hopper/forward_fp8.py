@@ -12,22 +12,21 @@ Each step processes one block of 128 keys, with one scale for K and one scale fo
                       <---- empty[s] ------                    <------ release the stage
 
 A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate stages for K and V would need twice as many
-barrier arrivals, which are slow. In each work tile, the first stage contains only K, and the last stage contains only V. The
-two matrix products of a step have one of two orders, as in `forward_wide`:
+barrier arrivals, which are slow. In each work tile, the first stage contains only K, and the last stage contains only V. A step
+issues its two matrix products in one of two orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. If the tensor cores summed positive values over
-65,536 keys, the sums would be wrong by several percent. Therefore the tensor cores add only the products of one step, and the
-threads add the result to O in fp32. At D = 256, O needs 128 registers per thread. The kernel splits P V into products of
-`part_columns` columns, and at most two of these products are in flight.
+Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Therefore the tensor cores add only the
+products of one step, and the threads add the result to O in fp32. At D = 256, O needs 128 registers per thread. The kernel
+splits P V into products of `part_columns` columns, and at most two of these products are in flight.
 
 Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
 P and a tile of ones.
 
-Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. The product P V
-therefore needs no factor, but the row sums of the block must be divided by the scale.
+Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. The row sums of P
+must therefore be divided by the scale.
 """
 
 from triton.experimental import gluon
@@ -110,9 +109,7 @@ def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue product = p * tile^T, (64, columns). The operand p (64, keys) is in registers, and `tile` (columns, keys) is in
-    shared memory.
-    """
+    """Issue product = p * tile^T for p (64, keys) in registers and `tile` (columns, keys) in shared memory."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
 
@@ -130,8 +127,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Issue two matrix products with P of one stage: P times a tile of ones, and P V. Add all parts of P V except the last one
-    to O. Return (parts of O, last part of P V, row sums). The caller must wait for the last part of P V.
+    """Add all parts of P V except the last one to O. Return (parts of O, last part of P V, row sums). The caller must wait for
+    the last part of P V.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -153,9 +150,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the last part of P V, and add it to O. IN_FLIGHT later products may be incomplete. Return (parts of O, row
-    sums).
-    """
+    """IN_FLIGHT later products may be incomplete when the function returns."""
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
         pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
@@ -175,7 +170,6 @@ def _zero_parts(CONFIG: gl.constexpr):
 
 @gluon.jit
 def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """Join parts into one tensor. No data moves between threads."""
     if NUMBER == 1:
         return parts[FIRST]
     else:
@@ -187,7 +181,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # Limit the index, because the single step of a work tile without keys may have no block.
+    # A work tile without keys still has one step, whose block index may be too large.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -195,7 +189,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """Return the factors (64,) of the rows. A score in log2 units is q k^T times the row's factor and the scale of K."""
+    """A score in log2 units is q k^T times the row's factor and the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -205,7 +199,6 @@ def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG: gl.constexpr):
-    """Return (probabilities as `softmax_fp8.pack` expects them, ref_max, alpha)."""
     lo, hi, _, _ = row_bounds
     _, num_masked_prefix, _, _ = loop
     k_scale, v_scale_bits = block_scales
@@ -214,8 +207,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # Raise ref_max in masked steps, which often contain a row's largest score, and in the first unmasked step, which every row
-    # attends to.
+    # Every row attends to its first key in one of these steps, so ref_max may still be unset.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
@@ -225,7 +217,6 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
 
 @gluon.jit
 def _scale_sums(sums, block_scales, l):
-    """Convert the row sums (64, SUM_COLUMNS) of a step to the units and the register layout of l (64, 4)."""
     _, v_scale_bits = block_scales
     # The exponent bits of 2^e are e + 127, and the exponent bits of 2^-e are 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
@@ -253,7 +244,7 @@ def _overlapped_steps(
         stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
         scores = _issue_scores(query, ring, stage, CONFIG)
-        # Add the previous P V to O while the tensor cores compute S. O and this P V are relative to the same reference max.
+        # Add the previous P V to O while the tensor cores compute S.
         l = (l + row_sums) * alpha
         o = softmax.rescale(o + product, alpha)
         sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
@@ -295,8 +286,7 @@ def _sequential_steps(
 ):  # fmt: skip
     """Compute all steps of a work tile without overlap. Return (ref_max, l, parts of o, next position).
 
-    The arguments `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head). All four threads
-    of a row have the same numbers in ref_max, factors and l (64, 4).
+    The arguments `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head).
     """
     _queries, ring, _ones = buffers
     _q_full, q_empty, full, empty = barriers

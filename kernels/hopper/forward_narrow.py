@@ -30,9 +30,9 @@ In a consumer, the softmax of one step overlaps with the second product of the p
 A `full` barrier waits for one arrival of the producer and for the bytes that TMA copies. An `empty` barrier waits for one
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
-TMA stores the output of a work tile from the shared memory of its Q. Therefore a kernel that returns an output has two slots
-for Q. The slot of a work tile is released after the first product of the next work tile. The fp32 o of a state does not fit
-into the memory of Q, so TMA stores o from stages of K and V (see `epilogue`).
+If the kernel returns an output, TMA stores the output from the slot of Q, and a second slot receives the next Q. The slot of a
+work tile is released after the first product of the next work tile. The fp32 o of a state does not fit into the memory of Q, so
+TMA stores o from stages of K and V (see `epilogue`).
 
 With ping-pong, a consumer waits until the previous consumer has issued its products, so that the consumers compute the softmax
 at different times.
@@ -171,7 +171,6 @@ def _first_step(
 
 @gluon.jit
 def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile like `forward_common.skip_tile`, and release all state stages."""
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     mbarrier.arrive(barriers[1], count=1)
@@ -182,7 +181,6 @@ def _skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, C
 
 @gluon.jit
 def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip the next `count` steps. In this kernel, K and V have separate barriers."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     stage, phase = position
     for _step_index in range(count):
@@ -198,10 +196,7 @@ def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for all state stages of a work tile, and release the stages that belong to other consumers.
-
-    CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, its phase).
-    """
+    """CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, its phase)."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     own_stage = stage
@@ -234,7 +229,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # The producer loads K and V of a skipped step into this state stage, so release the stage first.
+        # Release the state stage, because the producer needs the stage for K and V of the skipped steps.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)

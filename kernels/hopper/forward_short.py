@@ -1,16 +1,14 @@
 """This module contains the forward kernel for short intervals, such as windows of 128 keys, and head dims up to 64.
 
 A work tile consists of 64 queries of all query heads of one key head. All keys to which these queries attend fit into shared
-memory, and are loaded once for all heads. A product has 64 rows. They are 8 queries of 8 heads if possible, because 8 queries
-attend to fewer different keys than 64 queries: with a window of 128 keys, 135 instead of 191. For each product, the program
-computes all scores, then the softmax, then the output:
+memory, and are loaded once for all heads. A product has 64 rows, if possible 8 queries of 8 heads. With a window of 128 keys, 8
+queries attend to 135 different keys, and 64 queries to 191. Each product has these steps:
 
       wait for Q | S = Q K^T, two tiles | load the next Q | softmax of S | O = sum of P V, two tiles | store O
 
-The registers hold all scores of a row at once, so the softmax subtracts the largest score, and there is no retry pass. TMA
-stores the output from the slot of its Q, while the other slot receives the next Q. After the last product, K and V of the next
-work tile are loaded as soon as K and V have been read. The warps of a program do not specialise. Instead, three programs share
-an SM, and some of them compute while others wait.
+The softmax reads all scores of a row at once and subtracts the largest score, so no row can overflow. TMA stores the output
+from the slot of its Q, while the other slot receives the next Q. The warps of a program do not specialise. Instead, three
+programs share an SM, and some of them compute while others wait.
 """
 
 from triton.experimental import gluon
@@ -47,7 +45,6 @@ def _load_queries(tensor, rows, queries, full, slot):
 
 @gluon.jit
 def _rows_of(tile, product, CONFIG: gl.constexpr):
-    """Return (batch entry, first head, first row, end of the work tile's rows, first key of the work tile) of a product."""
     batch, key_head, first, end, loop = tile
     PRODUCTS: gl.constexpr = CONFIG.group // CONFIG.heads_per_row  # per query
     head = key_head * CONFIG.group + product % PRODUCTS * CONFIG.heads_per_row
@@ -56,7 +53,6 @@ def _rows_of(tile, product, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_bounds(lo, hi, rows, num_masks, num_queries, CONFIG: gl.constexpr):
-    """Return the bounds (64,) of the rows of a product, the bounds of its first row, and lo of its last row."""
     batch, _, first, end, _ = rows
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout)) // CONFIG.heads_per_row
     offset = gl.minimum(batch, num_masks - 1) * num_queries
@@ -70,7 +66,6 @@ def _load_bounds(lo, hi, rows, num_masks, num_queries, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _tiles(buffers, group, CONFIG: gl.constexpr):
-    """Return the 128 rows of K or V from a group on, and the next `tail_keys` rows."""
     DIM: gl.constexpr = CONFIG.dim
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], buffers.dtype)
     TAIL_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.tail_keys, DIM], buffers.dtype)

@@ -11,8 +11,7 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
                <---- empty[s] ------                              <------ release the stage
 
 A stage holds one tile of K or V with 256 or 128 columns. For 192 columns of K and 128 columns of V, a second ring buffer holds
-the last 64 columns of K, called the tails. The tail of a K tile uses the barriers of the stage that holds the first 128 columns
-of the K tile.
+the last 64 columns of K, called the tails. Each tail shares the barriers of the stage that holds its K tile.
 
 The available registers determine the order of the two matrix products of a step:
 
@@ -117,8 +116,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue S = Q K^T as two products with K of the next stage. The argument `query` is (the first 128 columns of Q in
-    registers, Q in shared memory, the tail of Q).
+    """The argument `query` is (the first 128 columns of Q in registers, Q in shared memory, the tail of Q).
 
     Return (S, next position).
     """

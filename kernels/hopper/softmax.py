@@ -1,12 +1,10 @@
 """The softmax of the Hopper forward converts a tile of scores to probabilities in the registers of a consumer.
 
-FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. Subtracting any other number from all
-scores of a row gives the same softmax. This kernel computes p = exp2(score - ref_max) with a reference max, in log2 units, that
-rarely changes:
+FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. This kernel computes p = exp2(score -
+ref_max) with a reference max, in log2 units, that rarely changes:
 
 - The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. In
-later tiles, the softmax neither computes maxima nor rescales l and o. Large probabilities are harmless, because fp32 and bf16
-have the same relative precision for 2**40 as for 1.
+later tiles, the softmax neither computes maxima nor rescales l and o.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
 pass.
 - In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
@@ -28,7 +26,7 @@ UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 # If l is below OVERFLOW_LIMIT, o fits into fp32 for values of V up to 2**79.
 OVERFLOW_LIMIT = gl.constexpr(2.0**48)
 
-# RESCALE_THRESHOLD is in log2 units. Even fp16 represents probabilities up to 2**8 precisely.
+# RESCALE_THRESHOLD is in log2 units.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
@@ -46,9 +44,7 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Return a word of bits for each row and each of its four threads (64, 4). Bit i is 1 if the thread's i-th column is below
-    the row's bound.
-    """
+    """Bit i of the result (64, 4) is 1 if the thread's i-th column is below the row's bound."""
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
     distance = gl.maximum(gl.convert_layout(bound, gl.SliceLayout(1, NUMBERS)).expand_dims(1) - first, 0)
@@ -82,7 +78,9 @@ def mask_scores(scores, lo, hi, start):
 
 @gluon.jit
 def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
-    """Replace scores in the first COLUMNS columns by -inf, if their key is below the bound (BELOW) or else not below it."""
+    """In the first COLUMNS columns, set the scores of keys below `bound` to -inf. If BELOW is not set, mask the keys from
+    `bound` on instead.
+    """
     tile = by_thread(scores, scores.shape[1])
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = start + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
@@ -97,7 +95,7 @@ def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # Of every four consecutive accumulator registers, two belong to each of the thread's two rows.
+    # A thread's accumulator registers alternate between its two rows: two registers for each row.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -136,8 +134,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # Each operand is a pair of registers for the thread's two rows. $0 is the new reference max, $2 the largest score of the
-    # thread, $4 the old reference max, and $6 the threshold.
+    # For the thread's two rows, $0 and $1 are the new reference max, $2 and $3 the largest scores, $4 and $5 the old reference
+    # max, and $6 and $7 the thresholds.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -155,7 +153,6 @@ def raise_assembly():
 
 @gluon.jit
 def _raise_ref_max(ref_max, thread_max):
-    """Raise ref_max (64, 4) to the row's maximum if the maximum is higher by more than RESCALE_THRESHOLD."""
     ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
     return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
@@ -220,7 +217,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # A row attends to its first key in a masked step or in the first unmasked step.
+    # After the first unmasked step, every row has attended to a key.
     elif (step <= gl.where(num_unmasked > 0, num_masked_prefix, num_masked)) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -236,10 +233,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
 
-    The instruction that waits for a matrix product (wgmma) has no register operands. Therefore the assembler ptxas would move
-    the wait for P V in front of the softmax, and the two would not overlap. The assembler ptxas never moves a wait across an
-    instruction that may end the thread. The instruction `exit` below never ends a thread, because it requires that l is one
-    particular NaN.
+    Without this fence, the assembler ptxas would move the wait for P V before the softmax, and the two would not overlap. The
+    assembler ptxas never moves a wait across an instruction that may end the thread. The `exit` below never runs, because l is
+    never the NaN 0x7fc0dead.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

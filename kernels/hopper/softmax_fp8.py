@@ -1,10 +1,8 @@
 """For FP8 inputs, the softmax of the Hopper forward rounds probabilities to e4m3.
 
-The format e4m3 represents numbers from 2^-9 to 448. If the reference max stayed constant, as in `softmax`, probabilities would
-soon overflow. Therefore this softmax raises the reference max in every step in which a probability would exceed 448. Most
-probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four significant bits. A score equal to ref_max
-has the probability 2^TOP = 128, so a larger score in a later step need not overflow e4m3. Scores are in log2 units and include
-the exponent of the scale of V.
+The format e4m3 represents numbers from 2^-9 to 448. Therefore this softmax raises the reference max in every step in which a
+probability would exceed 448. Most probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four
+significant bits.
 
 Rounding. The hardware unit for exponentials (MUFU) would limit the speed. Instead, the kernel rounds x = score - ref_max + TOP.
 The byte of the e4m3 number nearest to 2^x is approximately the following, because e4m3 has 3 mantissa bits and the exponent
@@ -15,19 +13,17 @@ bias 7:
 The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
 most 8%, with the mean 0 and the root mean square 3.0%. Rounding each probability to the nearest e4m3 number would cause
 relative errors of at most 6.25%, with the root mean square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p
-times 2^9. A second straight line, from 0 at x = -9 to 8 at x = -6, approximates the bytes of subnormal numbers. The kernel uses
-the larger value of the two lines:
+times 2^9. A second straight line approximates the bytes of subnormal numbers, and the kernel uses the larger byte:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Levels. The bits of the subnormal fp16 number n times 2^-24 are the integer n. One instruction converts two fp32 numbers to fp16
-and replaces negative numbers by 0. For numbers scaled by 2^-24, the conversion to fp16 therefore rounds to integers, which are
-exact up to 2048. Each instruction processes two levels, which are packed into one 32-bit word.
+Levels. In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. One instruction converts two fp32 numbers to fp16
+and replaces negative numbers by 0. Therefore converting x * 2^-24 to fp16 rounds x to an integer. Each instruction processes
+two levels, which are packed into one 32-bit word.
 
-In the first steps of a work tile, `raise_ref_max` computes the reference max in fp32, because it may still be UNSET_REF_MAX. In
-later steps, `limit_levels` raises the reference max and lowers all levels of the row. Lowering the levels is exact unless one
-step raises the reference max by more than 238.
+In the first steps of a work tile, `raise_ref_max` computes the reference max in fp32, because it may still be UNSET_REF_MAX.
+After the rounding in each step, `limit_levels` raises the reference max if a level exceeds MAX_LEVEL.
 """
 
 from triton.experimental import gluon
@@ -41,7 +37,6 @@ TOP = gl.constexpr(7.0)
 # `raise_ref_max` ignores maxima that are higher by at most SLACK log2 units.
 SLACK = gl.constexpr(1.5)
 
-# BYTES is the factor 8 in the formula for the byte of an e4m3 number, and BIAS is the constant -0.46.
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
@@ -58,7 +53,7 @@ UNIT = gl.constexpr(2.0**-24)
 
 @gluon.jit
 def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Raise the reference max (64, 4) if a probability would exceed 448. Return (ref_max, alpha) like `softmax.update_ref_max`.
+    """Return (ref_max, alpha) like `softmax.update_ref_max`.
 
     The positive `factors` (64, 4) convert the scores to log2 units. The exponent of the scale of V is `v_exponent`.
     """
@@ -71,8 +66,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return PTX instructions for four levels. The inputs are four scores ($2 to $5), the factor ($6) and the offset ($7). The
-    outputs $0 and $1 contain two levels each.
+    """Return PTX instructions that pack the levels of four scores ($2 to $5) into $0 and $1. The factor is $6, and the offset
+    is $7.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -120,8 +115,8 @@ def _larger_levels(a, b):
 def _limit_assembly():
     """Return PTX instructions that raise the reference max of the two rows of a thread.
 
-    The outputs are the new reference max ($0 and $1), alpha ($2 and $3) and the number to add to the levels ($4 and $5, two
-    equal fp16 numbers each). The inputs are the thread's largest levels ($6 and $7) and the old reference max ($8 and $9).
+    $0 and $1 are the new reference max, and $2 and $3 are alpha. $4 and $5 are added to the levels, and contain two equal fp16
+    numbers each. $6 and $7 are the thread's largest levels, and $8 and $9 are the old reference max.
     """
     code = (
         "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
@@ -152,7 +147,6 @@ def _shift_assembly(count):
 
 @gluon.jit
 def limit_levels(levels, ref_max):
-    """Raise the reference max (64, 4) of the rows that have levels above MAX_LEVEL. Return (levels, ref_max, alpha)."""
     LIMIT: gl.constexpr = _limit_assembly()
     COUNT: gl.constexpr = levels.shape[1] * 4
     SHIFT: gl.constexpr = _shift_assembly(COUNT)
@@ -170,7 +164,7 @@ def limit_levels(levels, ref_max):
 
 @gluon.constexpr_function
 def _byte_assembly():
-    # The half word 0x3555 is 1/3 in fp16, and 0xFFF0 is the integer -16.
+    # 0x3555 is 1/3 in fp16, and 0xFFF0 is the 16-bit integer -16.
     return (
         "{ .reg .b32 normal, third; mov.b32 third, 0x35553555; mov.b32 normal, 0xFFF0FFF0;"
         "mul.rn.f16x2 third, $1, third; add.s16x2 normal, $1, normal; max.s16x2 $0, normal, third; }"

@@ -17,9 +17,8 @@ from ringattn.kernels.triton.launcher import OPTIONS, launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load lse (in log2 units) and delta of ROWS rows of one head from the result of `_interleave`."""
-    # Load every number twice, so that the tile has at least one number per thread. For a smaller tile, Triton would generate 32
-    # loads per thread.
+    """The returned lse is in log2 units."""
+    # Load every number twice, because Triton would generate 32 loads per thread for a smaller tile.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -31,7 +30,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the contributions of the query tile at `start` to `sums`, the pair (dk / scale, dv / factor) of a key tile."""
+    """The argument `sums` is (dk / scale, dv / factor)."""
     q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale = operands
     dk, dv = sums
     head = (key_head * CONFIG.group + head).to(tl.int64)
@@ -120,9 +119,6 @@ def _key_gradient_kernel(
 
 @triton.jit
 def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr):
-    """Store `tile` in the rows [first, end) of one head of a contiguous (rows, NUM_HEADS, DIM) tensor. With ADD, add it
-    instead.
-    """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
     pointers = base + (first + rows).to(tl.int64) * (NUM_HEADS * DIM) + columns
     mask = (rows < end - first) & (columns < DIM)
@@ -134,7 +130,6 @@ def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _add_keys(operands, dropout, dq, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the contribution of the key tile at `start` to dq / scale of a query tile."""
     query, grad, k, v, k_stride, v_stride, num_keys, lo, hi, log2_lse, delta, head, log2_scale = operands
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
@@ -156,7 +151,7 @@ def _query_gradient_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     ADD_DQ: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one tile of queries of one head. The tensor dq is contiguous."""
+    """The tensor dq is contiguous."""
     QUERIES: tl.constexpr = CONFIG.queries
     PADDED: tl.constexpr = common.pad_dim(CONFIG.dim)
     tile, index = common.program_tile(num_tiles)

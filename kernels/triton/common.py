@@ -44,15 +44,13 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90. Up to head dim 128, the
-# kernels spill no registers, except for loop constants of the key gradient. Kernels with 4 warps and head dims below 64 have
-# been reported to access memory out of bounds.
+# For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90. Kernels with 4 warps and head
+# dims below 64 have been reported to access memory out of bounds.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-# Exact fp32 products keep whole operand rows in each thread's registers, so their tiles are small.
 _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
@@ -116,7 +114,9 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the given accumulators, and a new tensor for each None. If no kernel will run, the new tensors are zeros."""
+    """Return the given accumulators, and a new tensor for each None. Without queries or keys, no kernel runs, so the new
+    tensors are zeros.
+    """
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -149,7 +149,6 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
         lists = None if blocks is None else blocks.query_lists
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
-    # The stride of a shared list is 0.
     list_strides = None if lists is None else lists.expand(batch, heads, -1, -1, -1).stride()[:2]
     kernel[(num_tiles * batch * heads,)](
         *inputs, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs[:4]),
@@ -208,7 +207,7 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     """Return the tuple `loop` for the rows [first, end). The pointer `blocks` is from `kept_blocks`."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
-    # No row attends to a column outside the blocks [start, stop). Every row attends to all columns of the blocks [full, tail).
+    # Rows attend only to the blocks [start, stop), and all rows attend to every column of the blocks [full, tail).
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
@@ -228,7 +227,6 @@ def loop_length(loop, MASKED: tl.constexpr):
 
 @triton.jit
 def loop_tile(loop, i, MASKED: tl.constexpr):
-    """Convert i, which counts masked or unmasked tiles, to an index that counts all tiles."""
     _, num_masked_prefix, num_unmasked, _ = loop
     return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
@@ -237,8 +235,7 @@ def loop_tile(loop, i, MASKED: tl.constexpr):
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Load the column of the i-th tile from the list of kept blocks. Without a block mask, return 0.
 
-    A loop loads each column one step before the step that uses it. If a column were loaded in the step that uses it, Triton's
-    software pipeline would spend one of its stages on the load.
+    Loading each column one step early saves a stage of Triton's software pipeline.
     """
     if blocks is None:
         return 0
@@ -248,10 +245,8 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first column of step i, and the index of its head in the group.
-
-    Without a block mask, all tiles of one head come before the next head. With a block mask, the argument `column` is the
-    result of `load_block_column`, a pair of a block and a head.
+    """Without a block mask, all tiles of one head come before the next head. With a block mask, `column` is the result of
+    `load_block_column`.
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
@@ -268,7 +263,7 @@ def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROU
 def run_loop(
     add_tile: tl.constexpr, operands, dropout, sums, loop, blocks, STEP: tl.constexpr, GROUP: tl.constexpr, CONFIG: tl.constexpr
 ):  # fmt: skip
-    """Add the unmasked tiles and then the masked tiles of a program to `sums`. Return the sums.
+    """Call `add_tile` for all unmasked tiles, and then for all masked tiles. Return the new `sums`.
 
     Args:
         add_tile: add_tile(operands, dropout, sums, start, head, MASKED, CONFIG) adds the tile at column `start` of a head of
@@ -331,7 +326,6 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # Do not broadcast `queries` and `keys`, so that each product of Philox's first round is computed only per row or per
-    # column.
+    # Do not broadcast `queries` and `keys`, because Philox's first round is faster on the smaller tensors.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

@@ -2,20 +2,18 @@
 2023).
 
 A few queries are too little work for a GPU, so the keys are divided among the programs. The key tiles of all batch entries form
-one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. Each program processes one run
-of one key head:
+one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. A program computes one run for
+one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-A run may contain keys of several batch entries. For each of these batch entries, the program of the run stores a partial state,
-called a *part*. The program that stores the last part of a batch entry and key head merges all of these parts. If merging in
-one program would take too long, a second launch merges the parts. The rows of a tile are the queries of all query heads that
-share a key head.
+For each batch entry in a run, the program stores a partial state, called a *part*. The program that stores the last part of a
+batch entry and key head merges all of these parts. If merging in one program would take too long, a second launch merges the
+parts. The rows of a tile are the queries of all query heads that share a key head.
 
-While a program waits for queries, it prefetches its first key tile into the L2 cache. With two launches, the prefetch may start
-before earlier kernels on the stream have ended, if these kernels allow an early start.
+While a program waits for queries, it prefetches its first key tile into the L2 cache.
 
 The kernels read the intervals on the GPU, and the launches depend only on shapes. Therefore a call can be captured in a CUDA
 graph.
@@ -45,9 +43,9 @@ MERGE_ELEMENTS = 4096
 MAX_MERGE_PROGRAMS_PER_SM = 4
 # The first launch merges the parts only if each program loads at most 8,192 elements of o at once.
 MAX_MERGED_ELEMENTS = 8192
-# For caches up to 48 MiB, the host may take longer than the GPU, so one launch is faster than two.
+# With caches up to 48 MiB, launches may take longer than kernels, so use one launch instead of two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# With a memory bandwidth above 4 TB/s, as on an H200, an SM needs two programs, or one more tile in flight.
+# GPUs with more than 4 TB/s, such as the H200, need two programs per SM or one more pipeline stage.
 FAST_MEMORY = 4e12
 # A program processes at least 128 keys. With fewer keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
@@ -110,7 +108,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
     """Return which key tiles the queries of one or several batch entries attend to.
 
     The first range contains the keys [0, num_sinks), which lie in the tiles [0, sink_tiles). The second range of keys starts at
-    the tile `first_tile` and ends before the key `end`. A tile of keys may belong to both ranges.
+    the tile `first_tile` and ends before the key `end`.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
@@ -181,7 +179,6 @@ def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr
 
 @triton.jit
 def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Prefetch up to ROWS rows of DIM elements, from row `first` to row end - 1."""
     ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
     SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
     i = tl.arange(0, ROWS * SEGMENTS)
@@ -208,10 +205,7 @@ def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constex
 def _attend_to_tiles(
     query, cache, strides, ranges, entry, head, begin, end, scale, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """Return the state (m, l, o) of query rows over the tiles [begin, end) of a batch entry, numbered as in `_tile_at`.
-
-    `cache` is (k, v, page_table, table_stride), and `strides` is (k_batch, k_row, k_head, v_batch, v_row, v_head).
-    """
+    """`cache` is (k, v, page_table, table_stride), and `strides` is (k_batch, k_row, k_head, v_batch, v_row, v_head)."""
     TILE_ROWS: tl.constexpr = CONFIG.rows
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
     query_tile, row_lo, row_hi = query
@@ -255,7 +249,7 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Prefetch the first tile of a run while earlier kernels may still write the bounds and the cache.
+    """Prefetch the first tile of a run, possibly before earlier kernels have written the bounds.
 
     Prefetching a wrong tile costs little time. The loads of the bounds must bypass the L1 cache.
     """
@@ -280,9 +274,7 @@ def _find_parts(tiles_before, num_tiles, length):
 
 @triton.jit
 def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
-    """Load the partial states of some rows of a key head, and merge them. Return m (rows,) in log2 units, l (rows,) and o
-    (rows, columns).
-    """
+    """Return m (rows,) in log2 units, l (rows,) and o (rows, columns)."""
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     index = tl.arange(0, CONFIG.parts)[:, None]
     used = (index < num_parts) & (row < ROWS)[None, :]
@@ -347,7 +339,6 @@ def _is_last_part(counter, num_parts):
 def _finish_entry(
     parts, num_part_rows, counter, results, state, run, first_run, num_parts, entry, head, row, CONFIG: tl.constexpr
 ):
-    """Store the part of a run. After the last part of a batch entry, also store the merged results."""
     if num_parts == 1:
         _store_results(results, state, entry, head, row, tl.arange(0, pad_dim(CONFIG.value_dim)), CONFIG)
     elif num_parts > 1:
@@ -493,9 +484,6 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Plan:
-    """Plan a call. The argument `pages` is the number of pages per batch entry, or 0. `bounds` is len(lo), and `sinks` is
-    len(sinks) or 0.
-    """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
     tile = choose_tile(dtype, max(pad_dim(dim), padded_dim))
@@ -514,11 +502,10 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # A batch entry that starts in the middle of a run may have one more part.
+    # If a batch entry starts inside a run, its keys may lie in one more run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles
-    # With many batch entries, most entries have a single part, which a second launch would only copy.
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
@@ -553,7 +540,7 @@ def _plan(
 
 def supports_pdl(device: torch.device) -> bool:
     """Return whether the device supports programmatic dependent launch, as NVIDIA GPUs since sm_90 do."""
-    # AMD GPUs also have the type "cuda", and may report 9.0 or more.
+    # PyTorch also calls AMD GPUs "cuda", so check that PyTorch was built for CUDA.
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -572,7 +559,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 class Decoder:
-    """A `Decoder` computes repeated decoding calls with the same cache, query shape and scale.
+    """A `Decoder` repeats decoding calls that share the cache, the query shape and the scale.
 
     For a short cache, a call takes longer on the host than on the GPU. Therefore the constructor of `Decoder` computes
     everything that all calls share. The last dimension of k and v must be contiguous.
@@ -649,11 +636,9 @@ def decode(
     """Compute `reference.decode` in one or two launches. The host does not wait for the GPU.
 
     After one call, calls with the same shapes can be captured in a CUDA graph. Replays of the graph read the current `lo`, `hi`
-    and `sinks`. Head dims are at most 256. The kernel reads each key once per 64 queries of the heads that share the key head
-    (32 queries if a head dim is above 128). If the last dimension of k or v is not contiguous, the tensor is copied. Rows of
-    the cache at or beyond the largest `hi` of a batch entry are not read. The page size must be a multiple of 16. The fastest
-    page sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is (out,
-    lse).
+    and `sinks`. Head dims are at most 256. If the last dimension of k or v is not contiguous, the tensor is copied. Rows of the
+    cache at or beyond the largest `hi` of a batch entry are not read. The page size must be a multiple of 16. The fastest page
+    sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is (out, lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

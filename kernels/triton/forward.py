@@ -18,7 +18,6 @@ def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, 
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # The scores are scaled below, because one instruction multiplies by the scale and subtracts the maximum.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
@@ -119,8 +118,8 @@ def _forward_kernel(
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """Compute `reference.forward`.
 
-    q, k and v are fp16, bf16 or fp32, with head dims up to 256. Without `final`, a given `state` is updated in place. Tensors
-    whose strides the kernel cannot use are copied.
+    q, k and v are fp16, bf16 or fp32, with head dims up to 256. If `final` is False, the function updates a given `state` in
+    place. Tensors whose strides the kernel cannot use are copied.
     """
     m, l, o, out, lse = common.allocate_results(q, v, state, final)
     if q.numel() > 0:

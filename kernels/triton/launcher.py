@@ -79,7 +79,7 @@ class PreparedLaunch:
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
     def __call__(self, stream: int | None, *operands: Tensor | None) -> None:
-        """Launch the kernel on the stream with this address. The same operands must be None in every call."""
+        """Launch the kernel on the stream with this address. An operand that is None in one call must be None in all calls."""
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
         for address in addresses:

@@ -41,11 +41,10 @@ def _merge_kernel(
     num_tokens, start, end, a_first, a_end, b_first, b_end, c_first, c_end,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge up to three parts into the tokens [start, end) of the base (m, l, o). In this kernel, a row is one head of one
-    token.
+    """In this kernel, a row is one head of one token.
 
-    If `out` is None, the merged state replaces the base. If `out` is a tensor, the kernel writes o / l to `out` and m + log(l)
-    to `lse`.
+    If `out` is None, the kernel overwrites the base with the merged state. If `out` is a tensor, the kernel writes o / l to
+    `out` and m + log(l) to `lse`.
     """
     blocks = tl.cdiv((end - start) * HEADS, ROWS)
     batch = tl.program_id(0) // blocks
@@ -55,7 +54,6 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    # Loading the base with "evict_first" leaves the parts in the L2 cache.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
@@ -86,7 +84,6 @@ def merge_states(
     m, _, o = base
     batch, num_tokens, heads, dim = o.shape
     ranges = [(first, first + state[0].shape[1]) for first, state in parts]
-    # If `dtype` is None, process only the tokens from the first part to the last.
     start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
     results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
     if start < end and o.numel() > 0:

@@ -18,7 +18,6 @@ from ringattn.kernels.triton.launcher import OPTIONS
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
-# These numbers of warps per program were the fastest for each head dim on an H200.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
 
 # With 16-bit inputs and 168 registers per thread, an SM runs three programs instead of two.
@@ -33,7 +32,7 @@ MAX_EXPONENT = tl.constexpr(126)
 
 @triton.jit
 def _scales(largest):
-    """Return the scale of a block and its inverse. The argument `largest` is the largest magnitude of a finite element."""
+    """The argument `largest` is the largest magnitude of a finite element."""
     bits = largest.to(tl.int32, bitcast=True)
     # 448 is 2**8 * 1.75. If the largest element is 2**e * x with 1 <= x < 2, the scale is 2**(e - 8). If x exceeds 1.75, the
     # scale is 2**(e - 7). The 23 mantissa bits of 1.75 are 0x600000.
@@ -50,15 +49,13 @@ def _largest(x):
 
 @triton.jit
 def _round(x):
-    """Round x to e4m3. Replace infinity by NaN, because the conversion would change infinity to 448."""
+    """Replace infinity by NaN, because the conversion to e4m3 would change infinity to 448."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan")).to(tl.float8e4nv)
 
 
 @triton.jit
 def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
-    """Multiply part INDEX of a tile by the part's rotation matrix. The result is fp32. The argument `x` is the pair (pointers
-    to the first column, mask of the rows).
-    """
+    """Return fp32. The argument `x` is (pointers to the first column, mask of the rows)."""
     pointers, mask = x
     columns = tl.arange(0, PART)
     matrix = tl.load(matrices + (INDEX * PART + columns[:, None]) * PART + columns[None, :])
@@ -100,9 +97,7 @@ def _pointers(x, strides, batch, tokens, head):
 def _quantize_rows(
     x, out, scales, strides, position, num_tokens, heads, matrices, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """Rotate and round one block of queries or keys.
-
-    The argument `position` is (batch entry, block, head), and `strides` leaves out the last stride of x. FACTOR is 1 /
+    """The argument `position` is (batch entry, block, head), and `strides` leaves out the last stride of x. FACTOR is 1 /
     sqrt(DIM).
     """
     batch, block, head = position
@@ -123,7 +118,7 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: tl.constexpr):
-    """Round one block of values, and store it in `out` (B, C, H, DIM, 128)."""
+    """The shape of `out` is (B, C, H, DIM, 128)."""
     batch, block, head = position
     # Tiles of values store keys in the order that `ringattn.kernels.fp8` explains.
     position_in_tile = tl.arange(0, BLOCK)
@@ -155,7 +150,7 @@ def _quantize_kernel(
     index = tl.program_id(0)
     num_q = batch * tl.cdiv(num_queries, BLOCK) * Q_HEADS
     num_k = batch * tl.cdiv(num_keys, BLOCK) * K_HEADS
-    # Strides of q and k may have different types, so no variable may hold both.
+    # Triton may give the strides of q and k different integer types, so one variable must not hold both.
     q_strides, k_strides = (q_batch, q_token, q_head), (k_batch, k_token, k_head)
     if index < num_q + num_k:
         if index < num_q:
@@ -204,8 +199,8 @@ def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
-    """Compute `fp8.quantize`. If the head dims are equal and in HEAD_DIMS, a single kernel is launched, and the tiles of values
-    are stored with blocks before heads.
+    """Compute `fp8.quantize`, with a single kernel if the head dims are equal and in HEAD_DIMS. The kernel's value tiles are
+    not contiguous.
     """
     if q.shape[3] != v.shape[3] or q.shape[3] not in HEAD_DIMS:
         return fp8.quantize(q, k, v)

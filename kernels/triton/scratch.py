@@ -26,9 +26,9 @@ class ScratchPool:
     """A `ScratchPool` provides scratch memory for kernels that write and read the memory on one stream. The pool keeps at most
     one `Scratch` object per stream.
 
-    A call takes the memory of its stream. If another thread is using that memory, the call allocates new memory. A call returns
-    its scratch memory to the pool after it has launched its kernels. During the capture of a CUDA graph, a call always receives
-    new memory, because the graph may be replayed on any stream.
+    Each call reuses the scratch memory of its stream, or allocates new memory if another thread is using the scratch memory. A
+    call returns its scratch memory to the pool after it has launched its kernels. During the capture of a CUDA graph, a call
+    always receives new memory, because the graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class CounterChunks:
     """A `CounterChunks` object provides counters to calls that are captured in a CUDA graph. All counters are zeros before and
     after every replay of the graph.
 
-    Setting the counters to zero in every replay would take as long as a short kernel. Therefore each captured call receives its
-    own counters from a chunk of zeros. Chunks are never freed, because this module does not know when a graph is deleted.
+    Each captured call receives its own counters, because resetting counters in every replay would be slow. Chunks are never
+    freed, because this module does not know when a graph is deleted.
     """
 
     def __init__(self) -> None:
