@@ -23,7 +23,6 @@ from ringattn.train.settings.config import ConfigError, replace_link
 
 log = logging.getLogger(__name__)
 
-# A file system without locks raises one of these error numbers.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 # Received signals are never removed, so that they stop all jobs of a sweep.

@@ -62,8 +62,6 @@ class Resources:
 
 @dataclass(frozen=True)
 class TrainingResources(Resources):
-    """Further parts of a training run."""
-
     data: TrainingData
     memory_needed: Needs  # the estimated bytes that this rank needs
     graphed: bool  # whether a training step is replayed from CUDA graphs
@@ -73,7 +71,7 @@ class TrainingResources(Resources):
 
 @dataclass(frozen=True)
 class InferenceRun(Resources):
-    """Holds the parts of a run on this rank for evaluation and generation."""
+    """Holds the objects of a rank for evaluation and generation."""
 
     config: Config
     model: GPT
@@ -347,7 +345,6 @@ def choose_fastest_mesh(config: Config) -> Config:
     set_deterministic(config.trainer.deterministic)
     shape = None
     with sync_errors():
-        # First check the settings with a ring of all ranks.
         ring = with_settings(config, {"parallel.mesh": "sizes", "parallel.ring": None, "parallel.ulysses": None})
         check(resolve_token_budget(ring, dist.get_world_size()), dist.get_world_size())
         device, bf16, _ = choose_device(config, training=True)
@@ -394,7 +391,7 @@ def uses_compile(config: Config, device: torch.device) -> bool:
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
     """Choose the number of ranks per all-to-all with the cost model on rank 0.
 
-    `sequence` is the number of ranks that share a sequence. Documents are ignored, because they differ from step to step.
+    `sequence` is the number of ranks that share a sequence.
     """
     within_host, across_hosts = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
     speed = attention_flops(device)

@@ -131,7 +131,6 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     results = [sums[:3], grad_norm[None]] + ([] if balance is None else [balance.imbalance()[None]])
     read_results = start_reading(torch.cat(results))
     lr = update(run, step, grad_norm)
-    # The CPU prepares the next step while the GPU is still computing.
     if step < run.config.trainer.steps:
         data_wait += prefetch_step(run, consumed + run.sequences_per_step, micro_steps[-1])
     loss, num_stopping, balancing, grad_norm, *imbalance = read_results()

@@ -75,7 +75,6 @@ def alternating_layers(config: dict[str, Any]) -> list[str]:
 
 
 def nope_in_full_layers(config: dict[str, Any]) -> list[str]:
-    """Full layers have no rotary embedding."""
     return ["full-nope" if kind == "full" else kind for kind in alternating_layers(config)]
 
 

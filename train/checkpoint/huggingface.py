@@ -354,8 +354,7 @@ def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
 def load(path: Path, model: nn.Module) -> None:
     """Load the weights in a folder into `model`. Each rank reads only the rows of its own shards.
 
-    The embedding of `model` may have additional padded rows, which this function does not change. DCP's
-    HuggingFaceStorageReader cannot skip rows, so this function does not use it.
+    The embedding of `model` may have additional padded rows, which this function does not change.
 
     Args:
         path: the folder of the Hugging Face model.

@@ -80,7 +80,6 @@ def show_allocation(size: int) -> AbstractContextManager[None]:
 
 
 def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
-    """The folder may not exist yet."""
     total = 0
     with suppress(OSError):  # A checkpoint's folder may be renamed during the loop.
         for file in folder.glob(pattern):

@@ -240,11 +240,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 
 
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
-    """Check that a resumed job of a sweep keeps its settings, except for the number of steps.
-
-    The name of a job's directory contains the settings that the sweep varies. If any other setting differs, the checkpoint
-    belongs to another sweep.
-    """
+    """Check that a resumed job of a sweep keeps its settings, except for the number of steps."""
     changes = _changes(meta, config, COMPARED)
     for name in ("trainer.steps", "trainer.total_tokens"):
         changes.pop(name, None)  # `compare_settings` reports fewer steps.

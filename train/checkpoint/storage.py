@@ -148,7 +148,7 @@ def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> Abs
 
 
 def estimate_size(tensors: Iterable[Tensor]) -> int:
-    """Estimate the size of a checkpoint in bytes, over all ranks."""
+    """Return the approximate bytes of a checkpoint over all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     # `numel` of a DTensor counts the whole tensor.
     return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
@@ -268,7 +268,6 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
         yield
     # CheckpointException derives from BaseException, so `except Exception` would miss it.
     except (Exception, CheckpointException) as error:
-        # DCP gathers the errors of all ranks. Report the error of the lowest rank.
         errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         first = errors[0]
         if isinstance(first, CheckpointError):
@@ -419,7 +418,6 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        # Do not list the directory, because a network file system may show the files of other hosts late.
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
         # Read the names of the shards from `results`, because some releases of torch copy `metadata`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
@@ -497,7 +495,6 @@ def _read_index(path: Path) -> Metadata:
             raise ValueError(f"the file is missing, or its size is not {meta['files'][name]} bytes")
     with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
-        # An index without a saved checksum is not checked.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
         return parse_index(content, files=meta["files"])

@@ -56,19 +56,14 @@ def exit_process(status: int) -> NoReturn:
 
 
 def report_error(error: Exception) -> None:
-    # A value in the message may contain line breaks and other control characters.
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in describe_error(error))
     print("error:", text, file=sys.stderr, flush=True)
     write_error_file(text)
 
 
 def write_error_file(text: str) -> None:
-    """Write the reason for a failure to the error file that torchrun reads, if there is one.
-
-    torchrun prints the reason in its final summary.
-    """
+    """Write the reason for a failure to the error file that torchrun reads, if there is one."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # TorchElastic's ErrorHandler writes the same format, but also a traceback.
         content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with suppress(OSError):
             Path(path).write_text(json.dumps(content))
@@ -113,10 +108,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
-    """Exit at once after an error that is not a user error. torchrun then terminates the other ranks.
-
-    The other ranks may be waiting for this rank in a collective.
-    """
+    """Exit at once after an error that is not a user error. torchrun then terminates the other ranks."""
     described = describe_compile_error(error) if isinstance(error, BackendCompilerFailed) else describe_external_error(error)
     reason = described or "".join(traceback.format_exception(error))
     terminate(store, f"rank {dist.get_rank()} failed: {reason}", 1)
@@ -134,10 +126,7 @@ def describe_external_error(error: Exception) -> str | None:
 
 
 def describe_compile_error(error: BackendCompilerFailed) -> str:
-    """Describe an error of torch.compile: in one line if its cache is damaged, and otherwise with a traceback.
-
-    If a process is killed while the C++ compiler writes a library to the cache, the library remains incomplete.
-    """
+    """Describe an error of torch.compile: in one line if its cache is damaged, and otherwise with a traceback."""
     advice = f"if an earlier launch was killed while it compiled, remove {cache_dir()}; otherwise set trainer.compile=false"
     cause = error.inner_exception
     if isinstance(cause, ImportError | OSError):

@@ -96,12 +96,10 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     exit_process(run_command(run_command_line, Options, __doc__))
 
 
 def run_command_line(arguments: list[str]) -> None:
-    """Export the model that the arguments name."""
     options, overrides = parse(arguments, Options)
     if dist.get_world_size() > 1:
         raise ConfigError("an export uses a single process: start it without torchrun")

@@ -149,7 +149,6 @@ def run_as_rank_zero(launch: Launch) -> int:
             if isinstance(error, USER_ERRORS):
                 report_error(error)
             elif is_sweep and outcome.result == OUT_OF_MEMORY and dist.get_world_size() == 1:
-                # The sweep can continue, because no other rank waits in a collective.
                 report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
             else:
                 # Hydra would catch the error and continue with the next job.
@@ -175,11 +174,7 @@ def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, di
 
 
 def run_as_other_rank() -> int:
-    """Run the functions that rank 0 broadcasts, until rank 0 broadcasts None. Return the exit status.
-
-    A user error or a request to stop ends the job on all ranks. Rank 0 reports the error, and decides whether another job
-    follows.
-    """
+    """Run the functions that rank 0 broadcasts, until rank 0 broadcasts None. Return the exit status."""
     while (job := broadcast_object(None)) is not None:
         function, config, directory = job
         try:
@@ -193,10 +188,7 @@ def run_as_other_rank() -> int:
 
 
 def describe_failure(error: Exception, directory: Path) -> str:
-    """Return the text that the table of a sweep shows for a failed job.
-
-    A rank that runs out of memory creates the file MEMORY_MARKER, which rank 0 looks for.
-    """
+    """Return the text that the table of a sweep shows for a failed job."""
     marker = directory / MEMORY_MARKER
     if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
         with suppress(OSError):
@@ -205,11 +197,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def check_earlier_attempt(directory: Path, attempt: int) -> None:
-    """Reject the job if it ran out of memory in an earlier attempt of this launch.
-
-    If a rank runs out of memory, all ranks must exit, because others may wait for this rank in a collective. If torchrun
-    restarts the ranks, the sweep continues with the next job.
-    """
+    """Reject the job if it ran out of memory in an earlier attempt of this launch."""
     marker = directory / MEMORY_MARKER
     if attempt == 1:
         marker.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ class BestFitDataset(PaddedSequences):
         """
         super().__init__(documents, seq_len, seed)
         counts = -(-self.lengths // seq_len)
-        self._number = np.repeat(np.arange(len(counts)), counts)  # of the document of each piece
+        self._number = np.repeat(np.arange(len(counts)), counts)  # the document of each piece
         self._start = seq_len * (np.arange(len(self._number)) - np.repeat(counts.cumsum() - counts, counts))
         self._size = np.minimum(self.lengths[self._number] - self._start, seq_len)
         order = random_order(np.random.Philox(key=[seed % 2**64, PACKING]), len(self._size))

@@ -35,7 +35,6 @@ class NumberedSequences:
     sequences_per_epoch: int
 
     def batch(self, indices: Iterable[int]) -> Batch:
-        """Return a batch of the sequences with these indices."""
         tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
@@ -75,7 +74,6 @@ class TokenisedDocuments(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        """Return values that identify the corpus and its order."""
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
         return {**known, "seq_len": self.seq_len, "seed": self.seed}

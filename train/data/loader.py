@@ -9,8 +9,6 @@ process has its own Python lock, so planning does not delay the launch of kernel
     list of MicroStep                           <-
 
 On CPUs, a loader process would compete with training for the cores, so `Loader` prepares each step in the training process.
-
-When the training process ends, the operating system closes the input of the loader process, which then ends as well.
 """
 
 import gc
@@ -113,8 +111,6 @@ class Preparation:
     def prepare(self, consumed: int, requests: Sequence[Requests] | None = None) -> list[MicroStep]:
         """Return the micro-steps of one step. If `requests` are given, one per mask, also plan the attention of masks with
         documents.
-
-        A mask without documents never changes, so the first step creates its plan.
         """
         micro_steps = []
         for batch in self.batches(consumed):
@@ -304,7 +300,6 @@ def _decode(data: bytearray) -> Any:
 
 
 def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearray | None]) -> None:
-    # One system call receives a whole message.
     try:
         with connection:
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:

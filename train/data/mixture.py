@@ -49,17 +49,14 @@ class MixtureDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the mixture. A saved position is valid only for the same values."""
         sources = {name: [self.weights[name], each.fingerprint] for name, each in self.sources.items()}
         return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
         counts, source = self._locate(index)
         return list(self.sources.values())[source].sequence(int(counts[source]))
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the progress of each source, by name, after `consumed` sequences of the mixture."""
         counts, _ = self._locate(consumed)
         return {
             name: Progress(round(count * each.seq_len * (1 - self._padding(name))), count / each.sequences_per_epoch)
@@ -92,7 +89,6 @@ def count_before(shares: np.ndarray, position: int) -> tuple[np.ndarray, int]:
     Returns:
         The number of items per source, int64 (sources,), and the index of the source of item `position`.
     """
-    # Sort only the items near `position`.
     margin = len(shares)
     first = np.maximum(np.floor((position - margin) * shares).astype(np.int64) - 1, 0)
     stop = np.ceil((position + margin) * shares).astype(np.int64) + 2

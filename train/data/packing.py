@@ -140,7 +140,6 @@ class PackedDataset(TokenisedDocuments):
 
     def _costs(self, ends: np.ndarray) -> np.ndarray:
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort merges sorted arrays in linear time.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
@@ -228,8 +227,6 @@ def _split(documents: Documents, config: DataConfig, seq_len: int) -> tuple[Docu
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
     """Return the tokenised documents of a corpus. All ranks must call this function.
-
-    If the documents are not in the cache, the first rank of every host tokenises the text.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -342,13 +339,10 @@ def _log_once(message: str) -> None:
 def _once_per_host(prepare: Callable[[], str]) -> str:
     """Return the result of `prepare`. The first rank of every host computes the result. All ranks call this function.
 
-    The other ranks poll the store, because a collective would have a time limit.
-
     Raises:
         ConfigError: on all ranks of a host, if `prepare` raises this error.
     """
     store, rank = _get_default_store(), dist.get_rank()
-    # Without torchrun, every rank computes the result.
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     name, result, error = f"corpus/{next(_corpus_numbers)}/{rank - local_rank}", "", "the first rank of this host has failed"
     if local_rank == 0:

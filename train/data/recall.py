@@ -6,8 +6,8 @@ A document contains a block of facts and, at its end, a block of queries. All ot
                      facts, BLOCK tokens                                 queries, BLOCK tokens
 
 A fact is a single token that contains a key and a value. The model reads the key of a query and must predict the value. Only
-these predictions have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. A
-model that cannot attend to the facts can only guess. The values are random, and a document contains one query per key.
+these predictions have labels. In the original task (Arora et al. 2023, arXiv:2312.04927), a fact consists of two tokens. The
+values are random, and a document contains one query per key.
 
 A seed and the number of a sequence determine its tokens, so nothing is stored.
 """
@@ -124,7 +124,6 @@ def check_length(seq_len: int) -> None:
 
 
 def check_vocabulary(vocab_size: int) -> None:
-    """Raise ConfigError if the tokenizer has fewer tokens than the recall task needs."""
     if vocab_size < VOCABULARY:
         raise ConfigError(
             f"the tokenizer has {vocab_size} tokens, but the recall task requires {VOCABULARY}: use data.tokenizer=bytes"
@@ -151,7 +150,6 @@ def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tup
 
 def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
     """Return `count` selections of `size` different integers below `bound`, int64 (count, size)."""
-    # Do not use numpy's permutations, which may change with the release of numpy.
     words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
     return np.argsort(words, axis=1, kind="stable")[:, :size]
 

@@ -39,7 +39,6 @@ class RecordEncoder:
 
     @property
     def identity(self) -> list[object]:
-        """Return values that identify the encoding of records."""
         template = self._template and (self._template.source, self._template.variables)
         return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
 

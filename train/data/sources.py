@@ -548,7 +548,7 @@ def hub_commit(config: DataConfig) -> str:
 def _hub_name(config: DataConfig) -> str:
     import datasets.config
 
-    # Otherwise, `datasets` before release 4 asks the user whether to run a dataset's code.
+    # By default, `datasets` before release 4 asks the user whether to run a dataset's code.
     settings: Any = datasets.config
     settings.HF_DATASETS_TRUST_REMOTE_CODE = False
     # `datasets` would interpret a name without an owner as a reader for local files. One of these readers unpickles files,

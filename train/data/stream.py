@@ -28,7 +28,6 @@ from ringattn.train.data.tokenisation import add_ends, describe_tokenizer
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# The maximum number of readers, which common numbers of ranks divide.
 MAX_READERS = 64
 # A block ends at this number of characters, so that very long documents do not fill the memory.
 BLOCK_CHARACTERS = 2**26
@@ -135,7 +134,7 @@ class Reader:
             if text:
                 texts.append(text)
                 size += len(text)
-            elif text is None:  # the end of an epoch
+            elif text is None:
                 if texts:
                     break
                 begin, empty_epochs = self._next, empty_epochs + 1
@@ -202,7 +201,6 @@ class StreamDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the stream."""
         known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
         known |= {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
         known |= {name: getattr(self.config, name) for name in DOCUMENT_SETTINGS}
@@ -242,7 +240,7 @@ class StreamDataset(NumberedSequences):
     def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[Any]]:
         """Return the readers' positions after `consumed` sequences, in the format of a checkpoint.
 
-        `found` contains the positions of each rank. Of the ranks that run the same reader, some may not have advanced it yet.
+        `found` contains the positions of each rank.
         """
         latest = dict[int, Position]()
         for number, position in (item for positions in found for item in positions.items()):

@@ -192,7 +192,6 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
 
 
 def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
-    """Distribute windows over sequences of `seq_len` tokens."""
     windows, sequences = sorted(windows), list[list[Window]]()
     while windows:
         space, sequence = seq_len, list[Window]()

@@ -139,7 +139,6 @@ def _run_in_processes(
     return [result for result, _ in results]
 
 
-# What `_begin_process` has received.
 _shared: tuple[Any, Any, Any] = (None, None, None)
 _messages = list[str]()
 

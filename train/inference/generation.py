@@ -68,8 +68,7 @@ def stream(
     """Sample a continuation of a prompt, and yield its tokens. All ranks iterate together and yield the same tokens.
 
     The prompt runs through the model once, sharded as in training, and `layer_cache` stores its keys and values. Then the model
-    processes one new token at a time on all ranks. A new token attends to all caches. The last rank samples it. On one GPU, the
-    model processes each new token by replaying a CUDA graph.
+    processes one new token at a time on all ranks. On one GPU, the model processes each new token by replaying a CUDA graph.
 
     Args:
         run: the run whose model generates the text.
@@ -156,7 +155,7 @@ def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.G
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Set the probabilities outside the nucleus to 0 (Holtzman et al. 2020). They are not normalised again.
+    """Set the probabilities outside the nucleus to 0 (Holtzman et al. 2020). The remaining probabilities do not change.
 
     The nucleus is the smallest set of most likely tokens whose probabilities sum to at least `top_p`.
     """

@@ -35,7 +35,7 @@ def evaluate_needle(run: InferenceRun, documents: NeedleDocuments, lengths: Iter
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         count = NUM_DEPTHS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_DEPTHS * length)))
         sums = torch.zeros(NUM_DEPTHS, 2, dtype=torch.int64, device=run.device)
-        # Every batch communicates, so all ranks process the same number of batches. The last batches may not count.
+        # Every batch communicates, so all ranks process the same number of batches.
         for start in until_stopped(
             run, range(dp.get_local_rank() * size, dp.get_local_rank() * size + count, dp.size() * size)
         ):

@@ -56,7 +56,7 @@ def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
     count = NUM_POSITIONS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_POSITIONS * length)))
     offset = dp.get_local_rank() * batch_size
-    # Every batch communicates, so all ranks process the same number of batches. The last batches may not count.
+    # Every batch communicates, so all ranks process the same number of batches.
     for start in until_stopped(run, range(offset, offset + count, dp.size() * batch_size)):
         batch, positions = grid_batch(length, range(start, start + batch_size))
         batch.labels[max(count - start, 0) :] = IGNORE

@@ -74,8 +74,6 @@ class TokenStep:
 def copy_for_one_rank(model: GPT, dtype: torch.dtype, device: torch.device) -> GPT | None:
     """Return a copy of the model with the given dtype and device, or None if the copy needs too much GPU memory. The job must
     have one rank.
-
-    The hooks of FSDP, which convert the weights in every forward pass, cannot be captured in a CUDA graph.
     """
     weights = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
     copied = sum(x.numel() for x in weights.values() if (x.dtype, x.device) != (dtype, device)) * dtype.itemsize

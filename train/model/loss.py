@@ -10,7 +10,7 @@ from torch import Tensor
 # Tokens with this label do not contribute to the loss.
 IGNORE = -100
 
-# The default number of tokens in a chunk. Chunks of a small vocabulary have more tokens.
+# The default number of tokens in a chunk
 CHUNK = 2048
 CHUNK_LOGITS = 2**26
 
@@ -54,7 +54,8 @@ def cross_entropy(
 def token_losses(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int | None = None, compiled: bool = False
 ) -> Tensor:
-    """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients. It is 0 for IGNORE.
+    """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients. Tokens with the label IGNORE
+    have a loss of 0.
 
     Arguments as in `cross_entropy`.
     """

@@ -54,9 +54,8 @@ def slowdown(frequency: Tensor, settings: Rope) -> Tensor:
     """Return the factors (D / 2,) of the frequencies: 1 for high ones, 1 / factor for low ones, interpolated in between.
 
     "linear" slows all frequencies down. "llama3" interpolates by the number of rotations within trained_len, as Llama 3.1 does.
-    "yarn" (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, from the pair with MAX_ROTATIONS
-    rotations to the one with one rotation, rounded outwards as in other implementations. "yarn-exact" does not round.
-    "longrope" (Ding et al. 2024, arXiv:2402.13753) has a factor for every pair.
+    "yarn" (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, and rounds the bounds outwards.
+    "yarn-exact" does not round. "longrope" (Ding et al. 2024, arXiv:2402.13753) has a factor for every pair.
     """
     factor, trained_len, scaling = settings.factor, settings.trained_len, settings.scaling
     assert factor is not None

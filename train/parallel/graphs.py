@@ -91,8 +91,8 @@ def choose_graphs(
 ) -> tuple[bool, Needs]:
     """Return whether a run uses CUDA graphs, and the bytes that a rank then needs, by purpose.
 
-    `needs` contains the bytes without graphs. By default, a run uses no graphs if they would not fit. Other arguments and
-    errors as in `uses_graphs`.
+    `needs` contains the bytes without graphs. By default, a run uses no graphs if the graphs do not fit into memory. Other
+    arguments and errors as in `uses_graphs`.
     """
     if not uses_graphs(config, shape, device, compiled, bf16):
         return False, needs
@@ -103,11 +103,7 @@ def choose_graphs(
 
 
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
-    """Estimate the bytes that CUDA graphs add to the peak memory of a step.
-
-    Graphs keep copies of all parameters and gradients, and the intermediate results of the kernels. Outside the graphs, the
-    fp32 reduction of the gradients and the evaluation need further memory.
-    """
+    """Estimate the bytes that CUDA graphs add to the peak memory of a step."""
     model, size = config.model, 2 if bf16 else 4
     head = padded_vocabulary(model, vocab_size) * model.dim
     parameters = model.layers * estimate.block_parameters(model) + head * (1 if model.tie_embeddings else 2)
@@ -174,7 +170,6 @@ class ModelGraphs:
         self.uncounted_bytes = _unused_bytes(device) - unused
         self._copies = [x.detach() for x in parameters]
         if documents is None:
-            # All steps have these masks.
             for slots, mask in zip(self.slots, masks.values(), strict=True):
                 slots.write(slots.pack(self._plan(mask, layout)))
         object.__setattr__(model, "replay", self._replay)
@@ -211,7 +206,6 @@ class ModelGraphs:
         return replay(tokens, positions, labels)
 
     def finish(self) -> None:
-        """Tell the watchdogs that the backward pass was launched."""
         for watchdog, hop in self._hops:
             watchdog.finished(hop)
         self._hops = []

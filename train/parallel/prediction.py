@@ -50,7 +50,6 @@ def predict(
 
 
 def attention_of_layers(config: Config, shape: MeshShape, machine: Machine, shares: Shares = NO_DOCUMENTS) -> Attention:
-    """Arguments as in `predict`."""
     totals = [0.0, 0.0]
     for window, count in Counter(config.model.windows).items():
         share = shares.get(window, 1.0)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.

@@ -70,8 +70,6 @@ CHUNK_BYTES = 10
 
 
 class Gpu(NamedTuple):
-    """The speed of a GPU."""
-
     matmul: float  # FLOP/s of matrix products
     attention: float  # FLOP/s of attention
     memory: float  # bytes per second of fused kernels
@@ -206,8 +204,7 @@ def _exposed_copies(
 ) -> float:
     """Return the seconds per micro-step in which the GPU waits for copies to and from the host.
 
-    `seconds` are the times of the forward and the backward pass. While one block is computed, the data of its neighbour is
-    copied.
+    `seconds` are the times of the forward and the backward pass.
     """
     layers = config.model.layers
     saved = sum(estimate.offloaded_bytes(config, shape, machine.bf16, plan)) / max(plan.offloaded_blocks, 1)
@@ -228,11 +225,7 @@ def _exposed_copies(
 
 
 def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward: float) -> float:
-    """Return how many seconds the next forward pass waits for updates on the CPU. `forward` is its duration.
-
-    The CPU updates the blocks in their order in the model. While the GPU computes one
-    block, the weights of the next block are copied.
-    """
+    """Return how many seconds the next forward pass waits for updates on the CPU. `forward` is its duration."""
     layers = config.model.layers
     update = estimate.block_parameters(config.model) / machine.ranks / (HOST_ADAM * machine.cores)
     first = layers - plan.host_blocks

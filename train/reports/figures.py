@@ -20,6 +20,5 @@ def clean_axes(axes: Any) -> None:
 
 
 def save_figure(figure: Any, output: Path, title: str = "") -> None:
-    """Write a figure as a PNG file."""
     figure.suptitle(title, fontsize="medium")
     figure.savefig(replace_link(output), dpi=150)

@@ -55,7 +55,7 @@ def to_metrics(losses: Losses) -> dict[str, float]:
 
     Returns:
         `eval_loss` and `eval_loss_error` are the loss at the longest length and its error. `eval_loss_at/LENGTH` is the loss at
-        a length, and `eval_difference_error/LENGTH` the error of its difference to the loss at the shortest length.
+        a length, and `eval_difference_error/LENGTH` the error of the difference from the loss at the shortest length.
         `eval_target_tokens` is the number of target tokens, and `eval_targets` their checksum. Unknown errors are left out.
     """
     means, errors = losses.means.tolist(), losses.errors()

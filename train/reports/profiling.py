@@ -66,7 +66,6 @@ class Profiler:
         self._last = self._steps[0]
 
     def close(self) -> None:
-        """If a profile is running, stop it and write its files."""
         if self._profile is None:
             return
         self._profile.stop()

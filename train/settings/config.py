@@ -932,7 +932,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix: {name}: weight={source.weight}: must be at least {MIN_SHARE} of the sum of the weights, {total}"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
-        # Reset shared settings, so that they are not reported as unused.
+        # Do not report shared settings as unused.
         shared = {
             f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
         }

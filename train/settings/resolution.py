@@ -101,10 +101,7 @@ def sets_tokenizer(composed: Config, given: set[str]) -> bool:
 
 
 def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) -> ModelConfig:
-    """Return the settings of an existing model, overridden by the command line.
-
-    This function accepts settings that contradict the weights. The run rejects them later.
-    """
+    """Return the settings of an existing model, overridden by the command line."""
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)

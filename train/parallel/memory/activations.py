@@ -34,7 +34,6 @@ class HostActivations:
     """Holds the tensors of consecutive blocks in host memory. Every micro-step uses the same memory.
 
     The host never waits for a copy to finish. Before a GPU tensor is freed, the compute stream is told to wait for its copy.
-    The peak of GPU memory therefore does not depend on how far the host runs ahead.
 
     Args:
         device: the device of the blocks. On CPUs, copies are synchronous, and host memory is not pinned.

@@ -27,8 +27,7 @@ HOST_CHOICES = 8
 def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[MemoryPlan, Needs]:
     """Choose the memory plan of a run, and return it with the bytes that a rank needs.
 
-    The comparison leaves out the communication of attention, which is the same for all plans. If no plan fits, the result is
-    the plan that needs the least memory.
+    If no plan fits, the result is the plan that needs the least memory.
     """
     attention = kernels_alone(config, shape, machine.gpu or SLOW_GPU)
     common = estimate.PlanIndependent.of(config, shape)
@@ -83,11 +82,7 @@ def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]
 def _candidates(
     config: Config, shape: MeshShape, bf16: bool, needs: Callable[[MemoryPlan], Needs], limit: Capacity
 ) -> Iterator[MemoryPlan]:
-    """Yield plans that may be the best, simple plans first.
-
-    Some plans may not fit. Recomputing or offloading one more block always saves GPU memory. Recomputing never needs more host
-    memory.
-    """
+    """Yield plans that may be the best, simple plans first."""
     layers, activations = config.model.layers, config.memory.activations
     for base in _bases(config, shape, bf16):
         whole = replace(base, recomputed_blocks=layers)

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ringattn.checkpointing import is_recomputing
 from ringattn.train.model.gpt import GPT
 
-# The default number of tokens per chunk. The overhead of a chunk equals the matrix products of about 200 tokens.
+# The default number of tokens per chunk
 CHUNK = 16_384
 
 Outputs = Sequence[Tensor | None]

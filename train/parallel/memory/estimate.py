@@ -25,7 +25,6 @@ def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
 
 
 def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
-    """Return how many consecutive blocks form one FSDP group."""
     return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
 
 
@@ -129,12 +128,10 @@ def needs(
 
     tokens = tokens_per_micro_step(config, shape)
     saved = _Saved.of(config, shape, bf16, compiled, plan)
-    # The layers share the fp32 cosines and sines. The layers also share the int64 tokens, labels and positions.
+    # All layers share the fp32 cosines and sines, and the int64 tokens, labels and positions.
     shared = tokens * (4 * common.rotary_dims + 24)
 
     chunk = min(tokens, chunk_size(logits_dim))
-    # The logits of a chunk, their gradient and the previous chunk's gradient exist at the same time. After that, the gradients
-    # of the logits, the head and the hidden states exist at the same time.
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
     if not compiled:
@@ -149,8 +146,6 @@ def needs(
             "intermediate results of the backward pass": backward,
         }
 
-    # The backward pass of the loss needs the last hidden states, their norm and its gradient, and the fp32 gradient of the
-    # head.
     loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
     moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
     parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)

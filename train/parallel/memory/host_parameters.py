@@ -5,7 +5,7 @@
     next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
 
 FSDP's own CPUOffloadPolicy is slower: the host waits for the last gradient at the end of every backward pass, and the CPU adds
-up the gradients of micro-steps. On a single rank, no kernel runs while CPUOffloadPolicy copies weights.
+up the gradients of micro-steps.
 """
 
 from concurrent.futures import Future

@@ -57,7 +57,7 @@ def run_with_cores(function: Callable[[], T], device: torch.device) -> T:
 def host_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """Return an executor with one thread, which works on host memory and uses several cores.
 
-    The current device of the thread is `device`. If `device` has no index, it is the current device of the caller.
+    The current device of the thread is `device`. If `device` has no index, the thread uses the caller's current device.
     """
     if device.type != "cuda":
         return ThreadPoolExecutor(1, name)  # On CPUs, the ranks of a host already divide its cores.
