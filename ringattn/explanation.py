@@ -42,8 +42,7 @@ def explain(
         rank: the rank whose hops are described. By default, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
-        ValueError: the layout has a different number of ranks than the group, `rank` is not a rank of the layout, the tensors
-            or the documents do not fit the layout, or `schedule`, `route`, `transport` or `precision` has an unknown name.
+        ValueError: an argument is invalid, or the group, the rank, the tensors or the documents do not fit the layout.
     """
     check_choices(schedule, route, transport)
     check_precision(precision)
@@ -121,7 +120,6 @@ def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
-    # Only communication that takes longer than computation adds time.
     exposed = cost.communication - cost.compute
     hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
     return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

@@ -41,7 +41,6 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
-            # A frozen dataclass forbids normal assignment.
             object.__setattr__(self, name, as_integer(name, getattr(self, name), 1))
         if not isinstance(self.kind, str):
             raise ValueError(f"the kind of the layout is {shown(self.kind)}: it must be one of {', '.join(KINDS)}")
@@ -265,11 +264,9 @@ def _chunk_starts(kind: str, ranks: int) -> list[np.ndarray]:
 def _rows(layout: Layout, rank: int) -> int:
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
-        # Slices of a shard differ in length by at most one row.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
         size, owners = _chunks(layout.kind)
-        # Only the last chunk may be shorter.
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":

@@ -119,7 +119,6 @@ class Mask:
         if any(total > UNLIMITED for total in totals):
             raise ValueError(f"documents sum to {max(totals)} tokens: the sum must be at most 2**62")
         numbers = [number for entry in entries for number in entry]
-        # A frozen dataclass forbids normal assignment.
         object.__setattr__(self, "is_causal", is_causal)
         object.__setattr__(self, "window", window)
         object.__setattr__(self, "documents", documents)
@@ -199,8 +198,8 @@ class Mask:
         """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
         hi[:, i] - 1.
 
-        The queries have the last `num_queries` positions; None for all `seq_len` positions. If there are more queries than
-        positions, the first queries have negative positions.
+        The queries are at the last `num_queries` positions. None means all positions. If there are more queries than positions,
+        the first queries have negative positions.
 
         Raises:
             ValueError: the lengths of the documents do not sum to `seq_len`, or a query belongs to no document.
@@ -310,7 +309,7 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
     Args:
         seq_len: the number of positions of keys.
         positions: int64 (n,), the positions of the queries, which may be negative.
-        transposed: exchange queries and keys: return the interval of queries that attend to each key at `positions`.
+        transposed: whether `positions` are keys. If True, return the interval of queries that attend to each key.
 
     Raises:
         ValueError: the documents do not sum to `seq_len`.

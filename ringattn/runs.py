@@ -1,7 +1,7 @@
 """Count the work of attention between shards without looking at every token.
 
 A run is a range of rows of one shard. Within a run, each bound (lo or hi) is either constant, or increases linearly with the
-position of the row. Sums over a run therefore follow from its first and its last row.
+position of the row. A sum over the rows of a run therefore needs only the first and the last row.
 """
 
 from dataclasses import dataclass, replace
@@ -155,7 +155,7 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
 
     Returns:
         (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. `tables[0]` counts each
-        rank's rows before each piece. `tables[1]` contains the sums of these counts over all earlier positions, and may
+        rank's rows before each piece. `tables[1]` contains sums of such counts over all earlier positions. The sums may
         overflow in int32. `size` is the length of every piece, or 0 if the lengths differ.
     """
     if dtype != np.int64:

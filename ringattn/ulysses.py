@@ -74,8 +74,8 @@ def ulysses_attention(
         As `ring_attention`.
 
     Raises:
-        ValueError: U does not divide the number of query heads, the layout is split for a number of ranks other than U, or
-            `ring_attention` would reject an argument.
+        ValueError: U does not divide the number of query heads, the layout does not have U parts, or `ring_attention` would
+            reject an argument.
     """
     check_flag("recompute_all_to_all", recompute_all_to_all)
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
@@ -121,8 +121,6 @@ def ulysses_attention(
 
 
 class UlyssesSpec(NamedTuple):
-    """A `UlyssesSpec` contains the settings of the all-to-all and of attention on the ring."""
-
     tokens: list[int]  # number of tokens of each rank of the Ulysses group
     ulysses_group: str
     with_lse: bool  # whether this rank receives lse
@@ -167,7 +165,6 @@ class _HeadChunks:
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
 
     def receive(self, exchanges: list[Exchange], *tensors: Tensor) -> Iterator[Tensors]:
-        """Send the chunks, and yield each chunk when it has arrived."""
         # Chunk i + 1 is in flight while attention computes chunk i.
         for chunk in range(self.chunks + 1):
             if chunk < self.chunks:
@@ -247,7 +244,6 @@ def _backward_in_chunks(
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
     for chunk, (*block, upstream) in enumerate(heads.receive(outputs, *inputs, dout)):
         *saved_block, out, lse = chunks[chunk]
-        # q, k and v come from `block`, or were saved in the forward pass.
         block = block or saved_block
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk])

@@ -36,9 +36,7 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """A `TokenSlice` selects the tokens of one rank from x (B, sum of tokens, ...), which contains the tokens of all ranks in
-    rank order.
-    """
+    """Selects the tokens of one rank from x (B, sum of tokens, ...). The tokens of x are in rank order."""
 
     counts: tuple[int, ...]  # number of tokens on each rank
 
@@ -53,8 +51,8 @@ class Exchange(Protocol):
     """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """For each tensor x in `block`, send the slice `take(x, r)` to every rank r. The receiver copies the slice to `put(y,
-        sender)` of the receive tensor y.
+        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. The receiver copies the slice into `put(y,
+        sender)`, a view of a receive tensor y.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """
@@ -120,7 +118,6 @@ class _PointToPointExchange:
         self.completions.append(complete)
 
     def _start(self, sent: Addressed, received: Addressed) -> Wait:
-        # The watchdog regards the start of an exchange as a separate hop.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:

@@ -15,8 +15,7 @@ Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
 WINDOW = 128  # number of the newest calls that a rank publishes
-# A rank also publishes every 128th older call, at most 64, so that the logs of two ranks have calls in common even if one rank
-# is far ahead.
+# A rank also publishes up to 64 older calls, which a rank that is far behind may still have in its log.
 MILESTONES = 64
 MAX_SETTINGS = 64  # maximum number of cached settings
 

@@ -1,8 +1,8 @@
 """Choose the transport for a process group, and compare the first calls of its ranks.
 
-In the first call for a group, every rank publishes its host, its GPU, its speed and the settings of its call in the job's
-key-value store. All ranks read the same information and choose the same transport. If the calls differ, every rank raises an
-error, instead of hanging or returning wrong results.
+In the first call for a group, every rank writes its host, its GPU and the settings of its call to the job's key-value store.
+All ranks read the same information and choose the same transport. If the calls differ, every rank raises an error, instead of
+hanging or returning wrong results.
 """
 
 import hashlib

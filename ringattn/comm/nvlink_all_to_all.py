@@ -4,9 +4,9 @@ Every rank has one receive buffer for all-to-alls. Each exchange uses a region o
 layout of the receive tensors, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
-Flags work as in `ringattn.comm.nvlink`. The owner of a receive buffer sets *ready* flags at the end of each call, and other
-ranks wait for these flags before they write. To avoid deadlocks, send i waits only for work that other ranks issue up to their
-send i.
+Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
+before they write into the rank's receive buffer. To avoid deadlocks, a rank's send i waits only for work that other ranks issue
+before their send i + 1.
 """
 
 from functools import lru_cache

@@ -21,7 +21,7 @@ CALLS_BEFORE_CAPTURE = 128
 # Larger passes are not captured. On an H100, a forward pass with MAX_FORWARD_FLOPS takes about 1 ms, which is longer than its
 # launch.
 MAX_FORWARD_FLOPS = 5e11
-# Passes with more than MAX_INPUT_BYTES of q, k and v are not captured, because a captured pass keeps copies of q, k and v.
+# A captured pass keeps copies of q, k and v, so passes with more than MAX_INPUT_BYTES of inputs are not captured.
 MAX_INPUT_BYTES = 64 << 20
 _NEVER = -(1 << 62)  # marks a pass that cannot be captured
 log = logging.getLogger(__name__)

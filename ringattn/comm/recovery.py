@@ -7,8 +7,8 @@ After the exception, messages and flags of the call are still in flight. No late
 3. If every rank has raised an exception in the same call, every rank resets its transport.
 4. If only some ranks have raised an exception, every rank raises a `RingFault`, also in later calls.
 
-A rank that raises an exception sends no more messages, so another rank may wait forever. With gloo, the watchdog interrupts
-such a wait. On a GPU, the watchdog ends the waiting process.
+A rank that raises an exception sends no more messages, so another rank may wait forever. With gloo, the watchdog of the waiting
+rank interrupts the wait. On a GPU, the watchdog ends the waiting process.
 """
 
 import json

@@ -26,8 +26,8 @@ def check_same(batch: object, group: Group | None) -> None:
         group: the process group of the ranks that share a sequence, for example `mesh.get_group()`.
 
     Raises:
-        ValueError: the batches differ (all ranks raise this error, and the message names the ranks that differ), `batch`
-            contains another type, or `group` is None although there are several ranks.
+        ValueError: the batches differ (on all ranks, with the names of the ranks that differ), `batch` contains another type,
+            or `group` is None although there are several ranks.
     """
     rank, size = rank_and_size(group)
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:

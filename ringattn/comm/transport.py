@@ -10,7 +10,7 @@ A transport is one rank's connection to the other ranks of a ring:
     ring_pass.end()
 
 `ringattn.comm.connect` chooses the transport. The module `nvlink` writes into the memory of other GPUs. `p2p` (NCCL and gloo)
-and `simulated` send messages: a rank packs its own block once per pass, and relays received blocks without a copy.
+and `simulated` send messages. A rank packs its own block once per pass, and relays received blocks without a copy.
 """
 
 from collections import deque

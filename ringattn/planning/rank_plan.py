@@ -27,7 +27,7 @@ SCHEDULES = ("auto", "state", "kv")
 # hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The KV ring launches fewer kernels, so "auto" selects the state ring only if the prediction for the KV ring is 3% longer.
+# The KV ring launches fewer kernels, so "auto" selects the state ring only if its predicted time is 3% shorter.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
@@ -120,7 +120,6 @@ class Plan:
             self.choose_schedule(*key)
         for (name, *options), tables in requests.schedules:
             pairs = self.block_pairs(name, self.schedule(name, *options))
-            # If this plan has more local steps than `tables`, the missing tables are computed at their first use.
             for pair, requested in zip(pairs.values(), tables, strict=False):
                 pair.intervals.prepare(requested)
 
@@ -311,7 +310,7 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return, for each rank, the number of rows of its own block that contain FIRST_SHARE of the work."""
+    """For each rank, return how many rows of its own block take FIRST_SHARE of the block's work."""
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs

@@ -1,7 +1,7 @@
 """`Trainer` of transformers on sequences that are sharded over a ring of ranks.
 
-`RingMixin` gives the ranks of a ring the same batches, shards each batch before the loss, and corrects the numbers that Trainer
-counts or gathers over all ranks. The mean loss equals the loss of Trainer in one process.
+`RingMixin` gives the ranks of a ring the same batches, and shards each batch before the loss. `RingMixin` also corrects the
+numbers that Trainer counts or gathers over all ranks. The mean loss equals the loss of Trainer in one process.
 """
 
 from collections.abc import Mapping

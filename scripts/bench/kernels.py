@@ -16,8 +16,8 @@ correct.
 - `masks` measures a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
 - `heads` measures 32 query heads with 32 key heads and with 8 key heads.
 - `head-dims` measures the head dims 256, 192/128 (192 for queries and keys, 128 for values) and 96, with causal and full masks.
-- `windows` measures a causal mask, windows of 128 to 4,096 tokens, and packed documents, with D = 128. At four times the
-  length, this suite also measures the layers of gpt-oss 20B and of Gemma 3 4B, with a causal mask and with a window.
+- `windows` measures a causal mask, windows of 128 to 4,096 tokens, and packed documents, with D = 128. The suite also measures
+  the layers of gpt-oss 20B and of Gemma 3 4B at four times the length, with a causal mask and with a window.
 - `backward` compares the backward with flash-attn-4 for 16,384 and 65,536 tokens. The cases are D = 128 with a causal mask, a
   full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
 - `fp8` measures the head dims 64, 128 and 256 with causal and full masks. This suite runs only if --suite names it.
@@ -343,7 +343,6 @@ def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[
         for case in cases:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, args.rounds, args.graph)
-            # Write the rows after every case, so that an interrupted run keeps its results.
             kernels_report.save_rows(args.output, header, suites, rows)
         kernels_report.write(args.output, header, suites, rows)
     return [row for found in rows.values() for row in found if row["implementation"] == peers.OURS]

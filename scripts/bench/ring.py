@@ -4,9 +4,8 @@
     torchrun --nproc_per_node=4 -m scripts.bench.ring --cases causal-16k causal-64k --variants nvlink-auto local --rounds 5
 
 All cases use bf16 and B = 1. Packed documents use the layout that balances the work, and all other cases use the zigzag layout.
-The module `scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its gradients are
-compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is reported only if its
-results are correct.
+The module `scripts/bench/ring_variants.py` explains the variants. The output and the gradients of a variant are first compared
+with a float64 reference on a short sequence. The speed is reported only if the results are correct.
 
 The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. Each
 round measures the mean time per call on the slowest rank. The reported time is the median over all rounds. The variants `local`

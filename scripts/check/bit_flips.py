@@ -2,9 +2,10 @@
 
     python -m scripts.check.bit_flips --flips 300 --seed 1
 
-Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
-one of its files, and resumes the run from the copy. The resumed run must either report the damage in one line and leave the
-checkpoint unchanged, or compute the same losses and tensors as without the flip. The exit status is 1 if any resumed run fails.
+Two ranks train a few steps and save a checkpoint. For every flip, the script flips one random bit in a copy of the checkpoint,
+and resumes the run from the copy. A run passes if it reports the damage in one line and leaves the checkpoint unchanged. A run
+without a report passes if its losses and tensors are the same as without the flip. The exit status is 1 if any resumed run
+fails.
 """
 
 import hashlib

@@ -220,7 +220,6 @@ def main(argv: list[str]) -> None:
         gc.collect()  # a compiled model contains reference cycles, which only the garbage collector frees
         if on_gpu:
             torch.cuda.empty_cache()
-        # Show the progress, because the lab takes minutes.
         print(f"{variant}, {length:,} tokens{', compiled' * compiled}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print(results_table(rows), end="")
     model = f"GPT-2, {config.layers} layers of dim {config.dim}"

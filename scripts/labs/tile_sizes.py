@@ -2,10 +2,9 @@
 
     python -m scripts.labs.tile_sizes
 
-The lab runs the forward pass of causal attention. On a GPU, the lab compiles the portable Triton kernel for every tile size,
-and reads the use of shared memory and registers from the compiled kernel. On a CPU, the lab runs the blockwise kernel, and
-counts the bytes that its tiles load. The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic
-would come from HBM.
+The lab runs the forward pass of causal attention. On a GPU, the lab compiles the Triton kernel for every tile size, and reports
+how much shared memory and how many registers the kernel uses. On a CPU, the lab runs the blockwise kernel, and counts the bytes
+that its tiles load. The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic would come from HBM.
 """
 
 import sys

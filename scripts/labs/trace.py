@@ -183,7 +183,6 @@ class _Observer:
 
     def _record_merge(self, a: Tensors, b: Tensors) -> Tensors:
         rank, ranks = self.group.rank, self.layout.ranks
-        # The query moves to the next rank in every hop.
         hop = (rank - self.owner) % ranks or ranks
         old = [x[0][0, self.row, 0].item() for x in (a, b)]
         merged = dispatch.merge_states(a, [(0, b)])
