@@ -37,7 +37,7 @@ REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpo
 
 
 def _launch_time() -> float:
-    """Return when torchrun, or else this process, was started, on the clock of `time.monotonic`."""
+    """Return the start time of torchrun, or else of this process, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         # Field 22 is the start time in clock ticks since boot.

@@ -212,8 +212,6 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
 def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
     """Call `prepare_step` for the next step while the GPU is still working on the current step.
 
-    `current` is the last micro-step of the current step.
-
     Returns:
         The seconds that the preparation took, or 0 if the GPU is still busy.
     """

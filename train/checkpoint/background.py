@@ -28,7 +28,7 @@ from ringattn.train.settings.config import round_up
 
 log = logging.getLogger(__name__)
 
-# Each copy begins at a multiple of this number of bytes, which suits every dtype.
+# The alignment of each copy in bytes, which suits every dtype
 ALIGNMENT = 64
 
 # Additional bytes for small tensors and for the alignment.

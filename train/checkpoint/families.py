@@ -127,7 +127,7 @@ AFTER = {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-# Instead of these entries of config.json, `model.balance_loss` determines the load-balancing loss of the training.
+# Entries of config.json that `model.balance_loss` replaces
 ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -323,9 +323,9 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# For these entries of config.json, our model supports only these values, unless `Family.fixed` contains another value.
+# The only supported values of some entries of config.json, unless `Family.fixed` contains another value
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# Our model lacks the features that these entries of config.json switch on.
+# Entries of config.json that switch on unsupported features
 OFF = (
     *("rope_interleaved", "use_mrope", "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
     *("use_qk_norm",),
@@ -337,7 +337,7 @@ READ = {
     *("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor", "quantization_config"),
     *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 }
-# These entries of config.json do not change the logits of a model.
+# Entries of config.json that do not change the logits of a model
 IRRELEVANT = {
     *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "initializer_range", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),

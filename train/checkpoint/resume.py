@@ -18,10 +18,10 @@ from ringattn.train.settings.literal import literal_config
 
 log = logging.getLogger(__name__)
 
-# A run must not change these settings, because they determine what the saved tensors mean.
+# The settings that a resumed run must not change
 FIXED = ("model.", "data.mask_documents", "memory.moments")
 
-# A resumed run may change these settings without a message. `check_corpus` compares the corpus itself.
+# The settings that a resumed run may change without a message. `check_corpus` compares the corpus itself.
 FREE = (
     *("data.path", "data.max_document_mb", "data.num_proc", "parallel.timeout_s", "trainer.device", "trainer.compile"),
     *("trainer.cuda_graphs", "trainer.resume", "trainer.init_from", "trainer.peak_tflops", "trainer.time_limit_s"),

@@ -48,8 +48,8 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The version of the format. Increase this number if older code cannot read new checkpoints. Version 2 added checksums of
-# meta.json and of every shard.
+# The version of the format. Increase FORMAT if older code cannot read new checkpoints. Version 2 added checksums of meta.json
+# and of every shard.
 FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
@@ -57,10 +57,10 @@ CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 # With these options, DCP stores every tensor under its given name.
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-# DCP stores each shard in an archive. The archive adds at most this many bytes to the shard.
+# The maximum bytes that DCP's archive adds to a shard
 ARCHIVE_BYTES = 2048
 
-# A file of another host must be visible after this many seconds. NFS caches names and sizes for up to 60 s.
+# The maximum seconds until a file of another host is visible. NFS caches names and sizes for up to 60 s.
 VISIBLE_S = 70.0
 
 # Some network file systems cannot sync a directory.

@@ -194,7 +194,7 @@ def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
 
 
 def changed_files(published: Path, saved: Config, current: dict[str, Any], tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """Return the configuration files of a published model that the run has changed, with their new contents.
+    """Return the new content of every configuration file that the run changes, by file name.
 
     `current` is the result of `config_json` for the run.
     """

@@ -15,7 +15,7 @@ from ringattn.train.settings.config import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# A template may use these entries of `tokenizer_config.json`.
+# The entries of `tokenizer_config.json` that a template may use
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # If an answer contains one of these entries, the template must use the entry.

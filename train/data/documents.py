@@ -12,7 +12,7 @@ from ringattn.train.data.batch import Batch
 from ringattn.train.data.shards import Documents
 from ringattn.train.model.loss import IGNORE
 
-# The checksum of a corpus covers the tokens of at most this many documents.
+# The checksum of a corpus covers at most NUM_SAMPLED documents.
 NUM_SAMPLED = 64
 
 
@@ -39,7 +39,6 @@ class NumberedSequences:
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def progress(self, consumed: int) -> dict[str, Progress]:
-        """Return the progress after `consumed` sequences, under the key ""."""
         return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:

@@ -22,7 +22,7 @@ from ringattn.train.data.documents import NumberedSequences
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# A document has BLOCK tokens of facts and BLOCK tokens of queries. Short documents have fewer of both.
+# A document has BLOCK tokens of facts and BLOCK tokens of queries. Short documents have fewer.
 BLOCK = 32
 
 # The length in tokens of the shortest training documents.
@@ -42,7 +42,7 @@ CHANCE = 1 / NUM_VALUES
 EVALUATION_SEED = 2**63
 GRID_SEED = 2**63 + 1
 
-# The evaluation places the facts at this many evenly spaced positions of the document.
+# The number of evenly spaced positions at which the evaluation places the facts
 NUM_POSITIONS = 11
 
 

@@ -215,7 +215,7 @@ class Documents:
         store: the store.
         numbers: int64 (documents,), the numbers of the documents in the store.
         lengths: int64 (documents,), the number of tokens of each document.
-        skipped: the last document begins after this number of its tokens.
+        skipped: the number of tokens to skip in the last document.
         splits: the number of rows in each split of the source.
     """
 

@@ -39,7 +39,7 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# A streamed dataset of the hub has at most this many held-out rows.
+# The maximum number of held-out rows of a streamed hub dataset
 HELD_OUT_ROWS = 10_000
 
 # An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the

@@ -29,16 +29,16 @@ from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
 MAX_READERS = 64
-# A block ends at this number of characters, so that very long documents do not fill the memory.
+# A block ends at BLOCK_CHARACTERS characters, so that very long documents do not fill the memory.
 BLOCK_CHARACTERS = 2**26
-# A reader tokenises documents in chunks of about this many characters. Tokenizers from a tokenizer.json process a chunk with
-# several threads.
+# A reader tokenises documents in chunks of about CHUNK_CHARACTERS characters. Tokenizers from a tokenizer.json process a chunk
+# with several threads.
 CHUNK_CHARACTERS = 2**18
 # The checksum of a file covers only its first SAMPLED_BYTES bytes.
 SAMPLED_BYTES = 2**16
 # The minimum size of a piece, so that a piece contains many documents.
 MIN_PIECE_BYTES = 2**20
-# These settings determine the documents of a stream, or their tokens.
+# The settings that determine the documents of a stream, or their tokens
 DOCUMENT_SETTINGS = ("subset", "split", "column", "special_tokens")
 
 

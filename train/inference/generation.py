@@ -22,7 +22,7 @@ from ringattn.train.setup import InferenceRun, Run
 
 log = logging.getLogger(__name__)
 
-# The sample continues this many tokens of a held-out document by default.
+# The default length of a prompt from held-out text, in tokens
 PROMPT_TOKENS = 256
 
 

@@ -16,7 +16,7 @@ from ringattn.train.reports.recall_results import Accuracies
 from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, until_stopped
 
-# The accuracy at each length and position comes from at least this number of documents.
+# Each accuracy is measured on at least MIN_DOCUMENTS documents.
 MIN_DOCUMENTS = 4
 
 

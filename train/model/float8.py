@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ringattn.train.model.gpt import GPT
 from ringattn.train.settings.config import ConfigError, ModelConfig
 
-# torch._scaled_mm requires that both dimensions of a weight are multiples of this number.
+# torch._scaled_mm requires that both dimensions of a weight are multiples of 16.
 MULTIPLE = 16
 
 # GPUs of this compute capability (Ada) or newer have FP8 matrix products.

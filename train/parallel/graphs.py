@@ -34,7 +34,7 @@ from ringattn.train.settings.config import Config, ConfigError
 # ms.
 MAX_BLOCK_FLOPS = 1e12
 
-# If the number of tokens per rank is a multiple of this number, every layout gives all ranks equal shares.
+# Every layout gives all ranks equal shares if the tokens per rank are a multiple of EQUAL_SHARE.
 EQUAL_SHARE = TILE * MAX_CHUNKS
 
 

@@ -25,7 +25,7 @@ from ringattn.train.parallel.timing import (
 )
 from ringattn.train.settings.config import Config, ConfigError
 
-# Another mesh is mentioned if its predicted tokens/s are higher by at least this factor.
+# The minimum predicted speedup of another mesh that is worth a message
 WORTH_MENTIONING = 1.05
 
 Shares = Mapping[int | None, float]

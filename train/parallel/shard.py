@@ -68,8 +68,7 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
     """Save only the inputs and the attention outputs of the blocks that `plan` recomputes, on the GPU or in host memory.
 
-    Only the first `attention_blocks` blocks of the plan also recompute attention. `host_bytes` is the host memory to allocate
-    for offloaded blocks.
+    Attention is recomputed only in the first `plan.attention_blocks` blocks.
     """
     blocks = cast("list[Any]", model.blocks)
     for index in range(plan.offloaded_blocks, plan.recomputed_blocks):

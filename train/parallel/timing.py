@@ -40,10 +40,10 @@ MEMORY_BYTES_PER_S = (
 )
 # Fused kernels reach this fraction of the memory bandwidth.
 MEMORY_EFFICIENCY = 0.7
-# Fused kernels read and write this many elements per token, layer and dimension of the model or the feed-forward network. Both
-# passes are counted. In the 1.44B model, these kernels take 110 ms.
+# The elements that fused kernels read and write in both passes, per token, layer and dimension of the model or the feed-forward
+# network
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
-# The optimizer step reads and writes this many bytes per parameter of a rank's shard, besides the moments.
+# The bytes that the optimizer step reads and writes per parameter of a rank's shard, without the moments
 OPTIMIZER_BYTES = 24
 # Bytes per second of FSDP's collectives inside a host. The collectives take 40 ms for the 1.44B model on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
@@ -157,7 +157,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     used = layers * estimate.used_block_parameters(model)
     vocab = estimate.other_parameters(model, machine.vocab_size)
 
-    # Chunks run the operations around attention twice. Recomputed blocks run the operations before attention once more.
+    # Chunks run the operations around attention twice.
     chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0

@@ -19,7 +19,7 @@ _memory: Any = torch.cuda.memory
 
 # With `trainer.profile=true`, these steps of a launch are profiled. They follow the warm-up.
 DEFAULT_STEPS = 3, 5
-# A memory snapshot contains this many of the latest allocations.
+# The number of latest allocations in a memory snapshot
 MAX_MEMORY_EVENTS = 200_000
 
 

@@ -74,7 +74,7 @@ class Rope(NamedTuple):
 
 
 class LayerAttention(NamedTuple):
-    """How a layer attends."""
+    """The attention settings of a layer."""
 
     window: int | None
     rope: Rope
@@ -180,7 +180,7 @@ class ModelConfig(Frozen):
         return int(self.rotary_fraction * self.resolved_head_dim)
 
     def layer(self, index: int) -> LayerAttention:
-        """Return how layer `index`, from 0, attends."""
+        """Return the attention settings of layer `index`, counted from 0."""
         types = self.layer_types or ["full" if self.window is None else "sliding"]
         kind, _, nope = types[index % len(types)].partition("-")
         is_local, dim = kind == "sliding", 0 if nope else self.rotary_dim
@@ -376,10 +376,11 @@ class MemoryConfig(Frozen):
     # inputs in host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
     # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" leaves them in GPU memory. "offload" moves them
-    # to host memory, where the CPU updates them during the next forward pass. "auto" moves as many blocks as is fastest.
+    # to host memory, where the CPU updates the blocks during the next forward pass. "auto" offloads the fastest number of
+    # blocks.
     optimizer: str = "auto"
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
-    # (torchao), which needs a quarter of the memory. They stay in GPU memory.
+    # (torchao), which needs a quarter of the memory. 8-bit moments stay in GPU memory.
     moments: str = "fp32"
     # The number of tokens of a sequence that a rank processes at once in norms, projections, feed-forward networks and experts.
     # The backward pass recomputes one chunk at a time. If None, the chunk has all tokens if they fit into memory, and otherwise
@@ -449,9 +450,9 @@ class TrainerConfig(Frozen):
     # Whether torch.compile fuses the loss and the operations around attention. None: only on GPUs.
     compile: bool | None = None
     # Whether training steps are replayed from CUDA graphs, to save time on the host. With CUDA graphs, the ring circulates keys
-    # and values, unless `parallel.schedule` is set. If None, the run uses graphs if they are possible, and if the blocks are so
-    # small that the host could limit the speed. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most
-    # 256 MiB of parameters in all blocks, and shards of equal length.
+    # and values, unless `parallel.schedule` is set. None selects graphs if graphs are possible, and if the blocks are so small
+    # that the host could limit the speed. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB
+    # of parameters in all blocks, and shards of equal length.
     cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
     checkpoint_every: int = 250
@@ -688,7 +689,7 @@ def check_mesh(config: Config, world_size: int) -> None:
         raise ConfigError(problem)
 
 
-# The following functions yield a message for every invalid setting. `check` raises only the first message.
+# The following functions yield a message for every invalid setting.
 
 
 def _find_invalid_values(config: Config) -> Iterator[str]:

@@ -19,7 +19,7 @@ COMFORTABLE_FRACTION = 0.85
 # A run is rejected if its estimate exceeds this fraction of the memory. CUDA and NCCL use 2 to 4 GiB of a GPU.
 USABLE_FRACTION = 0.95
 
-# Python, CUDA and the data loader of a rank need about this many bytes of host memory.
+# The host memory in bytes that Python, CUDA and the data loader of a rank need
 PROCESS_BYTES = 5 * GIB
 
 # Copies of a checkpoint use at most this fraction of the available host memory. The data loader and the page cache also need

@@ -14,13 +14,13 @@ from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.timing import SLOW_GPU, Machine, kernels_alone, step_time
 from ringattn.train.settings.config import Config
 
-# Plans whose predicted times differ by at most this factor count as equally fast. Predictions are not more accurate.
+# Plans count as equally fast if their predicted times differ by at most 2%.
 EQUAL_TIMES = 1.02
 
-# A plan that leaves GPU memory free may take at most this many times as long as the fastest plan.
+# A plan that leaves GPU memory free may be at most 3% slower than the fastest plan.
 COMFORTABLE_TIMES = 1.03
 
-# The search tries about this many values of `host_blocks`.
+# The approximate number of values of `host_blocks` that the search tries
 HOST_CHOICES = 8
 
 
@@ -123,5 +123,4 @@ def _fixed_plan(plan: MemoryPlan, activations: str) -> MemoryPlan:
 
 
 def _first(plans: Sequence[MemoryPlan], is_true: Callable[[MemoryPlan], bool]) -> MemoryPlan:
-    """Find the first plan with is_true(plan), or else the last plan, by binary search."""
     return plans[min(bisect_left(plans, True, key=is_true), len(plans) - 1)]

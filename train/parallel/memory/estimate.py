@@ -11,11 +11,11 @@ from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape, attention_inputs
 from ringattn.train.settings.config import MOMENT_BLOCK, Config, ModelConfig
 
-# If all blocks together have at most this many bytes, their parameters stay gathered until the backward pass. Sharding the
+# If all blocks together have at most SMALL_MODEL bytes, their parameters stay gathered until the backward pass. Sharding the
 # parameters again would save little memory and cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
-# FSDP gathers consecutive blocks together, until their parameters reach this many bytes. Launching a smaller all-gather would
+# FSDP gathers consecutive blocks together, until their parameters reach GROUP_BYTES bytes. Launching a smaller all-gather would
 # take longer than its transfer.
 GROUP_BYTES = 2**28
 
@@ -172,7 +172,6 @@ def needs(
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
     model = config.model
     parameters = _host_parameters(model, vocab_size, bf16, plan) / shape.ranks
-    # By default, a run makes no copies for checkpoints if host memory is short.
     copied = bool(config.trainer.background_saves) * (
         other_parameters(model, vocab_size) + model.layers * block_parameters(model)
     )

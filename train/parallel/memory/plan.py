@@ -9,7 +9,7 @@ class MemoryPlan:
 
     # The backward pass recomputes the first `recomputed_blocks` blocks, except for their attention.
     recomputed_blocks: int = 0
-    # The number of blocks, from the first, that also recompute attention.
+    # Attention is recomputed only in the first `attention_blocks` blocks.
     attention_blocks: int = 0
     # The inputs and attention results of the first `offloaded_blocks` recomputed blocks are in host memory. The last block is
     # never offloaded, because the backward pass begins with it.
