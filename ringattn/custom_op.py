@@ -176,7 +176,7 @@ def _define(name: str, spec_type: type) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
-    """Register formulas for `torch.utils.flop_counter`, which count FLOPs in the same way as those of torch's own attention.
+    """Register formulas for `torch.utils.flop_counter`, with the same conventions as for torch's own attention.
 
     Per (query, key) pair, the forward pass has two matrix products, and the backward pass has five, including the recomputation
     of the scores.
@@ -207,7 +207,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether a call can skip the operator: no compiler, dispatch mode, tensor subclass or meta tensor needs it."""
+    """Return whether a call can skip the operator, which compilers, dispatch modes, tensor subclasses and meta tensors need."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

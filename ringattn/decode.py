@@ -81,7 +81,7 @@ class KVCache:
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # `_checked` holds the arguments of the latest call, which need no further checks, and `_decode` its prepared function.
+        # `_checked` contains the valid arguments of the latest call, and `_decode` the prepared function for such calls.
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 

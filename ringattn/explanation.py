@@ -30,7 +30,7 @@ def explain(
 ) -> str:
     """Return a text that describes the schedules of the forward pass and of the backward pass, and the reason for each choice.
 
-    For every hop, the text also lists the messages, and says whether computation hides the time of these messages.
+    For every hop, the text also lists the messages, and says whether computation hides the communication.
 
     This function does not compute attention. The times in the text are estimates from a table of link and kernel speeds, see
     `ringattn.planning.cost_model`.

@@ -43,8 +43,8 @@ def flash_attention(
     bits of dq may differ from run to run, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
 
     Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If a CUDA graph
-    writes `blocks.keep`, later calls need a copy of `blocks`. A NaN in v may affect queries of the same tile that do not attend
-    to its key.
+    writes `blocks.keep`, later calls need a copy of `blocks`. A NaN in v may affect all queries of a tile, even queries that do
+    not attend to the key.
 
     With `precision="fp8"`, the forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few
     percent. The backward pass uses the rounded inputs, in bf16 if the inputs are fp16, and otherwise in the dtype of the

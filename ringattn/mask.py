@@ -219,7 +219,6 @@ class Mask:
 
     @classmethod
     def from_numbers(cls, reach: tuple[int, int], numbers: Sequence[int], seq_len: int) -> "Mask":
-        """Create a mask with the given attributes `reach` and `numbers`."""
         if OF_PIECES in reach:
             return cls(pieces=tuple(Pieces.unpack(numbers)))
         ends = [i + 1 for i, total in enumerate(accumulate(numbers)) if total % seq_len == 0]

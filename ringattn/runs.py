@@ -75,7 +75,6 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
     for rank in range(layout.ranks):
         _, count = layout.pieces(rank)
         first, end = count.cumsum() - count, int(count.sum())
-        # If a striped layout is split for Ulysses, each row is a run.
         starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
         starts = np.unique(starts[starts < end])
         ranks.append(np.full(len(starts), rank))

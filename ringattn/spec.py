@@ -167,7 +167,7 @@ def check_attention(
     backend: str,
     precision: str,
 ) -> None:
-    """Validate the arguments that all attention calls have in common. `ring_attention` explains them. q, k and v must be dense.
+    """Validate the arguments that all attention calls have in common, see `ring_attention`. q, k and v must be dense.
 
     Raises:
         ValueError: an argument is invalid or unsupported. Each error message states the given value, the requirement and a

@@ -76,7 +76,6 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
     # For contiguous rows, a plain copy is faster than a strided copy, on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # Copy the cached description before changing it.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))

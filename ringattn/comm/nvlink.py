@@ -47,7 +47,7 @@ KINDS = ("block", "result")
 # Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Up to this size, the results of a pass stay in the receive buffer, and one kernel sums them at the end.
+# Results up to this size stay in the receive buffer, and one kernel sums the results at the end of the pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
 # Messages up to this size use three slots in turn, and may arrive two steps early. Larger messages use two slots.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
@@ -179,7 +179,7 @@ class NvlinkTransport(Transport):
         self.computed = torch.cuda.Event()
         # recorded at the start of call `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
-        # The receive tensors of all-to-alls, into which an unfinished all-to-all may write after an exception.
+        # After an exception, an unfinished all-to-all may still write into `filled`.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
         # The table of flags has one column per rank that writes flags.

@@ -40,8 +40,8 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 class P2PTransport(MessageTransport):
     """A `P2PTransport` uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
-    After an exception, gloo cannot reuse a connection with unfinished messages. The transport therefore opens separate gloo
-    connections, and `reset` replaces these connections.
+    After an exception, gloo cannot reuse a connection with unfinished messages. The transport therefore has its own gloo
+    connections, which `reset` replaces.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Replay ring passes over short shards from CUDA graphs. Without a graph, launching a pass over short shards takes the host
 longer than the GPU takes to run the pass.
 
-After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. Ranks may capture a pass at
-different times.
+After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured.
 """
 
 import logging

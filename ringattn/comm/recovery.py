@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ringattn.comm.transport import Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 
-# After another rank has left a call, wait up to PATIENCE seconds for its messages to arrive or fail.
+# After an exception on another rank, wait up to PATIENCE seconds for the messages of that rank.
 PATIENCE = 10.0
 _POLL = 0.002  # seconds between two reads of the store
 
@@ -40,8 +40,6 @@ class Record(NamedTuple):
 
 
 class Recovery:
-    """The watchdog calls `look` with every heartbeat."""
-
     def __init__(self, store: dist.Store, transport: Transport) -> None:
         self.store, self.transport, self.watchdog = store, transport, cast(Watchdog, transport.watchdog)
         self.rank, self.size = transport.rank, transport.size
@@ -82,7 +80,7 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if this rank has finished, or is stuck in, a call that another rank has left with an exception."""
+        """Declare a fault if another rank has raised an exception in a call that this rank has finished, or is stuck in."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:

@@ -57,8 +57,6 @@ class RingFault(RuntimeError):
 
 
 class Hop:
-    """A hop in progress. The text that describes the hop is created only when it is printed or published."""
-
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
     def __init__(self, number: int, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None:
@@ -262,7 +260,6 @@ class Watchdog:
             return f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}"
 
     def _find_culprit(self, hop: Hop) -> str:
-        """Describe all dead ranks, or the rank that has issued or finished the fewest hops."""
         # A rank is alive if the clock in its heartbeats changes. Clocks of different hosts are never compared.
         before = self._read_heartbeats()
         deadline = time.monotonic() + DEAD_AFTER

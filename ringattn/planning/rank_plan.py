@@ -83,8 +83,8 @@ class Plan:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
             all_pairs: True for a direct schedule, False for a relay schedule.
-            row_multiple: every range of rows starts and ends at a multiple of this number, because 128 rows of FP8 share a
-                scale. A range may extend beyond the last key, so blocks of keys must be padded.
+            row_multiple: every range of rows starts and ends at a multiple of `row_multiple`, which is 128 for FP8. A range may
+                extend beyond the last key, so blocks of keys must be padded.
         """
         key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
@@ -347,7 +347,6 @@ def free_plans() -> None:
 
 
 def add_plan(plan: Plan) -> None:
-    """Add a plan to the cache, unless the cache already contains an equal plan."""
     with _planning_lock:
         _plans(plan.mask, plan.layout).setdefault((plan.rank, plan.device), plan)
 

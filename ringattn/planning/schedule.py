@@ -13,9 +13,9 @@ In a *relay* schedule, which suits several hosts, ranks pass each block on to th
 circulates one hop behind the block. In a *direct* schedule, each rank receives a block from its owner and sends the result
 straight back. Direct schedules consist of rounds in which no link carries two blocks at a time.
 
-While a rank computes step t, it sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block
-in two parts. The rank computes the first part during the first hop, and the second part while the last results return.
-Schedules leave out blocks, rows and computations that the mask does not need.
+During step t, a rank sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block in two
+parts. The rank computes the first part during the first hop, and the second part while the last results return. Schedules leave
+out blocks, rows and computations that the mask does not need.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ def attend(
     ring_batch: RingBatch | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention when transformers calls it in a layer. Tensors are (B, H, N, D), with this rank's N tokens."""
+    """Tensors are (B, H, N, D), with this rank's N tokens."""
     name = type(module).__name__
     if not getattr(module, "is_on_ring", False):
         raise ValueError(f"{name} uses attention on a ring, but the model was not checked: call put_on_ring(model, mesh)")

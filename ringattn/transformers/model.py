@@ -60,10 +60,9 @@ def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results:
 
 
 def share_last_position(model: PreTrainedModel) -> None:
-    """Let all ranks choose the same rotary frequencies if these depend on the last position of the batch.
+    """Append the last position of the whole batch to `position_ids`.
 
-    transformers computes the last position from `position_ids`, which contain only the positions of this rank. Therefore the
-    last position of the whole batch is appended to them.
+    transformers may choose the rotary frequencies by the largest of the `position_ids`, which must be the same on all ranks.
     """
     last: list[Tensor] = []
 

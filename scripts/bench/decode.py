@@ -1,5 +1,4 @@
-"""Time decoding of one or a few tokens per sequence with a long KV cache, and compare it with PyTorch's SDPA and other
-libraries.
+"""Compare the speed of decoding with a long KV cache between ringattn, PyTorch's SDPA and other libraries.
 
     python -m scripts.bench.decode                       # all cases that fit into --gib of keys and values
     python -m scripts.bench.decode --only 'B1 32/8'      # only cases with a matching name
@@ -12,7 +11,7 @@ Every case is measured in two ways. The graph time is the GPU time per call when
 Every layer reads its own KV cache, so the L2 cache does not contain the keys. The eager time is the wall time of the same calls
 from Python. All implementations of a case are timed in turn in several rounds, without pauses, so that the GPU does not cool
 down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values once. The last
-column divides the graph time by the kernel time. The profiler measures the kernel time, during which at least one kernel runs.
+column divides the graph time by the kernel time. The kernel time is the time in which at least one kernel runs.
 
 The implementations `flash` and `cudnn` are backends of SDPA, `fa3` is flash-attn's kernel for KV caches, and `fa4` is
 flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once per case,

@@ -1,4 +1,4 @@
-"""Time the generation of tokens after a long context, and compare it with `generate` of Hugging Face transformers.
+"""Compare the speed of generation after a long context between ringattn and `generate` of Hugging Face transformers.
 
 The command `scripts.bench.decode --model NAME` calls this module. All weights, keys and values are random, and nothing is
 downloaded. The caches are filled directly, without a prompt. Both implementations select the most likely token, and copy every

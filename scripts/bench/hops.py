@@ -6,8 +6,8 @@ A CUDA device is required. The times contain attention and the merge of states, 
 = 1, 16 heads and head dim 128. In each hop, all queries attend to another block of keys. A block has as many keys as queries.
 
 - In a hop of the KV ring, the attention kernel merges its result into the state of the resident queries.
-- In a hop of the state ring, the attention kernel writes a new state, and a second kernel merges it. In the row "eager merge",
-  PyTorch operations merge the states instead.
+- In a hop of the state ring, the attention kernel writes a new state, and a second kernel merges both states. In the row "eager
+  merge", PyTorch operations merge the states.
 - A ring pass has as many hops as ranks. In the last hop of the KV ring, the attention kernel also divides o by l. In the state
   ring, one kernel merges the states of up to three other ranks and divides o by l.
 

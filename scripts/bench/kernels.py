@@ -37,12 +37,11 @@ of all cases, as `scripts.bench.compile_first` explains.
 Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The check covers
 only the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
-A GPU lowers its clock rate when it reaches its power limit. A kernel therefore seems faster after a pause, and slower after a
-power-hungry kernel. For a fair comparison, all implementations are first compiled and checked. All implementations are then
-timed in turn in several rounds, and every second round runs in reverse order. Before each measurement, the call is repeated for
-0.2 s, so that the GPU reaches a clock rate that it can sustain. Every reported time is the median over the rounds. With
---graph, the calls are replayed from CUDA graphs, so the times do not include the time of the host. For short sequences, the
-host takes longer than the GPU.
+A GPU lowers its clock rate when it reaches its power limit. For a fair comparison, all implementations are first compiled and
+checked. All implementations are then timed in turn in several rounds, and every second round runs in reverse order. Before each
+measurement, the call is repeated for 0.2 s, until the clock rate is stable. Every reported time is the median over the rounds.
+With --graph, the calls are replayed from CUDA graphs, so the times do not include the time of the host. For short sequences,
+the host takes longer than the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. The
 rate in GB/s counts the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the

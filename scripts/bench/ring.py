@@ -7,11 +7,11 @@ All cases use bf16 and B = 1. Packed documents use the layout that balances the 
 The module `scripts/bench/ring_variants.py` explains the variants. The output and the gradients of a variant are first compared
 with a float64 reference on a short sequence. The speed is reported only if the results are correct.
 
-The variants are timed one after the other in several rounds, because the clock rates of GPUs fall as the GPUs warm up. Each
-round measures the mean time per call on the slowest rank. The reported time is the median over all rounds. The variants `local`
-and `ulysses-4-local` run the kernels of `nvlink-auto` and `ulysses-4` without communication. Variants that end with `-graph`
-replay CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with 4,096
-tokens per rank, the host takes about as long as the GPU.
+The variants are timed in turn in several rounds, because GPUs lower their clock rates when they warm up. Each round measures
+the mean time per call on the slowest rank. The reported time is the median over all rounds. The variants `local` and
+`ulysses-4-local` run the kernels of `nvlink-auto` and `ulysses-4` without communication. Variants that end with `-graph` replay
+CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with 4,096 tokens per
+rank, the host takes about as long as the GPU.
 
 A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The

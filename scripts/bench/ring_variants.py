@@ -183,8 +183,6 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing."""
-
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
         self._tensors: dict[tuple[Any, ...], Tensor] = {}

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 train/run.py name=profiled trainer.steps=24 trainer.profile=20-22
     python -m scripts.bench.step_timeline outputs/profiled/profile/trace-*-rank0.json.gz --steps 21 --output timeline.png
 
-Several traces are drawn below each other. Each title states the time of a step, and the share of this time in which the GPU is
-busy. The profiler slows down the host.
+Several traces are drawn below each other. Each title states the time of a step, and the fraction in which the GPU is busy. The
+profiler slows down the host.
 """
 
 import gzip

@@ -3,8 +3,8 @@
     python -m scripts.check.kills --kills 100 --seed 1
 
 The script first trains a reference run without interruptions. Every further run is killed and restarted `--kills-per-run`
-times: at a random moment, while the run saves a checkpoint, or while it evaluates its model. At the end of a run, the script
-compares its results with the reference. Runs are killed and restarted in five ways:
+times: at a random moment, during a save, or during an evaluation. At the end of a run, the script compares its results with the
+reference. Runs are killed and restarted in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again

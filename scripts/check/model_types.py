@@ -48,7 +48,7 @@ SIZES: dict[str, int] = {
 }
 
 
-# If one of these settings is None, its feature is off, so None is kept.
+# In these settings, None switches a feature off, so None is kept.
 KEPT_IF_NONE = {"q_lora_rank", "sliding_window", "pad_token_id", "n_group", "topk_group", "hidden_dim", "rotary_dim"}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _SHARED_KEYS = {

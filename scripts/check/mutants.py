@@ -4,10 +4,10 @@
     python -m scripts.check.mutants --all --only ringattn/mask.py   the mutants of one file, with the whole quick suite
     python -m scripts.check.mutants --generate 10 --seed 1 --only train/reports/metrics.py
 
-The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or exceeds its time limit. A mutant
-survives if all tests pass, which means that a test is missing. The exit status is 1 if any mutant survives. With `--generate`,
-the script makes mutants from the source code of each file given by `--only`. Generated mutants change an operator, a constant,
-a condition, or a call of min or max. The mutants are applied to copies of the repository in a temporary directory.
+The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or exceeds its time limit. The exit
+status is 1 if any mutant survives. With `--generate`, the script makes mutants from the source code of each file given by
+`--only`. Generated mutants change an operator, a constant, a condition, or a call of min or max. The mutants are applied to
+copies of the repository in a temporary directory.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 Naive attention stores the N x N scores of every head. Tiled attention is `ringattn.flash_attention`. Both implementations
 compute a causal forward and backward pass. The length of the sequence doubles from row to row of the table. Naive attention
-stops at the first length at which an allocation fails. On a CPU, --limit-mib limits the memory. The default lengths are small
-on a CPU. On a GPU, naive attention runs out of memory at the longest default lengths.
+stops after the first length that does not fit into memory. On a CPU, --limit-mib limits the memory. The default lengths are
+small on a CPU. On a GPU, naive attention runs out of memory at the longest default lengths.
 """
 
 import sys

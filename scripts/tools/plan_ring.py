@@ -7,10 +7,9 @@ r"""Predict the time, the bytes and the exposed communication of one attention l
 The predictions come from the cost model with which ringattn chooses schedules (`ringattn/planning`).
 
 In each step of a ring pass, the GPUs compute while the links carry the next blocks. A step takes as long as the computation on
-the busiest rank or the transfer over the busiest link, whichever is longer. Time in which a GPU waits for a transfer is called
-exposed. Each step also costs a fixed GPU time, and merging partial results takes additional time. A pass takes at least as long
-as the host needs to launch its steps, unless it is replayed from a CUDA graph. A ring that spans several nodes runs at the
-speed of the network.
+the busiest rank or the transfer over the busiest link, whichever is longer. Exposed time is time in which a GPU waits for a
+transfer. Each step also costs a fixed GPU time, and merging partial results takes additional time. Without a CUDA graph, a pass
+takes at least as long as the host needs to launch the steps. A ring that spans several nodes runs at the speed of the network.
 
 A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk.
 
@@ -50,7 +49,7 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with several GPUs each. Each GPU has its own connection to the network.
+    """Nodes with several GPUs. Each GPU has its own connection to the network.
 
     Times are in seconds, bandwidths in bytes per second, and speeds in FLOP/s. The default FLOP/s were measured on one H200
     with a long sequence. The default launch times were fitted to rings of four H200s (benchmarks/ring.md).
