@@ -125,7 +125,7 @@ class SharedTensors(dict[Any, Any]):
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Let other streams wait until the current stream has written these tensors. The dictionary does not store them."""
+        """Let other streams wait until the current stream has written these tensors, without storing the tensors."""
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
             return
@@ -146,7 +146,7 @@ class SharedTensors(dict[Any, Any]):
         if self._written is None or _stream_address(self._device) in self._streams:
             return
         # A stream that is being captured cannot wait for work outside of its graph. A captured stream need not wait, because
-        # `torch.cuda.graph` has already waited for all work. The function `keep_for_graph` keeps the tensors.
+        # `torch.cuda.graph` has already waited for all work.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

@@ -10,7 +10,7 @@ Scales. The scale of a block is the smallest power of two, from 2^-126 to 2^126,
 scale exceeds 448 in magnitude. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
 
 Rotation. Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
-spreads a few large features over all features of a head, which removes most of the rounding error that they cause.
+spreads large features over the whole head, which removes most of the rounding error.
 
 Values. For e4m3 operands, the instruction wgmma requires that the keys of the value matrix are contiguous. Each block of values
 is therefore stored as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b
@@ -69,8 +69,7 @@ def num_blocks(num_tokens: int) -> int:
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix.
 
-    The matrix is a diagonal matrix of fixed random signs times a Hadamard matrix H / sqrt(D). If D is not a power of two, H has
-    several diagonal blocks: for D = 96, blocks of 64 and 32 rows.
+    The matrix is a diagonal matrix of fixed random signs times a block-diagonal matrix of normalised Hadamard matrices.
     """
     # The matrix is cached, so the caller's modes and defaults must not affect it.
     with torch.inference_mode(False), torch.no_grad():
@@ -90,7 +89,6 @@ def _hadamard(size: int) -> Tensor:
 
 @cached_on_device(maxsize=None)
 def key_order(device: torch.device) -> Tensor:
-    """Return int64 (128,): for each position in a value tile, the index of the key that is stored there."""
     with torch.inference_mode(False):
         group = [8 * (2 * h + b // 2) + 2 * t + b % 2 for h in range(2) for t in range(4) for b in range(4)]
         keys = [32 * g + key for g in range(BLOCK // 32) for key in group]

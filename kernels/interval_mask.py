@@ -91,7 +91,6 @@ class Intervals:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return the bounds (lo, hi) for kernels that need no table of tiles."""
         self._tables.use()
         return self.lo, self.hi
 
@@ -323,10 +322,7 @@ def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host
 
 
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the bounds (lo, hi) of the queries that may attend to each key, int32 (B or 1, Nk).
-
-    The given bounds must never decrease, so that the queries of each key are consecutive.
-    """
+    """Return the bounds (lo, hi) of the queries that may attend to each key, int32 (B or 1, Nk)."""
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
 

@@ -15,7 +15,6 @@ nearly the same time.
 import torch
 from torch import Tensor
 
-# With more heads per group, work tiles wait less for each other, but need more of the L2 cache.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -36,8 +35,8 @@ def order_work_tiles(
 
     Returns:
         int32 (N, 12): first key, end of the keys, first query of the first step, 0, num_unmasked, num_masked, head, batch
-            entry, direction (1 or -1), number in the order, number of the predecessor, and the steps before the first query
-            tile that the predecessor also visits (all steps without a predecessor).
+            entry, direction (1 or -1), number in the order, number of the predecessor, and the number of steps that need not
+            wait for the predecessor.
     """
     tiles, exists = _sort_by_keys(tiles)
     if not exists.any():
@@ -60,7 +59,6 @@ def order_work_tiles(
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
     rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
-    # Interleave the heads of a group.
     num_tiles = tiles.shape[1]
     order = (head_group[:, None] * num_tiles + rank).flatten().argsort(stable=True)
     order = order[exists[mask].flatten()[order]]
@@ -87,7 +85,7 @@ def predecessors(work_tiles: Tensor) -> Tensor:
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty tiles come last."""
+    """Sort the tiles, and place empty tiles at the end."""
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
     tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)
@@ -107,9 +105,7 @@ def _order_chains(
 ) -> tuple[Tensor, Tensor]:
     """Order the tiles of each head, forwards if `direction` is 1 or backwards if it is -1. Return (rank, columns).
 
-    The tensor `rank` (B, T) contains the place of each tile in the order, with empty tiles last. The tensor `columns` (B, T, 3)
-    contains the first query tile, the index of the predecessor in `tiles`, and the number of steps that need not wait for the
-    predecessor.
+    The tensor `rank` (B, T) contains the place of each tile in the order, with empty tiles last.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin

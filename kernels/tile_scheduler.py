@@ -126,9 +126,9 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
-    Round-robin assignment would give some programs 14% more work than the average. If some programs would end late, long work
-    tiles start earlier than in the given order. The argument `predecessors` holds, for each work tile, the index of the work
-    tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles per program.
+    If some programs would end late, long work tiles start earlier than in the given order. The argument `predecessors` holds,
+    for each work tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of
+    work tiles per program.
 
     Return int32 (n, programs, c). In the result, [:, p] holds the work tiles of program p, followed by at least one row of
     zeros.
@@ -170,7 +170,6 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
         loads.sort()
         done += count
         if count < MIN_BLOCK and done < len(steps):
-            # If blocks are short, a heap is faster than sorting all loads for each block.
             heap, block = loads.tolist(), steps[done : done + HEAP_TILES].tolist()
             least[done : done + len(block)] = [heapreplace(heap, heap[0] + time) for time in block]
             loads = np.sort(heap)
@@ -192,8 +191,8 @@ def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[nda
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times. Move a work tile forward if it would end later than (1 - MARGIN) times the mean
-    time of all programs.
+    """Order work tiles by their start times. Move a work tile forward if the work tile would end later than (1 - MARGIN) times
+    the mean time of all programs.
 
     A work tile never starts before its predecessor.
     """

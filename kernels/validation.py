@@ -1,11 +1,9 @@
-"""Check the arguments of attention calls. Rules that several callers need are defined once in this module, together with their
-error messages.
+"""Check the arguments of attention calls.
 
 The public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check the arguments
 of every kernel call, which catches mistakes in the code of `ringattn`. The kernels themselves check nothing.
 
-Functions whose names begin with `check` return None or raise ValueError. Error messages state the given value, the requirement
-and what to do.
+Functions whose names begin with `check` return None or raise ValueError.
 """
 
 import math
@@ -154,7 +152,6 @@ def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check the arguments that forward and backward share."""
     check_shapes(q, k, v)
     (batch, num_queries, num_heads), num_keys, device = q.shape[:3], k.shape[1], q.device
     if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
@@ -236,7 +233,6 @@ def check_cache(
 
 
 def check_bounds(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> None:
-    """Check the arguments that change with every token."""
     batch, num_queries, *_ = q.shape
     shape = (1 if lo.shape[:1] == (1,) else batch), num_queries
     _check_int32("lo", lo, shape, q.device)

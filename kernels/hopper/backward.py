@@ -30,7 +30,7 @@ from ringattn.kernels.triton.launcher import launch
 # With more queries per 64 keys, skipping masked steps would cost more time than it saves.
 MOST_QUERIES_TO_SKIP = 1536
 
-# The wide kernel for dq limits K and V of a head group to KEY_BYTES_IN_L2, so that they stay in the L2 cache.
+# In the wide kernel for dq, K and V of a head group take at most KEY_BYTES_IN_L2 and stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -60,9 +60,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def keeps_operands(self) -> bool:
-        """Return whether K and the first part of V stay in registers for all steps of a work tile.
-
-        Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. Tiles of 64 or 128
+        """Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. Tiles of 64 or 128
         columns would need more registers than a thread has.
         """
         return self.columns == 96
@@ -126,9 +124,8 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """Return the shared-memory layout of P (64 keys, queries), in which the elements have the same order as in registers.
-
-        Within 16 columns, each thread's eight numbers are contiguous. This avoids bank conflicts.
+        """Return the layout of P (64 keys, queries) in shared memory. The elements have the order of the registers, which
+        avoids bank conflicts.
         """
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)

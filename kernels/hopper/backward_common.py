@@ -16,10 +16,7 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 @gluon.jit
 def opaque_zero():
-    """Return 0 from inline assembly, so that the compiler cannot know the value.
-
-    Adding this 0 to an index prevents the compiler from keeping the address in a register during a loop.
-    """
+    """Adding `opaque_zero()` to an index prevents the compiler from keeping the address in a register during a loop."""
     return hopper_common.execute("mov.b32 $0, 0;")
 
 

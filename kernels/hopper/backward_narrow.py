@@ -80,7 +80,7 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# Q, dO and dS have two pipeline stages. The expression `stage ^ 1` selects the other stage, because there are two stages.
+# Q, dO and dS have two pipeline stages, so `stage ^ 1` is the other stage.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
@@ -96,11 +96,11 @@ def dq_columns(config, consumer: int) -> int:
 
 @gluon.constexpr_function
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
-    """Return the layout of dQ (64, columns) in shared memory, which is the order of the elements in a warpgroup's registers.
+    """Return the layout of dQ (64, columns) in shared memory. The elements have the order of the registers, which avoids bank
+    conflicts.
 
-    Within 8 columns, each thread's four numbers are contiguous. This avoids bank conflicts. Basis vector i of the layout is the
-    (row, column) of the element at offset 2**i. The swizzle in this layout cancels the 128-byte swizzle of TMA. TMA combines
-    bits 5 to 7 of an offset with bits 2 to 4 by exclusive or.
+    Basis vector i of the layout is the (row, column) of the element at offset 2**i. The swizzle in this layout cancels the
+    128-byte swizzle of TMA. TMA combines bits 5 to 7 of an offset with bits 2 to 4 by exclusive or.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -369,7 +369,7 @@ def _compute_work_tile(
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     if CONFIG.deterministic and CONFIG.group == 1:
-        # The writer computes the chunk addresses. A single loop saves registers.
+        # A single loop over all steps saves registers.
         for step in range(num_steps + opaque_zero()):
             start = (begin + step * direction) * CONFIG.queries
             grad_k, grad_v = _step_or_skip(
@@ -382,7 +382,7 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # `opaque_zero` hides the number of iterations, with which the compiler would generate more instructions per step.
+    # `opaque_zero` hides the number of iterations, because the compiler would otherwise generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
         # Gluon rejects two names for one value in a loop, so add 0 to create a second value.
@@ -422,7 +422,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # These numbers are loaded again, so that they do not occupy registers during the steps.
+        # Load these numbers again, because keeping them would occupy registers during all steps.
         batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
@@ -509,7 +509,7 @@ def _main_kernel(
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # `staged` signals that a staging buffer is full, and `released` that TMA has read it.
+        # `staged` signals that a staging buffer is full. `released` signals that TMA has read the staging buffer.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size

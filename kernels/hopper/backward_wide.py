@@ -146,7 +146,7 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store factor * sums in up to 64 rows of one head. If ADD is set, add the result to the rows in memory instead.
+    """Store factor * sums, or add factor * sums if ADD is set.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).
@@ -211,10 +211,7 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_scale, CONFIG: gl.constexpr):
-    """Wait for the scores (64 keys, queries) of a step, compute P, and send P to the other consumer.
-
-    Return P as the left operand of the product for dV.
-    """
+    """Return P as the left operand of the product for dV."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     _keys, _values, lse_tiles, _delta_tiles, p_tiles = buffers
     _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
@@ -235,7 +232,7 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
 
 @gluon.jit
 def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
-    """Wait for dP (64 keys, queries) of a step and for P. Return dS as the left operand of the product for dK."""
+    """Return dS as the left operand of the product for dK."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     _keys, _values, _lse_tiles, delta_tiles, p_tiles = buffers
     _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
@@ -273,7 +270,7 @@ def _issue_key_scores(buffers, rings, step, CONSUMER: gl.constexpr, CONFIG: gl.c
 
 @gluon.jit
 def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run a consumer. Consumer 0 computes P and dv, and consumer 1 computes dS and dk."""
+    """Consumer 0 computes P and dv, and consumer 1 computes dS and dk."""
     bounds, work_tiles, sizes, grads, scale, buffers, barriers, rings = arguments
     _num_masks, _num_tiles, num_keys = sizes
     FOR_DV: gl.constexpr = CONSUMER == 0
@@ -446,9 +443,7 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip steps in which this consumer has no rows, or its rows attend to no key. The consumer still releases all slots and
-    takes its ping-pong turns. Return the next step.
-    """
+    """Skip `num_steps` steps, but release their slots and take their turns, for which other warps wait."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring

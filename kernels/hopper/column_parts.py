@@ -92,7 +92,7 @@ def wait_for_parts(parts, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def join_parts(parts, COLUMNS: gl.constexpr):
-    """Join the parts of a result to one tensor, (64, 64) or (64, 128). With 96 columns, its last 32 columns are zeros."""
+    """Return (64, 64) or (64, 128). With 96 columns, the last 32 columns are zeros."""
     if num_parts(COLUMNS) == 1:
         return parts[0]
     else:

@@ -210,7 +210,7 @@ def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: g
 
 @gluon.jit
 def load_work_tile(work_tiles, index):
-    """Load the entry `index` of `Intervals.work_tiles`. Return (batch entry, head, first row, end of the rows, loop).
+    """Load the entry `index` of `Intervals.work_tiles`.
 
     `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). If `end` is 0, the program has no more work tiles. The
     producer may be several work tiles ahead, so every partition loads the entry.
@@ -229,7 +229,7 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def num_steps(loop):
-    """Count the steps of the KV loop. Even a work tile without keys has one step."""
+    """Even a work tile without keys has one step."""
     _, _, num_unmasked, num_masked = loop
     return gl.maximum(num_masked + num_unmasked, 1)
 

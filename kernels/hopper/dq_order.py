@@ -108,8 +108,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # If `num_steps` is odd, the two writers swap their counters after each query head. `earlier` is the final value of
-            # the counter for the previous query head.
+            # If `num_steps` is odd, the two writers swap their counters after each query head.
             earlier = (member - 1) * PER_HEAD + num_steps - ((num_steps - 1 - skip) & 1)
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)

@@ -91,7 +91,6 @@ def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def split_columns(tile):
-    """Split an accumulator into left and right halves. No data moves between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
 
@@ -190,7 +189,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # Do not use TMA, because it would also write rows of another work tile.
+        # Do not use TMA, because TMA would also write rows of another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 

@@ -23,9 +23,7 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """Store part * alpha + source * beta.
-
-    The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) contain one number per row.
+    """The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) contain one number per row.
     The tensor `index` (64,) contains the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask of the rows to store.
     """
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
@@ -60,10 +58,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
-    """Add o to the target (B, Nq, Hq, Dv).
-
-    No two threads add to the same number, so the sums are deterministic.
-    """
+    """No two threads add to the same number, so the sums are deterministic."""
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)
     if CONFIG.value_dim < CONFIG.dim:

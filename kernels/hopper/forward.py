@@ -232,11 +232,10 @@ class Fp8Config(ForwardConfig):
 
     @property
     def p_layout(self) -> gl.DotOperandLayout:
-        """Return the register layout of P as the left operand of P V, which is the same for every number of columns."""
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# The tile sizes below were the fastest on an H200, except for 96 columns, which was measured on an H100.
+# These tile sizes were the fastest on an H200, and for 96 columns on an H100.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
@@ -246,7 +245,6 @@ TILES = {
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# If 64 consecutive queries attend to at most MEDIUM_KEYS keys, work tiles with four query heads are faster.
 MEDIUM_KEYS = 1088
 TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registers=112, ping_pong=False, fence_softmax=False)
 
@@ -282,7 +280,7 @@ def configure(
 ) -> NarrowConfig | WideConfig | Fp8Config:
     """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
 
-    `few_rows` tells whether to use TILES_FEW_ROWS, and `medium` whether to use TILES_MEDIUM. If `short` is positive, it is the
+    `few_rows` tells whether to use TILES_FEW_ROWS, and `medium` whether to use TILES_MEDIUM. If positive, `short` is the
     `packed_heads` of `forward_short`.
     """
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)

@@ -212,7 +212,6 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
 
 @gluon.jit
 def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip a work tile with `count` steps in which this consumer has no rows."""
     mbarrier.arrive(barriers[1], count=1)
     return skip_steps(barriers, count + CONFIG.extra_steps, position, CONSUMER, CONFIG)
 

@@ -59,10 +59,7 @@ SUM_COLUMNS = gl.constexpr(8)
 def _load_stage(
     tiles, k_start, v_block, heads, ring, barriers, position, HAS_K: gl.constexpr, HAS_V: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Load K from key `k_start` on and V of block `v_block` into the next stage. Return the next position.
-
-    If HAS_K or HAS_V is 0 instead of 1, the tile is not loaded.
-    """
+    """If HAS_K or HAS_V is 0 instead of 1, the tile is not loaded."""
     _q, k, v = tiles
     _q_full, _q_empty, full, empty = barriers
     batch, key_head = heads

@@ -196,7 +196,7 @@ def _skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """CONSUMER is -1 if the consumer skips the work tile. Return (own stage, next stage, its phase)."""
+    """CONSUMER is -1 if the consumer skips the work tile."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     own_stage = stage

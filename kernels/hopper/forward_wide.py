@@ -116,10 +116,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """The argument `query` is (the first 128 columns of Q in registers, Q in shared memory, the tail of Q).
-
-    Return (S, next position).
-    """
+    """The argument `query` is (the first 128 columns of Q in registers, Q in shared memory, the tail of Q)."""
     _queries, _query_tails, ring, key_tails = buffers
     in_registers, in_shared, query_tail = query
     stage, phase, tail = position

@@ -10,8 +10,7 @@ pass.
 - In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
 RESCALE_THRESHOLD. For fp16 inputs, the first pass also raises the reference max to the running maximum.
 
-In a wgmma accumulator, each row is distributed over four threads. Sums and maxima are stored per thread, as tensors (64, 4), so
-that no step exchanges numbers between threads.
+In a wgmma accumulator, four threads hold each row. Every thread keeps its own sums and maxima, in tensors (64, 4).
 """
 
 from triton.experimental import gluon
@@ -19,8 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.hopper.common import ROWS, is_masked, step_start
 
-# UNSET_REF_MAX is the reference max of a row that has not attended to any key. It is finite, so that exp2(-inf - UNSET_REF_MAX)
-# is 0 instead of NaN.
+# UNSET_REF_MAX is the reference max of a row that has attended to no key. With -inf instead, the probabilities would be NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
 # If l is below OVERFLOW_LIMIT, o fits into fp32 for values of V up to 2**79.
@@ -32,7 +30,6 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 @gluon.jit
 def by_thread(tile, COLUMNS: gl.constexpr):
-    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2)."""
     return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
 
 
@@ -44,7 +41,6 @@ def _along_row(numbers, tile):
 
 @gluon.jit
 def _bits_below(bound, tile):
-    """Bit i of the result (64, 4) is 1 if the thread's i-th column is below the row's bound."""
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
     distance = gl.maximum(gl.convert_layout(bound, gl.SliceLayout(1, NUMBERS)).expand_dims(1) - first, 0)

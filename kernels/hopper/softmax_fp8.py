@@ -22,8 +22,8 @@ Levels. In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. One 
 and replaces negative numbers by 0. Therefore converting x * 2^-24 to fp16 rounds x to an integer. Each instruction processes
 two levels, which are packed into one 32-bit word.
 
-In the first steps of a work tile, `raise_ref_max` computes the reference max in fp32, because it may still be UNSET_REF_MAX.
-After the rounding in each step, `limit_levels` raises the reference max if a level exceeds MAX_LEVEL.
+In the first steps of a work tile, the reference max may be UNSET_REF_MAX, so `raise_ref_max` computes the reference max in
+fp32.
 """
 
 from triton.experimental import gluon

@@ -209,10 +209,7 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
 
 
 def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
-    """Combine lse (in log2 units) and delta, both (B, Nq, Hq), into one fp32 tensor (B, Hq, Nq, 2).
-
-    The inner loops of the kernels load lse and delta as pairs.
-    """
+    """Combine lse (in log2 units) and delta, both (B, Nq, Hq), into one fp32 tensor (B, Hq, Nq, 2)."""
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
     padded = triton.next_power_of_2(num_heads)

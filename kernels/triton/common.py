@@ -114,9 +114,7 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the given accumulators, and a new tensor for each None. Without queries or keys, no kernel runs, so the new
-    tensors are zeros.
-    """
+    """Return the given accumulators, and a new tensor for each None."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -159,7 +157,7 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 
 @triton.jit
 def program_tile(num_tiles):
-    """Return the tile and the head (counted over the whole batch) that this program computes.
+    """The returned head is counted over the whole batch.
 
     Concurrent programs compute the same head, so its operands stay in the L2 cache. The tiles of the last INTERLEAVED_HEADS
     heads are interleaved, longest tiles first, so that all SMs end at nearly the same time.
@@ -196,7 +194,6 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return a pointer to the list of one block of rows, from `BlockMask.query_lists` or `BlockMask.key_lists`."""
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
     return block_lists + row
@@ -204,7 +201,6 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 @triton.jit
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tuple `loop` for the rows [first, end). The pointer `blocks` is from `kept_blocks`."""
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
     # Rows attend only to the blocks [start, stop), and all rows attend to every column of the blocks [full, tail).
@@ -245,9 +241,7 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Without a block mask, all tiles of one head come before the next head. With a block mask, `column` is the result of
-    `load_block_column`.
-    """
+    """Without a block mask, all tiles of one head come before the next head."""
     head = 0
     if GROUP > 1 and BLOCK == 0:
         # The divisor must be at least 1 even if the loop is empty, because Triton computes the first addresses before the loop.
@@ -307,7 +301,6 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """Compute delta, as in `reference.row_delta`, from the tiles that `load_outputs` returns."""
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:

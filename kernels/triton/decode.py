@@ -13,7 +13,7 @@ For each batch entry in a run, the program stores a partial state, called a *par
 batch entry and key head merges all of these parts. If merging in one program would take too long, a second launch merges the
 parts. The rows of a tile are the queries of all query heads that share a key head.
 
-While a program waits for queries, it prefetches its first key tile into the L2 cache.
+Before the queries are ready, each program prefetches its first key tile into the L2 cache.
 
 The kernels read the intervals on the GPU, and the launches depend only on shapes. Therefore a call can be captured in a CUDA
 graph.
@@ -138,8 +138,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the key tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    Return (index of each batch entry, number of tiles of each batch entry, number of tiles per run). The first two are
-    (padded_batch,).
+    Return (index of each batch entry, number of tiles of each batch entry, number of tiles per run).
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
@@ -205,7 +204,6 @@ def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constex
 def _attend_to_tiles(
     query, cache, strides, ranges, entry, head, begin, end, scale, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr
 ):
-    """`cache` is (k, v, page_table, table_stride), and `strides` is (k_batch, k_row, k_head, v_batch, v_row, v_head)."""
     TILE_ROWS: tl.constexpr = CONFIG.rows
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
     query_tile, row_lo, row_hi = query
@@ -461,7 +459,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """Return the number of ranges (runs) into which the key tiles are divided. Each run has `programs` programs.
+    """Each run has `programs` programs.
 
     Memory is read fastest with one program per SM. If one program per SM would leave more than a quarter of the SMs idle, plan
     for two programs per SM.

@@ -118,8 +118,7 @@ def _forward_kernel(
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """Compute `reference.forward`.
 
-    q, k and v are fp16, bf16 or fp32, with head dims up to 256. If `final` is False, the function updates a given `state` in
-    place. Tensors whose strides the kernel cannot use are copied.
+    q, k and v are fp16, bf16 or fp32, with head dims up to 256. Tensors whose strides the kernel cannot use are copied.
     """
     m, l, o, out, lse = common.allocate_results(q, v, state, final)
     if q.numel() > 0:

@@ -49,7 +49,6 @@ def launch(
     key = device, *key
     compiled = _compiled.get(key)
     if compiled is None:
-        # The first launch goes through Triton, which compiles the kernel.
         options = {"launch_cooperative_grid": True} if cooperative else {}
         options |= {"maxnreg": max_registers} if max_registers else {}
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **OPTIONS, **options)

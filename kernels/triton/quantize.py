@@ -55,7 +55,6 @@ def _round(x):
 
 @triton.jit
 def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
-    """Return fp32. The argument `x` is (pointers to the first column, mask of the rows)."""
     pointers, mask = x
     columns = tl.arange(0, PART)
     matrix = tl.load(matrices + (INDEX * PART + columns[:, None]) * PART + columns[None, :])
@@ -140,7 +139,7 @@ def _split_index(index, heads, num_tokens):
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# Let Triton specialise on the strides, because it generates 16-byte loads only for known multiples of 16.
+# Let Triton specialise on the strides, because Triton generates 16-byte loads only for known multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
@@ -199,9 +198,7 @@ def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
-    """Compute `fp8.quantize`, with a single kernel if the head dims are equal and in HEAD_DIMS. The kernel's value tiles are
-    not contiguous.
-    """
+    """Compute `fp8.quantize`, with a single kernel if the head dims are equal and in HEAD_DIMS."""
     if q.shape[3] != v.shape[3] or q.shape[3] not in HEAD_DIMS:
         return fp8.quantize(q, k, v)
     (q, k, v), scales = _convert(q, k, v)
