@@ -20,6 +20,7 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
+# After a block of fewer than MIN_BLOCK work tiles, a heap assigns the next HEAP_TILES work tiles faster than sorting does.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 

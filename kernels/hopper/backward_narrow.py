@@ -290,6 +290,7 @@ def _step(
     # Without this fence, wgmma could read shared memory before the stores of dS are visible.
     fence_async_shared()
     if not CONFIG.deterministic:
+        # The compiler adds a thread barrier after this short wait. The stores of dS need this barrier, too.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)

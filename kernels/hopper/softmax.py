@@ -24,7 +24,7 @@ UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 # If l is below OVERFLOW_LIMIT, o fits into fp32 for values of V up to 2**79.
 OVERFLOW_LIMIT = gl.constexpr(2.0**48)
 
-# RESCALE_THRESHOLD is in log2 units.
+# RESCALE_THRESHOLD is in log2 units: fp16 represents probabilities up to 2**8 precisely.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 

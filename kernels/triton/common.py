@@ -51,6 +51,7 @@ _TILES_16_BIT = {
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
+# Exact fp32 products keep whole operand rows in each thread's registers, so their tiles are small.
 _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
