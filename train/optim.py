@@ -227,7 +227,7 @@ def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Return the learning rate of a step. Steps are counted from 1 to `steps`.
 
-    The rate rises linearly to `config.lr` in the warmup. Then it follows `config.schedule`:
+    The rate rises linearly to `config.lr` in the warmup. After the warmup, the rate follows `config.schedule`:
 
         cosine: the rate falls along half a cosine to min_lr_ratio * lr at the last step.
         wsd: the rate stays at lr, and falls linearly to min_lr_ratio * lr during the last `decay_fraction` of all steps.

@@ -64,7 +64,7 @@ def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context for `stop_requested`.
 
     Outside this context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
-    it. The same SIGTERM may arrive several times, because torchrun forwards it. After the first Ctrl-C, a second Ctrl-C ends
+    SIGHUP. torchrun may forward the same SIGTERM several times. After the first Ctrl-C, a second Ctrl-C ends
     the process at once, and so does the SIGTERM that torchrun then sends.
     """
 

@@ -270,7 +270,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     """Build the sharded model of a run and load its weights, without an optimizer and without any text.
 
     Args:
-        config: the settings. `config.check` must have accepted them.
+        config: the settings, which `config.check` must have accepted.
         weights: a checkpoint, or a folder with a Hugging Face model.
 
     Raises:

@@ -91,8 +91,8 @@ class Saver:
     def save(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> None:
         """Save a checkpoint after the previous save has ended. Arguments and errors as in `storage.save`.
 
-        A background save copies the tensors first, so they may change after this function returns. `wait` then raises the
-        errors.
+        A background save first copies the tensors, which may change after this function returns. `wait` raises the
+        errors of the save.
         """
         self.wait()
         if not self._is_background:

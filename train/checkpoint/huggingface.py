@@ -315,7 +315,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     for name in ("rope_trained_len", "rope_scaling"):
         settings.setdefault(name, None)
     if model.rope_factor is None:
-        model = replace(model, rope_trained_len=None, rope_scaling=cast("str", None))  # They have no effect.
+        model = replace(model, rope_trained_len=None, rope_scaling=cast("str", None))
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
     if fixed := {name: value for name, value in changes.items() if name not in MAY_DIFFER}:
         listed = _list_changes(fixed, model)
@@ -326,7 +326,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
 
 
 def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
-    """Return a warning if the published model does not support `seq_len` tokens. Otherwise, return ""."""
+    """Return "" if the published model supports `seq_len` tokens. If not, return a warning."""
     settings, config = declared_settings(path), json.loads((path / "config.json").read_text())
     positions = config.get("max_position_embeddings")
     has_other_scaling = model.rope_factor is not None and model.rope_factor != settings["rope_factor"]

@@ -108,7 +108,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     Raises:
         ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
     """
-    # Rank 0 chooses the checkpoint, so that all ranks resume from the same one.
+    # Rank 0 chooses the checkpoint, so that all ranks resume from the same checkpoint.
     with sync_errors():
         found = choose_checkpoint(directory, trainer) if dist.get_rank() == 0 else None
     return broadcast_object(found)

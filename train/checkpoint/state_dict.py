@@ -46,7 +46,7 @@ def load_rng_state(path: Path) -> bool:
     """Restore this rank's random generators from a checkpoint. All ranks call this function.
 
     Returns:
-        False if another number of ranks saved the checkpoint. Nothing is restored then.
+        False if another number of ranks saved the checkpoint. The generators are unchanged.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.

@@ -17,8 +17,8 @@ default, the command evaluates the held-out text of the run. These settings sele
     data.column=... data.subset=... data.format=...   as in training
 
 trainer.eval_tokens=N sets the number of target tokens. Other settings can follow as group.key=value, for example
-trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains them. With
-trainer.fp8_attention=inference, attention uses FP8.
+trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. docs/settings.md explains all
+settings. With trainer.fp8_attention=inference, attention uses FP8.
 
 With evaluate=recall, the command generates the sequences of data=recall. The files recall.md and recall.png contain the
 accuracy by sequence length and by position of the answer. By default, the recall task is evaluated at the training length, half

@@ -5,7 +5,7 @@
 
 The settings of the text are those of the training: data, data.path, data.subset, data.split, data.format, data.column,
 data.messages_column, data.join, data.max_document_mb, data.on_error, data.tokenizer, data.eos_token, data.special_tokens
-and data.num_proc, the number of processes. docs/settings.md explains them.
+and data.num_proc, the number of processes. docs/settings.md explains all settings.
 
 If the command is killed, run it again to continue where it stopped.
 """

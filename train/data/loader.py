@@ -170,7 +170,7 @@ class Loader:
         return self._positions.get(consumed) or self.preparation.data.start
 
     def learn(self, requests: Sequence[Requests]) -> None:
-        """Record which schedules and tables a step has used. Later steps prepare the same ones."""
+        """Record which schedules and tables a step has used. Later steps prepare the same schedules and tables."""
 
     def close(self) -> None:
         """End the loader process."""

@@ -95,7 +95,7 @@ class PackedDataset(TokenisedDocuments):
         """Return the length of each part of a document in the first epoch, and whether the part begins the document."""
         _, ends, _ = self._order_of(0)
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # All arrays are sorted, so this sort only merges them. For millions of documents, `np.unique` takes many seconds.
+        # A stable sort only merges sorted arrays. For millions of documents, `np.unique` takes many seconds.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         edges = edges[np.diff(edges, prepend=-1) > 0]
         starts = edges[:-1]
@@ -295,7 +295,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
         training: the training text.
 
     Raises:
-        ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
+        ConfigError: the held-out text cannot be loaded, or the training text contains held-out text.
     """
     if config.source == "recall":
         return recall.RecallDataset(config.seq_len, recall.EVALUATION_SEED)

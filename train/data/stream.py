@@ -52,7 +52,7 @@ class Position(NamedTuple):
         block: the number of the block.
         document, token: the consumed documents of the block, and the consumed tokens of the next document.
         faulty: the number of faulty documents that were skipped before the block.
-        fault: the message about the latest of them.
+        fault: the message about the latest faulty document.
     """
 
     sequences: int = 0
@@ -72,7 +72,7 @@ class Reader:
     Args:
         stream: the stream.
         number: the number of the reader.
-        position: the position from which it continues.
+        position: where the reader starts.
     """
 
     def __init__(self, stream: "StreamDataset", number: int, position: Position):

@@ -59,7 +59,7 @@ class Experts(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         expert, order = chosen.flatten().sort(stable=True)
         inverse = order.argsort()
-        # `ends` stays on the device, so that the host does not wait for it.
+        # `ends` stays on the device, so that the host does not wait for the GPU.
         ends = torch.searchsorted(expert, torch.arange(len(self.gate), device=x.device), right=True, out_int32=True)
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -172,7 +172,7 @@ def pair_shares(run: Run) -> prediction.Shares:
 def communication_facts(run: Run) -> dict[str, Any]:
     """Return the ring's transport, route and schedules for sequences with one document.
 
-    All ranks must call this function, and only after the first step has connected them.
+    All ranks must call this function after the first step.
 
     Returns:
         `transport`: "nvlink", "nccl", "gloo" or None. For a ring, the dict also contains `route`, `schedule_forward`,

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 # The functions that record the memory of a GPU are documented by PyTorch, but private.
 _memory: Any = torch.cuda.memory
 
-# With `trainer.profile=true`, these steps of a launch are profiled. They follow the warm-up.
+# With `trainer.profile=true`, these steps of a launch are profiled.
 DEFAULT_STEPS = 3, 5
 # The number of latest allocations in a memory snapshot
 MAX_MEMORY_EVENTS = 200_000

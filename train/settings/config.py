@@ -280,8 +280,8 @@ class DataConfig(Frozen):
     # The end-of-text token of a tokenizer.json, quoted twice on the command line: 'data.eos_token="<|im_end|>"'. None: the
     # token in tokenizer_config.json or config.json in the same folder, or a token with a common name such as "<|endoftext|>".
     eos_token: str | None = None
-    # The encoding of names of special tokens, such as <|im_start|>, in a text or a prompt. "text" encodes them as ordinary
-    # text. "parse" encodes them as special tokens, for text from a chat template, and requires a tokenizer.json.
+    # The encoding of names of special tokens, such as <|im_start|>, in a text or a prompt. "text" encodes names as
+    # ordinary text. "parse" encodes names as special tokens, for text from a chat template, and requires a tokenizer.json.
     special_tokens: str = "text"
     # The number of tokens per sequence, over all ranks that share the sequence.
     seq_len: int = 512
@@ -370,21 +370,21 @@ class ParallelConfig(Frozen):
 class MemoryConfig(Frozen):
     """Decides where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
 
-    # The storage of the blocks' intermediate results. "keep" leaves them in GPU memory. "recompute" makes the backward pass
+    # The storage of the blocks' intermediate results. "keep" uses GPU memory. "recompute" makes the backward pass
     # recompute the blocks, except for attention. "recompute-all" includes attention. "offload" is "recompute" with the inputs
     # and the attention results of all blocks except the last in host memory. "offload-inputs" is "recompute-all" with the
     # inputs in host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
-    # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" leaves them in GPU memory. "offload" moves them
-    # to host memory, where the CPU updates the blocks during the next forward pass. "auto" offloads the fastest number of
+    # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" uses GPU memory. "offload" uses
+    # host memory, where the CPU updates the blocks during the next forward pass. "auto" offloads the fastest number of
     # blocks.
     optimizer: str = "auto"
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
     # (torchao), which needs a quarter of the memory. 8-bit moments stay in GPU memory.
     moments: str = "fp32"
     # The number of tokens of a sequence that a rank processes at once in norms, projections, feed-forward networks and experts.
-    # The backward pass recomputes one chunk at a time. If None, the chunk has all tokens if they fit into memory, and otherwise
-    # 16,384 tokens. 0: all tokens.
+    # The backward pass recomputes one chunk at a time. None selects all tokens if the memory suffices, or else 16,384
+    # tokens. 0: all tokens.
     chunk: int | None = None
 
 
@@ -489,7 +489,7 @@ class TrainerConfig(Frozen):
     # held-out text.
     sample_prompt: str | None = None
     # The peak TFLOP/s of one device, for the model FLOPs utilisation (MFU). If None, the peak of a known GPU comes from a
-    # table. Other GPUs then show no MFU.
+    # table. Unknown GPUs show no MFU.
     peak_tflops: float | None = None
     # The steps to profile: a range such as 10-12, or true for three steps after the warm-up of each launch. Every rank writes a
     # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
