@@ -22,8 +22,8 @@ PAGE_UNIT = 64  # each tile of keys in a kernel must lie within one page
 class PagedKVCache:
     """A `PagedKVCache` holds the keys and values of several growing sequences, one per batch entry, for `decode_attention`.
 
-    `append` and `reserve` take free pages for a sequence, and `truncate` frees pages. In a CUDA graph, pass `rows` to `append`.
-    Before each replay, `reserve` takes pages for the new tokens, and changes the page table in place:
+    In a CUDA graph, pass `rows` to `append`. Before each replay, `reserve` takes pages for the new tokens, and changes the page
+    table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):

@@ -13,8 +13,8 @@ keys.
     queries   --------->---------->---------->             sent one step ahead of the computation that needs them
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
-During step t, ranks send the queries for step t + 1 and the states of step t - 1. In the KV ring, keys and values circulate,
-and the queries and their state stay. `ringattn.planning.schedule` explains the schedules, with and without relays.
+In the KV ring, keys and values circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the
+schedules, with and without relays.
 
 `run_schedule` contains all of the communication. The four passes only define which tensors circulate, what one local step
 computes, and how partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop.

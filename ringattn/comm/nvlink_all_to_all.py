@@ -5,8 +5,7 @@ layout of the receive tensors, so a sender copies its slice straight to the fina
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
-before they write into the rank's receive buffer. To avoid deadlocks, a rank's send i waits only for work that other ranks issue
-before their send i + 1.
+before they write into the rank's receive buffer.
 """
 
 from functools import lru_cache

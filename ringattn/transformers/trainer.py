@@ -95,7 +95,6 @@ class RingMixin(Base):
         return prepare_loader(loader, self.ring_size, self.accelerator)
 
     def _gather_over_rings(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Gather scalars from all ranks, and other tensors from the first rank of every ring."""
         if use_gather_object:
             raise ValueError("eval_use_gather_object=True is not supported on a ring: set it to False")
         state = self.accelerator.gradient_state
