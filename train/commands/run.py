@@ -197,7 +197,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def check_earlier_attempt(directory: Path, attempt: int) -> None:
-    """Reject the job if the job ran out of memory in an earlier attempt of this launch."""
+    """Reject a job that ran out of memory in an earlier attempt of this launch."""
     marker = directory / MEMORY_MARKER
     if attempt == 1:
         marker.unlink(missing_ok=True)

@@ -272,7 +272,7 @@ class DataConfig(Frozen):
     # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
     # text and counts it.
     on_error: str = "raise"
-    # The number of processes per host that tokenise the text. None: one process per CPU core of a rank, or fewer for a small
+    # The number of processes per host that tokenise the text. None: as many as a rank has CPU cores, or fewer for a small
     # text.
     num_proc: int | None = None
     # The tokenizer: "bytes", or the path of a tokenizer.json.
@@ -438,7 +438,7 @@ class TrainerConfig(Frozen):
     # state are always fp32.
     precision: str = "auto"
     # The use of FP8 in the forward pass of attention: "never", "inference" (in evaluation, and for the prompt in generation) or
-    # "always" (also in training). The backward pass never uses FP8.
+    # "always" (also in training). The backward pass of attention never uses FP8.
     fp8_attention: str = "never"
     # Whether the linear layers of the blocks use FP8 in training steps (torchao, one scale per tensor). Evaluation and
     # generation use bf16, and the MFU stays relative to the peak of bf16. FP8 layers require a GPU of compute capability 8.9 or
