@@ -5,7 +5,8 @@ layout of the receive tensors, so a sender copies its slice straight to the fina
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
-before they write into the rank's receive buffer.
+before they write into the rank's receive buffer. There is no deadlock, because send i of a rank waits only for work that the
+other ranks issue before their send i + 1.
 """
 
 from functools import lru_cache

@@ -151,6 +151,7 @@ class Recovery:
             self.generation, self.left, self._seen = self.generation + 1, None, 0.0
 
     def _drain(self, events: tuple[Any, ...]) -> None:
+        # Another thread runs this method, because the main thread may be waiting for the GPU.
         with suppress(Exception):  # the next call raises it
             if self._is_same_exception(self._read_records()):
                 self.transport.release(events, lambda: self._meet("past"))
