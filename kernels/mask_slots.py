@@ -16,7 +16,7 @@ class MaskSlots:
     """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Run the kernels of the graph
     once beforehand, so that the masks contain all tables that the kernels need.
 
-    Capture the graph with the masks in the attribute `masks`.
+    Capture the graph with the masks of `self.masks`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:

@@ -229,6 +229,6 @@ def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # The FLOP formulas read the values of some fake tensors.
+    # With make_constant=True, the FLOP formulas can read the values of fake tensors.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)

@@ -1,4 +1,4 @@
-"""Prepare q, k and v for a forward pass of a ring, unchanged or rounded to FP8.
+"""Prepare q, k and v for the forward pass of a ring. With precision="fp8", round the tensors to FP8.
 
 `PlainOperands` circulate without conversion. `QuantizedOperands` are rounded once to the FP8 format of `ringattn.kernels.fp8`,
 and circulate as uint8 tensors with rows in dimension 1:

@@ -15,7 +15,7 @@ from ringattn.mask import Mask, intervals_at, kinks
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The R runs of all ranks, sorted by rank and row. All B batch entries have the same runs."""
+    """The R runs of all ranks, sorted by rank and row."""
 
     layout: Layout
     rank: np.ndarray  # (R,), the rank that holds the rows

@@ -152,7 +152,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
             check_space(run, directory / "checkpoints", done)
         # An old summary is wrong if this run adds or repeats steps.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Remove later checkpoints first, so that a killed run resumes from the same checkpoint.
+        # If the run is killed, its next launch must not resume from a checkpoint of later steps.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
 

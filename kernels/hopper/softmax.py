@@ -183,8 +183,6 @@ def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
 def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
     """Compute the softmax of a consumer's first step. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
     `load_consumer_tile`.
-
-    Keys beyond the last one are harmless, because their scores are masked.
     """
     lo, hi, _, ref_max = row_bounds
     if is_masked(loop, step):

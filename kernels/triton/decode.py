@@ -37,7 +37,7 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# A program of the second launch loads up to 4,096 elements of o at once.
+# In the second launch, a program loads up to MERGE_ELEMENTS elements of o at once.
 MERGE_ELEMENTS = 4096
 # With more than four programs per SM in the second launch, an early start of the next kernel would delay that kernel.
 MAX_MERGE_PROGRAMS_PER_SM = 4

@@ -59,8 +59,7 @@ def launch(
 
 
 class PreparedLaunch:
-    """A `PreparedLaunch` repeats launches of one kernel on one device with the same grid, numbers, constants, options and
-    dtypes.
+    """Launches one kernel repeatedly, each time with other tensors of the same dtypes.
 
     A prepared launch takes even less time than `launch`. The argument `options` contains launch options of Triton.
     """

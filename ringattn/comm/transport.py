@@ -244,8 +244,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return unused message buffers of earlier passes with the same plan and stream. A pass on the same stream may reuse
-        buffers at once, because messages follow earlier work of the stream.
+        """Find free message buffers of an earlier pass with this plan and stream. A pass on the same stream may reuse buffers
+        at once, because messages follow earlier work of the stream.
         """
         stream = 0
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Predict which mesh and which memory plan train a model at a sequence length, without a GPU.
+"""Predict the fastest mesh and memory plan for a model and a sequence length. No GPU is required.
 
     python -m scripts.tools.plan_training --model 8b --seq-len 1048576 --gpus 1 4 8
     python -m scripts.tools.plan_training --model 8b --seq-len 262144 --gpus 2 --gpu h100 --host-gib 500 trainer.float8=true

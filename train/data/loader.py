@@ -177,7 +177,7 @@ class Loader:
 
 
 class AheadLoader(Loader):
-    """Prepares the next steps in a loader process. The process imports its modules while the training process starts."""
+    """Prepares the next steps in a loader process."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ losses at different lengths are means over the same tokens. The target tokens fo
 
     held-out text     ------------####------------####------------####          # target token
 
-At length L, the model reads windows of at most L tokens. Only the losses at the ends of the windows count. The document begins
-at the bar.
+At length L, the model reads windows of at most L tokens. Only the losses of target tokens count. The document begins at
+the bar.
 
     document          |................########                                 . earlier token of the document
     first window                  ....####

@@ -128,7 +128,7 @@ class ModelGraphs:
 
     Attributes:
         slots: the memory of the attention plan for each mask.
-        uncounted_bytes: memory that only replays use. torch has reserved this memory, but does not count it as allocated.
+        uncounted_bytes: the size of the graphs' memory, which torch does not count as allocated.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
