@@ -159,7 +159,7 @@ class ShortConfig(NarrowConfig):
     @property
     def tail_keys(self) -> int:
         """The queries of a product attend to at most 128 + tail_keys keys."""
-        return {8: 16, 4: 32, 1: 64}[self.packed_heads]
+        return TAIL_KEYS[self.packed_heads]
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
@@ -252,6 +252,8 @@ TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registe
 
 # `forward_short` is faster at head dims up to 64 if any 64 consecutive queries attend to at most SHORT_KEYS keys.
 SHORT_KEYS = 192
+# A product of `forward_short` has 128 keys and a tail. The tail is shorter if the product has more heads, and so fewer queries.
+TAIL_KEYS = {8: 16, 4: 32, 1: 64}
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
 
 # For each padded (D, Dv), the tile sizes below were the fastest on an H100, on average over causal and full masks.
@@ -345,7 +347,7 @@ def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
     # Products begin in steps of 8 keys, so up to 7 keys before the first key of their queries.
-    fits = {8: eight_rows <= 128 + 16 - 7, 4: sixteen_rows <= 128 + 32 - 7}
+    fits = {8: eight_rows <= 128 + TAIL_KEYS[8] - 7, 4: sixteen_rows <= 128 + TAIL_KEYS[4] - 7}
     return next((count for count in fits if fits[count] and heads[0] // heads[1] % count == 0), 1)
 
 

@@ -83,10 +83,11 @@ def share_last_position(model: PreTrainedModel) -> None:
 
         return tree_map(without_last, results)
 
-    for module in filter(_depends_on_last_position, model.modules()):
+    modules = [module for module in model.modules() if _depends_on_last_position(module)]
+    for module in modules:
         module.register_forward_pre_hook(append, with_kwargs=True)
         module.register_forward_hook(remove)
-    if any(map(_depends_on_last_position, model.modules())):
+    if modules:
         model.register_forward_pre_hook(read, with_kwargs=True)
 
 
