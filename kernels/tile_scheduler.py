@@ -202,8 +202,8 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor has a smaller index than its work tile. Loop backwards, so that every start time is final when it is
-        # read.
+        # A work tile comes after its predecessor in the list. A loop from the last work tile to the first therefore lowers each
+        # start time before the loop reads this start time.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:

@@ -96,7 +96,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
 
     Raises:
-        Diverged: on every rank, if the loss or the gradient norm is not finite. The parameters may be invalid after this error.
+        Diverged: on every rank, if the loss or the gradient norm is not finite. The optimizer has already used these gradients,
+            so do not save the model.
         StoppedEarly: on every rank, if any rank received a stop request. The parameters are unchanged.
     """
     start = time.perf_counter()

@@ -217,7 +217,7 @@ def update_scalars(
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
     else:
-        # Set the sign bit of l as an integer. Triton computes -l as 0 - l, so -0.0 would be lost.
+        # Reinterpret l as an integer to set its sign bit. Triton computes -l as 0 - l, so -0.0 would be lost.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
     # For an incoming row without keys, o is 0, so beta does not matter.

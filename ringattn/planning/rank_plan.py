@@ -353,7 +353,9 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plans(plans: Sequence[Plan]) -> Generator[None]:
-    """Inside this context, a call uses the given plan whose mask has the same `reach`. Documents and layouts may differ."""
+    """For each call inside this context, use the plan whose mask has the `reach` of the call's mask. Documents and layouts may
+    differ.
+    """
     global _forced
     _forced = {plan.mask.reach: plan for plan in plans}
     try:

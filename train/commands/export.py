@@ -240,7 +240,7 @@ def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
 def exported_tensors(
     path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype, family: Family
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of a checkpoint with their names in transformers. The embedding has `rows` rows."""
+    """Return the parameters of a checkpoint by the names that transformers gives to them. The embedding has `rows` rows."""
     model = GPT(settings, rows)
     storage.load(path, state_dict.model_state(model))
     parts: dict[str, list[torch.Tensor]] = {}

@@ -111,7 +111,7 @@ class Targets:
         """Return a batch of sequences, and the group of each token.
 
         Args:
-            numbers: the numbers of the sequences. A sequence with a number of at least `num_sequences` has no target tokens.
+            numbers: the indices of the sequences. Sequences with an index of `num_sequences` or more have no target tokens.
 
         Returns:
             The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at `lengths[i]` has the
