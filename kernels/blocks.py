@@ -70,9 +70,8 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for each key block, the list of its kept columns. A column is a pair of a query block and a head of the
-        group. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2). In column c, the query block is
-        c // group and the head is c % group.
+        """Return, for each key block, the list of its kept columns. Column c represents the query block c // group of the query
+        head c % group in the head group. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2).
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 

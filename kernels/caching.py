@@ -125,7 +125,9 @@ class SharedTensors(dict[Any, Any]):
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Let other streams wait until the current stream has written these tensors, without storing the tensors."""
+        """Let `use` make other streams wait until the current stream has written `tensors`. The dictionary does not contain
+        `tensors`.
+        """
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
             return

@@ -242,7 +242,7 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return an upper bound on the shape of the table `key` over all masks of this shape."""
+        """Return a table shape that is large enough for the table `key` of any equally shaped mask."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":

@@ -30,7 +30,7 @@ class MaskSlots:
         self.masks = with_memory(masks, unpack(self._memory, self._shapes), with_host=False)
 
     def pack(self, masks: Sequence[Intervals]) -> Tensor:
-        """The masks must have the shapes and tables of the masks in the constructor."""
+        """`masks` must have the same shapes and tables as the masks given to the constructor."""
         packed = torch.zeros(self._memory.shape, dtype=torch.int32, device="cpu", pin_memory=self._memory.is_cuda)
         slots = iter(unpack(packed, self._shapes))
         for side, keys in zip(sides(masks), self._keys, strict=True):

@@ -5,8 +5,10 @@ lo and hi never decrease, only the order of neighbouring work tiles must be fixe
 *predecessor* adds to dq first. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a
 query. Each chain has one of two directions:
 
-- A *forwards* chain starts with its last keys. Each work tile loops over its query tiles from the first to the last.
-- A *backwards* chain starts with its first keys. Each work tile loops over its query tiles from the last to the first.
+- In a *forwards* chain, the work tile of the last keys starts first. Each work tile loops over its query tiles from first to
+  last.
+- In a *backwards* chain, the work tile of the first keys starts first. Each work tile loops over its query tiles from last to
+  first.
 
 Under a causal mask without documents, the direction alternates from one head group to the next, so that all programs end at
 nearly the same time.
@@ -115,7 +117,7 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Start the chains with the longest loops first, and interleave the work tiles of other chains.
+    # Chains with the longest loops start first, and the work tiles of different chains are interleaved.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))

@@ -20,13 +20,13 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
-# After a block of fewer than MIN_BLOCK work tiles, a heap assigns the next HEAP_TILES work tiles faster than sorting does.
+# If sorting assigns fewer than MIN_BLOCK work tiles at once, a heap is faster for the next HEAP_TILES work tiles.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows into pieces, such as documents, and return (start, stop) of all pieces. A piece ends where `bound` (B, N)
-    increases by at least `jump`, and at the end of each batch entry.
+    """Split the rows of `bound` (B, N) into pieces, such as documents, and return (start, stop) of all pieces. A piece starts
+    at every batch entry, and wherever `bound` increases by at least `jump`.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -112,8 +112,8 @@ def forward_times(work_tiles: ndarray) -> ndarray:
 
 
 def backward_times(work_tiles: ndarray, group: int) -> ndarray:
-    """Estimate the time of each work tile, whose steps are repeated for `group` query heads. In the backward, a tile with few
-    rows takes as long as a full tile.
+    """Estimate the time of each work tile. Each step is repeated for `group` query heads. In the backward, a tile with few rows
+    takes as long as a full tile.
     """
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
@@ -202,8 +202,8 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A work tile comes after its predecessor in the list. A loop from the last work tile to the first therefore lowers each
-        # start time before the loop reads this start time.
+        # A predecessor comes earlier in the list. In reverse order, a work tile's start time is therefore final before it
+        # limits the predecessor's start time.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:

@@ -183,7 +183,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
         ("v", v, k.data.shape[:3]),
     ):
         _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
-    # Value tiles have another shape than v, so pass a view of k that has the shape of v.
+    # `v.data` is stored in tiles, so `check_inputs` receives a view of k with the shape of v.
     check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 

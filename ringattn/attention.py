@@ -103,8 +103,8 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     ranks.
 
     Args:
-        mask, layout: as for the future calls, but with `layout.whole` in place of a split layout.
-        like: (mask, layout) of earlier calls with the same shapes, options, group and device.
+        mask, layout: the arguments of the future calls. For a split layout, pass `layout.whole`.
+        like: the pair (mask, layout) of earlier calls with the same shapes, options, group and device.
 
     Raises:
         ValueError: an argument is invalid, such as a split layout.

@@ -116,7 +116,7 @@ def register(
         # Only compilers need the operator. Eager calls skip the dispatcher, because dispatching takes time.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *to_flat(spec))
-        # Modes such as FakeTensorMode reject real tensors in the spec.
+        # FakeTensorMode rejects real tensors, so convert all real tensors to fake tensors.
         if torch._C._len_torch_dispatch_stack():
             q, k, v, *settings = _to_fake_mode((q, k, v, *to_flat(spec)))
             spec = unflatten(spec_type, settings)
@@ -207,7 +207,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether a call can skip the operator, which compilers, dispatch modes, tensor subclasses and meta tensors need."""
+    """Return False if a compiler, a dispatch mode, a tensor subclass or a meta tensor needs the operator."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -217,8 +217,8 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Recording a call of few queries takes as long as its kernel. A recorded call rejects forward-mode differentiation and
-    `torch.func`.
+    """For few queries, recording a call for autograd takes as long as the kernel. A recorded call rejects forward-mode
+    differentiation and `torch.func`.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True

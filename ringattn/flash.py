@@ -143,7 +143,7 @@ def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The keys contain the id of `keep`, which stays unique because the cached mask keeps the tensor alive.
+# Each cached mask keeps its tensor `keep` alive, so id(keep) in the cache key stays unique.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 

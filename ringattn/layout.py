@@ -197,9 +197,9 @@ class Layout:
         """Invert `shard` without gradients: return the whole sequence on every rank, in the order of positions.
 
         Args:
-            x: this rank's rows, to be gathered over `group`; or a list with the rows of every rank, without a group.
+            x: this rank's rows, which are gathered over `group`; or a list with the rows of every rank.
             group: the group of all ranks of the layout; None for the default group.
-            dim: the dimension of the rows.
+            dim: the dimension that contains the rows.
 
         Raises:
             ValueError: a shard has a wrong number of rows, the group has a wrong number of ranks, or `x` requires a gradient.

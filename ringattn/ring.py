@@ -203,7 +203,7 @@ class Ring:
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether a CUDA graph may replay a pass, which must be short and the same in all calls."""
-        # The dropout seed and the tables of a fixed plan change between calls.
+        # The dropout seed and the tables of a plan with `is_fixed` may change between calls.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
         flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks
@@ -354,8 +354,8 @@ class Ring:
         return kernel.finish(), *grads
 
 
-# At 4,096 tokens per rank, 10 us on the host matter. The cache key consists of plain values, so a cache hit creates neither a
-# mask nor a layout.
+# At 4,096 tokens per rank, 10 us of host time per pass are noticeable. The cache key consists of plain values, so a cache hit
+# creates neither a mask nor a layout.
 @lru_cache(maxsize=4)
 def _cached_plan(
     reach: tuple[int, int],

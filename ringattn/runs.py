@@ -43,7 +43,7 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """Return the number of allowed pairs of each run with columns of `rank`, over all batch entries: int64 (R,)."""
+        """For each run, count the allowed pairs whose column belongs to `rank`, in all batch entries: int64 (R,)."""
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -153,9 +153,9 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     piece in the tables is empty and starts at `seq_len`.
 
     Returns:
-        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. `tables[0]` counts each
-        rank's rows before each piece. `tables[1]` contains sums of such counts over all earlier positions. The sums may
-        overflow in int32. `size` is the length of every piece, or 0 if the lengths differ.
+        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. tables[0, r, i] counts
+        the rows of rank r before piece i. tables[1, r, i] is the sum of `RowsBefore.rows(r)` over all positions before piece i.
+        With int32, `tables[1]` may overflow. `size` is the length of every piece, or 0 if the lengths differ.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))

@@ -68,7 +68,8 @@ def ulysses_attention(
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
         recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in the
-            backward pass. The repetition saves memory only if q, k and v are saved or recomputed anyway.
+            backward pass. Setting recompute_all_to_all saves memory only if q, k and v are saved or recomputed for another
+            reason.
 
     Returns:
         As `ring_attention`.

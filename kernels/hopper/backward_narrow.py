@@ -31,9 +31,9 @@ One step of a consumer:
       release the stage
 
 dQ is a sum over all 128 keys, so it needs dS of both consumers. A step computes dQ of the previous step, so that the consumers
-need not wait for each other's dS. The consumers synchronise once per step, at the `empty` barrier of the previous step's stage.
-After the barrier, both consumers have written dS of the previous step. After the barrier, no consumer reads dS of two steps
-ago, so the new dS may overwrite the old dS.
+need not wait for each other's dS. Once per step, each consumer waits at the barrier `empty` until both consumers have finished
+the previous step. After this wait, dS of the previous step is complete, and no consumer reads dS of two steps ago, so the new
+dS may overwrite the old dS.
 
 Shared memory has two slots for K, because the first step of a work tile computes the last dQ of the previous work tile. The
 first dQ of a program is computed from uninitialised memory and added to a spare chunk.
@@ -85,7 +85,7 @@ STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# A spare chunk before the sums of dq receives the first dQ of every program, which is invalid.
+# Every program adds its first dQ, which is invalid, to the unused chunk SPARE_CHUNK of `dq_sums`.
 SPARE_CHUNK = gl.constexpr(0)
 
 

@@ -443,7 +443,7 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip `num_steps` steps, but release their slots and take their turns, for which other warps wait."""
+    """Release the slots and the ping-pong turns of `num_steps` skipped steps, because the other warps need them."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring

@@ -79,9 +79,7 @@ def _publish(pointer, progress):
 
 @gluon.jit
 def _load_order(work_tiles, index, CONFIG: gl.constexpr):
-    """The returned `order` is (direction, number of the work tile, number of the predecessor, number of steps without a
-    predecessor).
-    """
+    """The returned `order` contains the last four columns of `tile_order.order_work_tiles`."""
     entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
     end, begin, num_steps = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4) + gl.load(entry + 5)
     first_head = gl.load(entry + 7) * CONFIG.num_heads + gl.load(entry + 6) * CONFIG.group

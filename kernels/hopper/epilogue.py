@@ -30,10 +30,10 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Signal on the barrier `full` that a consumer may use a K or V buffer for its o.
+    """Let a consumer use a K or V buffer for its o by signalling the barrier `full`.
 
-    The buffers are numbered in the order K, V, K, V and so on. If the call returns an output, TMA loads a part of the incoming
-    o into the buffer.
+    The buffers are numbered in the order K, V, K, V and so on. If `CONFIG.final` is set, TMA first copies a part of the
+    incoming o into `buffer`.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -173,7 +173,7 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """TMA stores the output from `query`, the shared memory of Q."""
+    """The shared memory of Q (`query`) serves as the staging buffer of the output."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
@@ -234,7 +234,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA can only add 64 whole rows, without factors, so the threads add all other tiles.
+    # TMA adds o to the state only if all 64 rows exist and need no rescaling.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:

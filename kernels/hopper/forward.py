@@ -158,7 +158,7 @@ class ShortConfig(NarrowConfig):
 
     @property
     def tail_keys(self) -> int:
-        """The queries of a product attend to at most 128 + tail_keys keys."""
+        """A matrix product of `forward_short` covers 128 + tail_keys keys."""
         return TAIL_KEYS[self.packed_heads]
 
     @property
@@ -252,7 +252,8 @@ TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registe
 
 # `forward_short` is faster at head dims up to 64 if any 64 consecutive queries attend to at most SHORT_KEYS keys.
 SHORT_KEYS = 192
-# A product of `forward_short` has 128 keys and a tail. The tail is shorter if the product has more heads, and so fewer queries.
+# A matrix product of `forward_short` covers 128 + TAIL_KEYS[h] keys for h heads. With more heads, the product has fewer queries
+# and needs fewer keys.
 TAIL_KEYS = {8: 16, 4: 32, 1: 64}
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
 
@@ -300,8 +301,8 @@ def configure(
         return ShortConfig(64, **call, columns=columns, packed_heads=short, **TILES_SHORT)
     tiles = TILES_MEDIUM if medium else (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # One stage receives keys of the next work tile while the consumers use the state stages. With one Q slot, two additional
-    # stages fit into shared memory.
+    # The producer needs one stage besides the state stages to load the next work tile early. With one Q slot, two such stages
+    # fit into shared memory.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -346,7 +347,7 @@ def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
     if intervals.longest_tile > SHORT_KEYS:
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
-    # Products begin in steps of 8 keys, so up to 7 keys before the first key of their queries.
+    # A product starts at a group of 8 keys, so up to 7 of its first keys may be unused.
     fits = {8: eight_rows <= 128 + TAIL_KEYS[8] - 7, 4: sixteen_rows <= 128 + TAIL_KEYS[4] - 7}
     return next((count for count in fits if fits[count] and heads[0] // heads[1] % count == 0), 1)
 

@@ -1,7 +1,7 @@
 """All Hopper forward kernels use the functions of this module, such as the loops over work tiles.
 
-A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). A position
-contains the next stage of the K/V pipeline and the phase of the stage's barriers.
+A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). `stage` is the
+next stage of the K/V pipeline, and `phase` is the phase bit of its barriers.
 
 The bit `slot` alternates between 0 and 1 from one work tile to the next, and is the phase of `q_full`. Q of a work tile is in
 slot `slot % q_slots` of shared memory.
@@ -218,7 +218,7 @@ def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CO
 
 @gluon.jit
 def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Skip the next `count` steps, but release their stages and take their turns, for which other warps wait."""
+    """Release the stages and the ping-pong turns of `count` skipped steps, because the other warps need them."""
     _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     for _step_index in range(count):

@@ -124,8 +124,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Add all parts of P V except the last one to O. Return (parts of O, last part of P V, row sums). The caller must wait for
-    the last part of P V.
+    """Add all parts of P V except the last one to O. Return (parts, pending, sums) for `_finish_output`, which waits for
+    `pending`, the last part of P V.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -147,7 +147,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """IN_FLIGHT later products may be incomplete when the function returns."""
+    """Add `pending` to the last part of O, without waiting for the latest IN_FLIGHT products."""
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
         pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
@@ -204,7 +204,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # Every row attends to its first key in one of these steps, so ref_max may still be unset.
+    # A row reaches its first key in one of these steps. Until this key, the row's ref_max is unset.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)

@@ -31,8 +31,8 @@ A `full` barrier waits for one arrival of the producer and for the bytes that TM
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
 If the kernel returns an output, TMA stores the output from the slot of Q, and a second slot receives the next Q. The slot of a
-work tile is released after the first product of the next work tile. The fp32 o of a state does not fit into the memory of Q, so
-TMA stores o from stages of K and V (see `epilogue`).
+work tile is released after the first product of the next work tile. The o of a returned state is fp32 and too large for the
+slot of Q, so TMA stores this o from K/V stages (see `epilogue`).
 
 With ping-pong, a consumer waits until the previous consumer has issued its products, so that the consumers compute the softmax
 at different times.

@@ -19,8 +19,8 @@ The available registers determine the order of the two matrix products of a step
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
 With overlap, the tiles arrive in the order K(0), K(1), V(0), K(2), V(1) and so on. Without overlap, the order is K(0), V(0),
-K(1), V(1) and so on, and the softmax runs during the products of the other consumer. Without overlap, a consumer passes its
-ping-pong turn only when its O is complete.
+K(1), V(1) and so on, and the softmax runs during the products of the other consumer. Without overlap, a consumer keeps its
+ping-pong turn until its matrix product P V is complete.
 
 With 64 keys per step, reading Q from shared memory would cost as many bytes per step as reading K. The kernel therefore keeps
 half of Q in registers. The threads write o without shared memory, as `epilogue_wide` explains.
@@ -268,7 +268,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`.
 
-    The TMA descriptors q_tail and k_tail load the columns of q and k beyond the first stage.
+    TMA loads the columns of q and k beyond CONFIG.dim through the descriptors q_tail and k_tail.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)

@@ -91,7 +91,7 @@ def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # A thread's accumulator registers alternate between its two rows: two registers for each row.
+    # Of every four accumulator registers, the first two belong to one row and the last two to another.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -163,7 +163,8 @@ def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """Raise the reference max of rows with much larger scores in this tile. Return (ref_max, alpha), both (64, 4).
+    """If a row's largest score exceeds the row's ref_max by more than RESCALE_THRESHOLD, raise ref_max. Return (ref_max,
+    alpha), both (64, 4).
 
     The caller must multiply the l and o of earlier tiles by alpha.
     """

@@ -5,15 +5,14 @@ probability would exceed 448. Most probabilities p = exp2(score - ref_max + TOP)
 significant bits.
 
 Rounding. The hardware unit for exponentials (MUFU) would limit the speed. Instead, the kernel rounds x = score - ref_max + TOP.
-The byte of the e4m3 number nearest to 2^x is approximately the following, because e4m3 has 3 mantissa bits and the exponent
-bias 7:
+An e4m3 number has 3 mantissa bits and the exponent bias 7, so the byte of the number nearest to 2^x is about:
 
     byte(x) = round(8 x + 56 - 0.46)
 
 The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
 most 8%, with the mean 0 and the root mean square 3.0%. Rounding each probability to the nearest e4m3 number would cause
 relative errors of at most 6.25%, with the root mean square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p
-times 2^9. A second straight line approximates the bytes of subnormal numbers, and the kernel uses the larger byte:
+times 2^9. To cover subnormal numbers, the kernel evaluates two straight lines and uses the larger result:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
@@ -22,8 +21,7 @@ Levels. In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. One 
 and replaces negative numbers by 0. Therefore converting x * 2^-24 to fp16 rounds x to an integer. Each instruction processes
 two levels, which are packed into one 32-bit word.
 
-In the first steps of a work tile, the reference max may be UNSET_REF_MAX, so `raise_ref_max` computes the reference max in
-fp32.
+`raise_ref_max` sets the first reference max in fp32, because levels relative to UNSET_REF_MAX would overflow fp16.
 """
 
 from triton.experimental import gluon
@@ -40,7 +38,7 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# ONE_LEVEL and MAX_LEVEL are the levels of the numbers 1 and 448. The largest e4m3 number is 448.
+# ONE_LEVEL is the level of the number 1. MAX_LEVEL is the level of 448, the largest e4m3 number.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
@@ -66,8 +64,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return PTX instructions that pack the levels of four scores ($2 to $5) into $0 and $1. The factor is $6, and the offset
-    is $7.
+    """Return PTX instructions that pack the levels of four scores ($2 to $5) into $0 and $1. The level of a score s is s * $6 +
+    $7.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):

@@ -158,7 +158,7 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 
 @triton.jit
 def program_tile(num_tiles):
-    """The returned head is counted over the whole batch.
+    """Return (tile, head). The heads of all batch entries are numbered consecutively.
 
     Concurrent programs compute the same head, so its operands stay in the L2 cache. The tiles of the last INTERLEAVED_HEADS
     heads are interleaved, longest tiles first, so that all SMs end at nearly the same time.
@@ -204,7 +204,7 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
-    # Rows attend only to the blocks [start, stop), and all rows attend to every column of the blocks [full, tail).
+    # No row attends to columns outside the blocks [start, stop). Every row attends to all columns of the blocks [full, tail).
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)

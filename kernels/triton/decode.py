@@ -2,15 +2,15 @@
 2023).
 
 A few queries are too little work for a GPU, so the keys are divided among the programs. The key tiles of all batch entries form
-one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. A program computes one run for
-one key head:
+one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. Each program computes
+attention to one run, for one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-For each batch entry in a run, the program stores a partial state, called a *part*. The program that stores the last part of a
-batch entry and key head merges all of these parts. If merging in one program would take too long, a second launch merges the
+For each batch entry in a run, the program stores a partial state, called a *part*. For each batch entry and key head, the
+program that stores the last part merges all parts. If merging in one program would take too long, a second launch merges the
 parts. The rows of a tile are the queries of all query heads that share a key head.
 
 Before the queries are ready, each program prefetches its first key tile into the L2 cache.
@@ -37,11 +37,12 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# In the second launch, a program loads up to MERGE_ELEMENTS elements of o at once.
+# A program of `_merge_kernel` loads up to MERGE_ELEMENTS elements of o at once.
 MERGE_ELEMENTS = 4096
-# With more than four programs per SM in the second launch, an early start of the next kernel would delay that kernel.
+# If `_merge_kernel` has more than four programs per SM, an early start of the next kernel would distribute that kernel's
+# programs unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# The first launch merges the parts only if each program loads at most 8,192 elements of o at once.
+# `_attend_kernel` merges the parts only if a program then loads at most MAX_MERGED_ELEMENTS elements of o.
 MAX_MERGED_ELEMENTS = 8192
 # With caches up to 48 MiB, launches may take longer than kernels, so use one launch instead of two.
 SMALL_CACHE_BYTES = 48 * 2**20
@@ -138,7 +139,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the key tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    Return (index of each batch entry, number of tiles of each batch entry, number of tiles per run).
+    Return (entries, tiles, length). Batch entry entries[i] has tiles[i] key tiles, and a run has `length` key tiles.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
@@ -247,9 +248,8 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Prefetch the first tile of a run, possibly before earlier kernels have written the bounds.
-
-    Prefetching a wrong tile costs little time. The loads of the bounds must bypass the L1 cache.
+    """Prefetch the first tile of a run. Earlier kernels may still be writing the bounds, but prefetching a wrong tile costs
+    little time. The loads of the bounds must bypass the L1 cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -325,7 +325,7 @@ def _is_last_part(counter, num_parts):
     """Count a stored part. After the last part of a batch entry, reset the counter to 0 and return True. The atomic addition
     has release and acquire semantics, so the program of the last part can read all parts.
     """
-    # All threads must store the part before one thread releases it with the atomic addition.
+    # Only one thread executes the atomic addition, so first wait until all threads have stored the part.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
     if is_last:
@@ -371,8 +371,7 @@ def _attend_kernel(
     batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, table_stride,
     k_batch, k_row, k_head, v_batch, v_row, v_head, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial states of one run, for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of
-    rows).
+    """Compute the partial states for one run, one key head and one tile of query rows. The grid is (Hkv, runs, tiles of rows).
 
     Args:
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (pages, rows of a page, ...). k_batch to v_head are
@@ -500,7 +499,7 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # If a batch entry starts inside a run, its keys may lie in one more run.
+    # A batch entry that starts in the middle of a run may extend over one additional run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles

@@ -23,9 +23,9 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch, which takes as long as a short kernel. The function `launch` looks up the
-    compiled kernel with a short key instead. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on
-    another device.
+    Triton inspects all arguments of a launch, which takes as long as a short kernel. To save this time, `launch` caches
+    compiled kernels under short keys. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on another
+    device.
 
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor; the constants must determine the block shapes of

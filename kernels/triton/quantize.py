@@ -119,7 +119,7 @@ def _quantize_rows(
 def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: tl.constexpr):
     """The shape of `out` is (B, C, H, DIM, 128)."""
     batch, block, head = position
-    # Tiles of values store keys in the order that `ringattn.kernels.fp8` explains.
+    # `ringattn.kernels.fp8` explains the order of the keys in a tile of values.
     position_in_tile = tl.arange(0, BLOCK)
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2

@@ -55,7 +55,7 @@ class CallLog:
 
     @property
     def entries(self) -> list[Entry]:
-        """Return every 128th older call (the milestones), followed by the newest calls."""
+        """Return the older milestones (every 128th call), followed by the newest WINDOW calls."""
         recent = list(self._recent)
         return [entry for entry in list(self._milestones) if entry[0] < recent[0][0]] + recent
 

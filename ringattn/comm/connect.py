@@ -73,9 +73,9 @@ def connect(
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
             "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Without the variable, "auto" means "nvlink" if
-            all GPUs are in one host and can access each other's memory. Otherwise, "auto" means "p2p".
-        call: returns the settings of this call, and the handshake compares the settings of all ranks.
-        relays: whether ranks relay received blocks to their neighbours; if True, "auto" means "p2p".
+            all GPUs are in one host and can access each other's memory, and otherwise "p2p".
+        call: returns the settings of this call. The handshake compares the settings of all ranks.
+        relays: whether ranks relay received blocks to their neighbours. If True, "auto" means "p2p".
 
     Raises:
         ValueError: the group has been destroyed, the transport is unavailable, two ranks share a GPU, or the settings differ.

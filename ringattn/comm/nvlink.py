@@ -211,9 +211,9 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        # This rank's streams may wait for flags that another rank never sets. If this rank sets all its flags, its streams send
-        # invalid messages. Invalid messages must not overwrite messages of earlier calls. So first wait until every rank's main
-        # stream is idle or has begun the failed call.
+        # This rank's streams may wait for flags that another rank never sets. Setting all flags lets the streams continue, but
+        # the streams then send invalid messages. Invalid messages must not overwrite messages of earlier calls. So first wait
+        # until every rank's main stream is idle or has begun the failed call.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)

@@ -5,8 +5,8 @@ layout of the receive tensors, so a sender copies its slice straight to the fina
 of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
-before they write into the rank's receive buffer. There is no deadlock, because send i of a rank waits only for work that the
-other ranks issue before their send i + 1.
+before they write into the rank's receive buffer. There is no deadlock, because send i of a rank never waits for send i + 1, or
+later work, of another rank.
 """
 
 from functools import lru_cache
@@ -90,7 +90,7 @@ class NvlinkAllToAll:
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Let the side streams wait for the main stream, and return the number of the new send."""
+        """Make `send_stream` and `local_stream` wait for the main stream. Return the number of the new send."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             self.receive_buffer.reserve(self.total_bytes)

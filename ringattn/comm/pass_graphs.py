@@ -1,8 +1,8 @@
 """Replay ring passes over short shards from CUDA graphs. Without a graph, launching a pass over short shards takes the host
 longer than the GPU takes to run the pass.
 
-After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A replay exchanges the same
-messages as the pass itself, so ranks may capture a pass at different times.
+After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A graph exchanges the same
+messages as an ordinary pass, so a rank may capture a graph earlier than other ranks.
 """
 
 import logging

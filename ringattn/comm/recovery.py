@@ -69,7 +69,7 @@ class Recovery:
             self.call += 1
 
     def exit(self, error: BaseException | None) -> None:
-        """End a call. If an exception has ended the call, publish this `error`."""
+        """End a call, and publish its exception `error` unless `error` is None."""
         with self._lock:
             if error is not None and self.left is None and not self.watchdog.is_capturing():
                 self._publish(error)
@@ -80,7 +80,7 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if another rank has raised an exception in a call that this rank has finished, or is stuck in."""
+        """Declare a fault if a call raised an exception on another rank, but has finished or hangs on this rank."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:

@@ -51,8 +51,8 @@ class RingPass(Protocol):
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns the
         blocks.
 
-        An outgoing block is contiguous. The block contains either exactly the rows of its message, or all rows of its owner.
-        Until exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.
+        Each outgoing block is contiguous, and contains either only the rows to send or all rows of the block's owner. Until
+        exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.
         """
 
     def end(self) -> None:
@@ -201,7 +201,7 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of exchanges over NCCL so far. NCCL waits forever unless all ranks have the same number.
+    # The number of exchanges over NCCL so far. If the numbers of two ranks differ, NCCL waits forever.
     num_exchanges = 0
     waiting_since: float | None = None  # start of the host's current wait, or None
 
@@ -244,8 +244,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Find free message buffers of an earlier pass with this plan and stream. A pass on the same stream may reuse buffers
-        at once, because messages follow earlier work of the stream.
+        """Find free message buffers of an earlier pass with this plan and stream. On one stream, messages wait for all earlier
+        work, so a new pass may reuse the buffers at once.
         """
         stream = 0
         if device.type == "cuda":

@@ -12,8 +12,8 @@ class PlanSlots:
     """A `PlanSlots` object holds the memory from which a CUDA graph reads its plan.
 
     Args:
-        plan: a plan with `is_fixed=True`. Run all passes of the graph with `plan` before you create the slots. The layouts of
-            later plans must have the same number of rows per rank.
+        plan: a plan with `is_fixed=True`. Before you create the slots, run each pass once with `plan`, so that all tables
+            exist. The layouts of later plans must have the same number of rows per rank.
 
     Attributes:
         requests: the `Requests` of the given plan.
@@ -26,7 +26,7 @@ class PlanSlots:
         self.plan = plan.with_masks(self._slots.masks, device)
 
     def pack(self, plan: Plan) -> Tensor:
-        """Return the intervals and tables of a fixed plan on the CPU as one tensor for `write`."""
+        """Pack the intervals and tables of a fixed plan into one CPU tensor for `write`."""
         plan.prepare(self.requests)
         masks: list[Intervals] = []
         for (name, *options), _ in self.requests.schedules:

@@ -131,7 +131,7 @@ class Plan:
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
-        """Return a copy of this plan with other intervals, on `device` and in the order of `self.masks()`."""
+        """Return a copy of this plan on `device`. `masks` replaces the intervals, in the order of `self.masks()`."""
         plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {
@@ -276,7 +276,7 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """Return the ranges (first, end) of columns to which the rows attend: int64 (2, row ranks, column ranks)."""
+    """For each pair (row rank, column rank), return the range (first, end) of visible columns, int64 (2, ranks, ranks)."""
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):
@@ -310,7 +310,7 @@ def _extend(need: Need, multiple: int) -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """For each rank, return how many rows of its own block take FIRST_SHARE of the block's work."""
+    """Return where to split each rank's own block, so that the first rows contain FIRST_SHARE of the work."""
     runs = all_runs(mask, layout, transposed=circulating == "keys")
     pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
     done = pairs.cumsum() - pairs
@@ -353,8 +353,8 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plans(plans: Sequence[Plan]) -> Generator[None]:
-    """For each call inside this context, use the plan whose mask has the `reach` of the call's mask. Documents and layouts may
-    differ.
+    """Inside this context, each call uses the plan whose mask has the same `reach` as the call's mask. Documents and layouts
+    may differ.
     """
     global _forced
     _forced = {plan.mask.reach: plan for plan in plans}

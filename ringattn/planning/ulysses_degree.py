@@ -124,7 +124,7 @@ def attention_seconds(
 
 
 def chunk_of_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, ulysses: int) -> tuple[int, list[Tensor]]:
-    """Return the number of head chunks per rank, and (q, k, v, out) of one chunk as "meta" tensors with one row.
+    """Return the number of head chunks per rank, and [q, k, v, out] of one chunk. These four "meta" tensors have one row.
 
     Arguments as for `attention_seconds`.
     """

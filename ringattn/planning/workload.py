@@ -26,12 +26,12 @@ class Work(NamedTuple):
     row_multiple: int = 1  # see `Plan.schedule`
 
     def query_bytes(self, own: bool, relays: bool) -> float:
-        """Return the additional HBM traffic of the state ring in one local step, in bytes per row of circulating queries.
+        """Return the HBM traffic outside the attention kernel in one local step of the state ring, in bytes per query row.
 
         The results of a rank's own queries are merged in the kernel's epilogue, where matrix products hide the traffic. A
         separate kernel merges the results for other ranks. With direct messages, the merge kernel reads each result once. With
-        relays, each merge reads two states and writes one. The backward pass clears and reads the sums of dq, and reads and
-        writes dq.
+        relays, each merge reads two states and writes one. The backward pass zeroes the sums of dq, reads the sums, and adds
+        the sums to dq.
         """
         if self.direction == "backward":
             tensors = 4

@@ -112,7 +112,7 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def check_loss(model: PreTrainedModel) -> None:
-    """Raise ValueError if the loss of the model is not a sum over tokens that accepts shifted labels."""
+    """Raise ValueError unless the loss of the model is `ForCausalLMLoss` alone and accepts shifted labels."""
     name = type(model).__name__
     forward = inspect.unwrap(type(model).forward)
     passes_labels = "loss_function" in forward.__code__.co_names and forward.__code__.co_flags & inspect.CO_VARKEYWORDS
