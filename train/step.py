@@ -37,7 +37,7 @@ class ReadyMicroStep(NamedTuple):
 
 
 class ReadyStep(NamedTuple):
-    """Holds the micro-steps of a step, with sums over all ranks and micro-steps."""
+    """Holds this rank's micro-steps of a training step, and two sums over all ranks."""
 
     micro_steps: list[ReadyMicroStep]
     num_labels: int  # the number of labels other than IGNORE

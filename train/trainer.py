@@ -205,7 +205,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder, saver)
                 saved = step
-            # A launch that must stop may soon be killed, so the next launch evaluates the model.
+            # After a stop request, leave the evaluation to the next launch, because this launch may soon be killed.
             if evaluates and not stop:
                 try:
                     recorder.extend(step, **timed_evaluation(run))

@@ -4,8 +4,8 @@
 
 Two ranks train a few steps and save a checkpoint. For every flip, the script flips one random bit in a copy of the checkpoint,
 and resumes the run from the copy. A run passes if it reports the damage in one line and leaves the checkpoint unchanged. A run
-without a report passes if its losses and tensors are the same as without the flip. The exit status is 1 if any resumed run
-fails.
+that reports no damage passes if a run from the original checkpoint has the same losses and tensors. The exit status is 1 if any
+resumed run fails.
 """
 
 import hashlib

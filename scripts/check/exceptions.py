@@ -51,7 +51,7 @@ from scripts.tables import markdown_table
 OPERATIONS = "state", "kv", "ulysses", "decoding"
 KINDS = NONE, SAME, DIFFERENT, SOME = "no exception", "same kernel", "different kernels", "some ranks"
 HOP_TIMEOUT = 60  # seconds
-# The largest accepted error, relative to the largest value. A wrong message causes an error of about 1.
+# The largest accepted error, relative to the largest value. A message with wrong data would cause an error of about 1.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 MAX_SECONDS_LEFT = 60  # after the first rank has ended, all other ranks must end within this many seconds
 
@@ -152,8 +152,8 @@ class Event(NamedTuple):
 
 
 def different_may_fail(transport: str) -> bool:
-    """Return whether exceptions in different kernel calls may cause a `RingFault`. With gloo, a rank may wait for a message
-    that another rank will never send. NCCL can recover only if all ranks have sent the same messages.
+    """Return whether a call may raise `RingFault` if its ranks raise exceptions in different kernels. With gloo, a rank may
+    wait for a message that another rank will never send. NCCL can recover only if all ranks have sent the same messages.
     """
     return transport == "p2p" or not torch.cuda.is_available()
 
@@ -166,7 +166,7 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     for i in range(calls):
         kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
         kind = rng.choice(kinds)
-        # Exceptions at different kernels of a decoding call may cause a `RingFault`.
+        # A decoding call may raise `RingFault` if its ranks raise exceptions in different kernels.
         operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
         positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
         if kind in (DIFFERENT, SOME):
@@ -314,7 +314,7 @@ def run_all(arguments: argparse.Namespace) -> bool:
             left += episode.wait(end)
             outcomes, endings = episode.outcomes(), episode.ended_by_watchdog()
             last = max(outcomes, default=first)
-            # Ranks that a watchdog has ended may have written no outcome.
+            # If watchdogs ended all ranks in the first call, `outcomes` is empty.
             for i in range(first, last + 1):
                 by_rank = outcomes.get(i, [[] for _ in range(arguments.ranks)])
                 result = judge(events[i], by_rank, endings if i == last else {})

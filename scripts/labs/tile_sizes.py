@@ -3,8 +3,8 @@
     python -m scripts.labs.tile_sizes
 
 The lab runs the forward pass of causal attention. On a GPU, the lab compiles the Triton kernel for every tile size, and reports
-how much shared memory and how many registers the kernel uses. On a CPU, the lab runs the blockwise kernel, and counts the bytes
-that its tiles load. The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic would come from HBM.
+the kernel's shared memory and registers. On a CPU, the lab runs the blockwise kernel, and counts the bytes that its tiles load.
+The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic would come from HBM.
 """
 
 import sys

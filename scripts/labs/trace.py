@@ -49,8 +49,8 @@ class Problem(NamedTuple):
             values: the value of each key, or None for 1, 2, 3, ...
 
         Raises:
-            ValueError: there are no scores or too many scores, a number is infinite or NaN, or the number of values is not the
-                number of scores.
+            ValueError: there are no scores or too many scores, a number is infinite or NaN, or the numbers of values and scores
+                differ.
         """
         values = range(1, len(scores) + 1) if values is None else values
         if not 1 <= len(scores) <= MAX_SCORES:

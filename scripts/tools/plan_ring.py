@@ -192,7 +192,7 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
-    """Return a plan of a scaled-down ring, the number of tokens per position, and the number of ranks per planned rank."""
+    """Plan a smaller ring. Return the plan, the real tokens per planned position, and the real ranks per planned rank."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
         # Ranks beyond the window exchange no blocks, so a shorter ring has the same cost.

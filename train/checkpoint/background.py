@@ -47,7 +47,7 @@ def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0
     Raises:
         InsufficientMemory: on every rank, if `wanted` is True, but a rank has too little host memory.
     """
-    # MemAvailable ignores the memory limit of a container, and the memory that the plan has not allocated yet.
+    # MemAvailable includes memory that the plan will allocate later, and may exceed the memory limit of a container.
     available = min(_available_memory() / ranks_per_host(), host_memory() / ranks_per_host() - planned)
     problem = copies_problem(size, available)
     with sync_errors():

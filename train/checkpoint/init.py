@@ -18,7 +18,7 @@ def initial_weights_path(config: Config) -> Path | None:
 
 
 def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
-    """Compare the run's settings with the initial weights at `path`. Return the differences, or "" if there are none.
+    """Return the differences between the run's settings and the model at `path`, or "" if there are none.
 
     Args:
         path: a checkpoint, or a folder with a Hugging Face model.

@@ -419,7 +419,7 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
-        # Read the names of the shards from `results`, because some releases of torch copy `metadata`.
+        # In some releases of torch, `super().finish` fills a copy of `metadata`, so read the shards from `results`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
             # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)

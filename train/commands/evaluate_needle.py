@@ -48,8 +48,8 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
     """Return the data settings of the tokenizer and the chat template, and one set of settings per length, in ascending order.
 
-    By default, the facts are hidden in Python's standard library. `overrides` may select another text. Raise ConfigError for
-    another `data.format` than text and chat.
+    By default, the facts are hidden in Python's standard library. `overrides` may select another text. Raise ConfigError if
+    `data.format` is neither text nor chat.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")

@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
-# An export does not copy weights, their indices and hidden files such as .gitattributes.
+# An export does not copy hidden files, weights, or the index files of weights.
 LEFT_OUT = (
     ".*",
     "*.safetensors",

@@ -23,7 +23,7 @@ RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
-# All commands accept these settings. A name that ends with a dot accepts every setting of a group.
+# All commands accept these settings. For example, "model." means all settings of the group `model`.
 SETTINGS = (
     *("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device"),
     *("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention"),

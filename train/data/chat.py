@@ -18,7 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # The entries of `tokenizer_config.json` that a template may use
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-# If an answer contains one of these entries, the template must use the entry.
+# A chat template must use these entries if a message of the assistant contains them.
 CONTENTS, FLAGS = ("tool_calls", "reasoning_content", "thinking"), ("weight", "train", "training")
 
 Messages = list[dict[str, Any]]
@@ -94,8 +94,8 @@ class ChatTemplate:
 def _end_of_turn(text: str, start: int, end: int, special_names: re.Pattern[str], is_marked: bool) -> int:
     """Return the position after the stop token of a turn, or `end` if the turn has no stop token.
 
-    The stop token is the last special token in the turn. If the template marks only the content of the turn, the stop token
-    follows the turn.
+    The stop token is the last special token in the turn. A template with {% generation %} blocks may put the stop token after
+    the block.
     """
     last = max((name.end() for name in special_names.finditer(text, start, end)), default=None)
     if last is not None and not text[last:end].strip():

@@ -109,8 +109,8 @@ class Preparation:
         return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
 
     def prepare(self, consumed: int, requests: Sequence[Requests] | None = None) -> list[MicroStep]:
-        """Return the micro-steps of one step. If `requests` are given, one per mask, also plan the attention of masks with
-        documents.
+        """Return the micro-steps of one step. If `requests` are given, one per mask, and `data.mask_documents` is true, also
+        plan the attention.
         """
         micro_steps = []
         for batch in self.batches(consumed):

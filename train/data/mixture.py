@@ -38,7 +38,7 @@ class MixtureDataset(NumberedSequences):
         self.seq_len = next(iter(self.sources.values())).seq_len
         given = np.array(list(weights), dtype=np.float64)
         self.weights = dict(zip(sources, (given / given.sum()).tolist(), strict=True))
-        # Padding is not part of the tokens of a source, so a source with padding needs more sequences.
+        # The weights count tokens without padding, so a source with padding needs more sequences.
         sequences = given / [1 - self._padding(name) for name in sources]
         self._shares = sequences / sequences.sum()
         ends = {
@@ -67,7 +67,7 @@ class MixtureDataset(NumberedSequences):
         return getattr(self.sources[name], "padding", 0.0)
 
     def _locate(self, index: int) -> tuple[np.ndarray, int]:
-        """Return the number of sequences per source before `index`, int64 (sources,), and the source of `index`."""
+        """Return how many earlier sequences come from each source, int64 (sources,), and the source of sequence `index`."""
         group, offset = divmod(index, self.group_size)
         counts, source = count_before(self._shares, group)
         counts *= self.group_size

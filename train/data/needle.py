@@ -111,7 +111,7 @@ class NeedleDocuments:
         task = TASKS[self.task](names, values)
         encode = self.tokenizer.encode
         beginning, whole = encode(task.beginning).tolist(), encode(f"{task.beginning} {task.answer}").tolist()
-        # A token that spans the end of the beginning and the start of the answer belongs to the answer.
+        # A token with characters of both `beginning` and the answer belongs to the answer.
         common = next((i for i, (a, b) in enumerate(zip(beginning, whole, strict=False)) if a != b), len(beginning))
         facts = [encode(f"\n{fact}\n").tolist() for fact in task.facts]
         question = [*encode(f"\n\n{task.question}" + "\n" * (not self.after)).tolist(), *self.after, *whole]

@@ -45,7 +45,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 Loaded = TypeVar("Loaded")
 log = logging.getLogger(__name__)
 
-# All ranks must load their corpora in the same order, because the numbers must agree.
+# A corpus's number is part of its key in the store, so all ranks must load corpora in the same order.
 _corpus_numbers = itertools.count()
 
 
@@ -95,7 +95,7 @@ class PackedDataset(TokenisedDocuments):
         """Return the length of each part of a document in the first epoch, and whether the part begins the document."""
         _, ends, _ = self._order_of(0)
         bounds = np.arange(self._num_filled + 1) * self.seq_len
-        # A stable sort only merges sorted arrays. For millions of documents, `np.unique` takes many seconds.
+        # NumPy's stable sort merges two sorted arrays fast, but `np.unique` takes many seconds for millions of documents.
         edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
         edges = edges[np.diff(edges, prepend=-1) > 0]
         starts = edges[:-1]
@@ -109,7 +109,7 @@ class PackedDataset(TokenisedDocuments):
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return the tokens `start` to `stop` - 1 of the stream of an epoch, in the same form as `sequence`."""
         order, ends, _ = self._order_of(epoch)
-        # Token `stop` is the last label, so read its document, too.
+        # Also read the document of token `stop`, which is the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))

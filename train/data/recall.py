@@ -38,7 +38,7 @@ VOCABULARY = 256
 # The accuracy of a model that guesses the values.
 CHANCE = 1 / NUM_VALUES
 
-# No `data.seed` is as large as this seed, so no run trains on the sequences of the evaluation.
+# `data.seed` is below 2**63, so no run trains on the sequences of an evaluation.
 EVALUATION_SEED = 2**63
 GRID_SEED = 2**63 + 1
 
@@ -93,7 +93,7 @@ def document_lengths(seq_len: int) -> list[int]:
 
 
 def evaluation_lengths(seq_len: int) -> list[int]:
-    """Return the document lengths of at least 2 * BLOCK tokens. If there are none, return the longest length."""
+    """Return the document lengths that are at least 2 * BLOCK, or the longest length if all are shorter."""
     lengths = document_lengths(seq_len)
     return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
 

@@ -23,7 +23,7 @@ from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# The keys of random orders that do not change between epochs.
+# These numbers replace the epoch in the seed of a random order that never changes.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 

@@ -34,7 +34,7 @@ EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
 COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 
-# The first bytes of compressed files. Except for "BZh91AY", UTF-8 text never begins with these bytes.
+# The first bytes of compressed files, of which only "BZh91AY" (bzip2) may also begin a UTF-8 text.
 MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
@@ -43,12 +43,12 @@ ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 HELD_OUT_ROWS = 10_000
 
 # An entry contains the place of a document, for error messages, and its content. The content is a text, or a record with the
-# columns `DataConfig.columns`. The content of a row without text is "". The content of a faulty document is a ConfigError. None
-# is the content of a blank line in a file of JSON lines. Slices such as "train[:90%]" do not count blank lines.
+# columns `DataConfig.columns`. The content of a row without text is "". For a faulty document, the entry contains a
+# ConfigError. For a blank line of a JSON file, the entry contains None. Slices such as "train[:90%]" do not count blank lines.
 Content = str | dict[str, Any] | ConfigError | None
 Entry = tuple[object, Content]
 
-# The maximum and the default minimum size of a piece of a corpus, in bytes. Several processes read the pieces.
+# Processes read a corpus in pieces. A piece has at most PIECE_BYTES, and by default at least MIN_PIECE_BYTES.
 PIECE_BYTES, MIN_PIECE_BYTES = 2**25, 2**20
 COMPRESSION = 4  # the usual ratio of the sizes of a text and its compressed file, to estimate the remaining time
 
@@ -627,7 +627,7 @@ def _paths(config: DataConfig) -> list[str | None]:
 
 
 def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> bool:
-    """Return whether two sources have a part of their text in common, but do not have the same documents.
+    """Return whether two sources share some text, unless both consist of exactly the same documents.
 
     `sizes` as in `splits_overlap`.
     """

@@ -114,8 +114,8 @@ class Targets:
             numbers: the indices of the sequences. Sequences with an index of `num_sequences` or more have no target tokens.
 
         Returns:
-            The sequences, and an int64 tensor (B, S). With D documents, a target token of document d at `lengths[i]` has the
-            group i * D + d. All tokens except target tokens have the group `num_groups`.
+            The sequences, and an int64 tensor (B, S). With D documents, group i * D + d contains the target tokens of document
+            d, evaluated at length `lengths[i]`. Tokens for which no loss is computed have the group `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
@@ -143,7 +143,7 @@ class Targets:
 
 
 def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
-    """Read the blocks of target tokens. Each block has up to `context` earlier tokens.
+    """Yield each block of target tokens with up to `context` tokens before the block.
 
     In the recall task, a block is a whole sequence, because the sequences are independent. In conversations and completions, a
     block begins at the first label of a record and ends with the record.

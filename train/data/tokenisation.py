@@ -230,7 +230,7 @@ def _write_shards(job: Job, task: Task, add: Add) -> None:
 
 
 def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer: ShardWriter) -> tuple[dict[str, Any], bool]:
-    """Write documents until the shard is full. Return its counts, and whether the task has no more documents."""
+    """Write documents until the shard is full. Return the counts of the shard, and whether it is the task's last shard."""
     counts = dict.fromkeys(("entries", "rows", "without_text", "faulty"), 0)
     faults, is_last = list[str](), True
 
@@ -256,7 +256,7 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
         if writer.num_tokens >= job.shard_tokens or writer.num_documents >= SHARD_DOCUMENTS:
             is_last = False
             break
-    # A complete shard must not contain a part of a file that has changed.
+    # A changed file is an error, because this shard may mix the old and the new text.
     if error := sources.find_change(task.piece):
         skip(error)
     return counts | {"first_faults": faults}, is_last

@@ -1,6 +1,6 @@
 """Run single tokens through a model with KV caches. On a GPU, every token replays the same CUDA graph.
 
-A graph always uses the same memory, so the token, its position and the length of the cache are read from the memory of the GPU.
+A CUDA graph reads the token, its position and the length of the cache from fixed addresses in GPU memory.
 """
 
 from collections.abc import Sequence

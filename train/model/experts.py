@@ -120,9 +120,9 @@ def _loop_over_experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def balance_loss(routing: Tensor, tokens: Tensor, experts_per_token: int) -> Tensor:
     """Return this rank's part of the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961).
 
-    The loss of a layer is E * sum_e f_e p_e. f_e is the fraction of all tokens that choose expert e, and p_e is the mean
-    probability of e, both over the tokens of all ranks. The sum of the returned values over all ranks is the mean loss of the
-    layers. If all experts have equally many tokens, the loss is `experts_per_token`.
+    The loss of a layer is E * sum_e f_e p_e. Over the tokens of all ranks, f_e is the fraction that chooses expert e, and p_e
+    is the mean probability of e. The sum of the returned values over all ranks is the mean loss of the layers. If all experts
+    have equally many tokens, the loss is `experts_per_token`.
 
     Args:
         routing: (layers, 2, E), the routing of this rank in every layer.

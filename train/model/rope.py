@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
 The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
-sequences, `factor` divides the low frequencies. The angles of low frequencies then stay in the range of the training. High
-frequencies do not change, because they distinguish nearby tokens.
+sequences, `factor` divides the low frequencies, so that their angles stay in the range of the training. High frequencies do not
+change, because they distinguish nearby tokens.
 """
 
 import math
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. Frequencies of 1 to
-# MAX_ROTATIONS rotations are interpolated.
+# Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. A frequency with 1 to
+# MAX_ROTATIONS rotations is divided by a number between 1 and `factor`.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 

@@ -49,7 +49,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # Graphs support neither the load-balancing loss of experts nor sinks.
     is_dense = model.experts is None and not model.sinks
-    # Models with several masks were tested in graphs only on one GPU.
+    # CUDA graphs with several attention masks were tested only on one GPU.
     has_one_mask = shape.sequence == 1 or len({*model.windows}) == 1
     # Graphs with FP8 linear layers were not tested.
     is_simple = is_dense and has_one_mask and not config.trainer.float8

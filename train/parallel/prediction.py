@@ -25,7 +25,7 @@ from ringattn.train.parallel.timing import (
 )
 from ringattn.train.settings.config import Config, ConfigError
 
-# The minimum predicted speedup of another mesh that is worth a message
+# A message suggests another mesh if the predicted speedup exceeds this factor.
 WORTH_MENTIONING = 1.05
 
 Shares = Mapping[int | None, float]

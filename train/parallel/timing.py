@@ -1,7 +1,7 @@
 """Predict the seconds of a training step on a mesh of GPUs under a memory plan.
 
-A micro-step takes as long as its slower part, which is the GPU or the host. `ringattn.planning` predicts attention. The
-constants below were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
+A micro-step takes as long as the slower of GPU and host. `ringattn.planning` predicts the time of attention. The constants
+below were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
 """
 
 import re
@@ -40,8 +40,7 @@ MEMORY_BYTES_PER_S = (
 )
 # Fused kernels reach this fraction of the memory bandwidth.
 MEMORY_EFFICIENCY = 0.7
-# The elements that fused kernels read and write in both passes, per token, layer and dimension of the model or the feed-forward
-# network
+# Fused kernels read and write these numbers of elements per token, layer and dimension, forward and backward together.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # The bytes that the optimizer step reads and writes per parameter of a rank's shard, without the moments
 OPTIMIZER_BYTES = 24
@@ -157,7 +156,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     used = layers * estimate.used_block_parameters(model)
     vocab = estimate.other_parameters(model, machine.vocab_size)
 
-    # Chunks run the operations around attention twice.
+    # With chunks, the backward pass recomputes all operations except attention.
     chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0

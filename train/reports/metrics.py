@@ -236,7 +236,7 @@ def plot_data_wait(path: Path, output: Path, title: str = "") -> None:
 
 def _smooth(losses: list[float]) -> list[float]:
     width = max(len(losses) // 50, 1)
-    # Differences of cumulative sums give all means in linear time.
+    # Cumulative sums give each moving average in constant time.
     sums = [0.0, *accumulate(losses)]
     return [(sums[end] - sums[max(end - width, 0)]) / min(end, width) for end in range(1, len(sums))]
 

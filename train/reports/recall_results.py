@@ -1,4 +1,4 @@
-"""Show the accuracy on the recall task by length of the sequence and by position of the answer, as a table and a picture.
+"""Show the accuracy on the recall task by sequence length and answer position, as a table and a picture.
 
 At position 0%, the facts are at the beginning of the sequence. At position 100%, the facts are directly before the queries.
 """

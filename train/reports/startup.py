@@ -6,12 +6,10 @@ from torch._dynamo.utils import calculate_time_spent
 
 from ringattn.train.preemption import LAUNCH_TIME
 
-# The seconds that each part of the current job's start took, and the time at which the latest part ended.
-_parts: dict[str, float] = {}
-_latest = LAUNCH_TIME
-# The number of jobs that have begun, and the seconds that torch.compile took before the current job.
-_num_jobs = 0
-_compiled_before = 0.0
+_parts: dict[str, float] = {}  # the duration of each part of the current job's start, in seconds
+_latest = LAUNCH_TIME  # the time at which the newest entry of `_parts` ended
+_num_jobs = 0  # the number of jobs that have begun
+_compiled_before = 0.0  # the seconds that torch.compile took before the current job
 
 
 def begin_job() -> None:

@@ -272,8 +272,8 @@ class DataConfig(Frozen):
     # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
     # text and counts it.
     on_error: str = "raise"
-    # The number of processes per host that tokenise the text. None: as many as a rank has CPU cores, or fewer for a small
-    # text.
+    # The number of processes per host that tokenise the text. None: the host's CPU cores divided by its ranks, or fewer for a
+    # small text.
     num_proc: int | None = None
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
@@ -294,8 +294,8 @@ class DataConfig(Frozen):
     # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
     # The number of sequences per group. The sequences of a group have a similar cost of attention, so data-parallel ranks are
-    # equally busy. If None, a group contains the sequences of one micro-step. None disables groups for a single data-parallel
-    # rank, a mixture or `mask_documents=false`. A resumed run keeps the group size of its checkpoint.
+    # equally busy. If None, a group contains the sequences of one micro-step. The default for a single data-parallel rank, a
+    # mixture or `mask_documents=false` is no groups. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property
@@ -348,7 +348,7 @@ class ParallelConfig(Frozen):
     ring: int | None = None
     # The number of ranks that exchange heads in one all-to-all. Rings connect groups of this size, so a larger number means
     # fewer hops. 0 selects the largest number that divides both the ranks of a sequence and the query heads. None selects the
-    # number with the shortest predicted step time.
+    # group size that minimises the predicted step time.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" selects the layout
     # with the least work for the busiest rank.
@@ -375,9 +375,9 @@ class MemoryConfig(Frozen):
     # and the attention results of all blocks except the last in host memory. "offload-inputs" is "recompute-all" with the
     # inputs in host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
-    # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" uses GPU memory. "offload" uses
-    # host memory, where the CPU updates the blocks during the next forward pass. "auto" offloads the fastest number of
-    # blocks.
+    # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" uses GPU memory. "offload" uses host memory,
+    # and the CPU updates the blocks during the next forward pass. "auto" offloads the number of blocks that makes the step
+    # fastest.
     optimizer: str = "auto"
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
     # (torchao), which needs a quarter of the memory. 8-bit moments stay in GPU memory.
@@ -393,7 +393,7 @@ class OptimConfig(Frozen):
     """AdamW, gradient clipping and the schedule of the learning rate."""
 
     # The peak learning rate. None: 6e-4 for 124 million parameters, and lower for larger models. `model.qk_norm` multiplies the
-    # default by 1.75. A run that starts from trained weights has a 10 times lower default. The run prints its rate.
+    # default by 1.75. If the run starts from trained weights, the default is divided by 10. The run prints its rate.
     lr: float | None = None
     # AdamW's decay rates for the averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
@@ -450,9 +450,9 @@ class TrainerConfig(Frozen):
     # Whether torch.compile fuses the loss and the operations around attention. None: only on GPUs.
     compile: bool | None = None
     # Whether training steps are replayed from CUDA graphs, to save time on the host. With CUDA graphs, the ring circulates keys
-    # and values, unless `parallel.schedule` is set. None selects graphs if graphs are possible, and if the blocks are so small
-    # that the host could limit the speed. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB
-    # of parameters in all blocks, and shards of equal length.
+    # and values, unless `parallel.schedule` is set. None selects CUDA graphs only if the blocks are so small that the GPU might
+    # wait for the host. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in
+    # all blocks, and shards of equal length.
     cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
     checkpoint_every: int = 250
@@ -460,8 +460,7 @@ class TrainerConfig(Frozen):
     # checkpoint, the trained model is lost. Another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
     # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory.
-    # None enables background saves if the copies fit into half of the available host memory. None disables background saves if
-    # the run saves only after its last step.
+    # None: only if the run saves before its last step, and the copies fit into half of the available host memory.
     background_saves: bool | None = None
     # The number of recent checkpoints that the run keeps.
     keep_checkpoints: int = 2

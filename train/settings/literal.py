@@ -11,8 +11,7 @@ from ringattn.train.settings.config import Config
 def literal_settings(values: dict[str, Any]) -> DictConfig:
     """Return all settings with the given values. Other settings have their defaults.
 
-    OmegaConf would replace `${oc.env:NAME}` in a string by an environment variable. Strings from untrusted files must not read
-    environment variables.
+    `values` may come from an untrusted file. OmegaConf would replace an unescaped `${oc.env:NAME}` by an environment variable.
 
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.

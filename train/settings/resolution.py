@@ -80,7 +80,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
             values[f"trainer.{source}"] = None
     if config.parallel.mesh == "fastest" and given & {"parallel.ring", "parallel.ulysses"}:
         values |= _values_of(composed, ["parallel.mesh", "parallel.ring", "parallel.ulysses"])
-    # A run that branches starts from the checkpoint.
+    # A run that branches from another run loads a checkpoint, and not the other run's initial weights.
     values["trainer.init_from"] = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
     return replace(with_settings(config, values), model=_override_model(saved.model, composed.model, given))
 

@@ -35,7 +35,7 @@ def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = N
 def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return the settings that the sweep varies, with their values in one job. Arguments as in `job_directory`.
 
-    A setting has its short name, such as "seq_len", unless the sweep varies another setting with the same short name.
+    The names are short, such as "seq_len", unless two varied settings have the same short name.
     """
     varied = {key for key, override in _parse(params).items() if override.is_sweep_override()}
     values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides) if key in varied}

@@ -64,8 +64,8 @@ def num_data_parallel_ranks(config: Config, world_size: int) -> int:
 def default_group_size(config: Config, world_size: int) -> int | None:
     """Return the default `data.group_size` of a new run.
 
-    By default, a group contains the sequences of one micro-step. Mixtures and streams have no groups, because their sequences
-    must not depend on the number of ranks.
+    By default, a group contains the sequences of one micro-step. Mixtures and streams have no groups, so that any number of
+    ranks reads the same sequences.
     """
     ranks = num_data_parallel_ranks(config, world_size)
     is_needed = ranks > 1 and config.data.mask_documents and config.data.source not in ("recall", "mix")

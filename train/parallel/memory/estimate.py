@@ -236,7 +236,7 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim = model.heads * model.resolved_head_dim
     if (count := plan.num_chunks(rows)) == 1:
-        # Without chunks, the backward pass computes the gradients of the residual stream and of the hidden layer.
+        # Without chunks, the gradients of the residual stream and of the hidden layer exist for all tokens at once.
         return size * tokens * (model.dim + _routed_dim(model) + hidden_dim(model))
     # The tensors of the feed-forward network and their gradients exist for one chunk at a time. Weight gradients are summed in
     # fp32.
