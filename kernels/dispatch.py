@@ -348,7 +348,8 @@ def backward(
     fixed order, which is slower.
 
     Args:
-        q to dv, grad_dtype: as in `reference.backward`. `delta` may also be (out, dlse), from which delta is then computed.
+        q to dv, grad_dtype: as in `reference.backward`. If `delta` is (out, dlse), the function computes delta from both
+            tensors.
         backend, dropout, blocks, shares_sms: as for `forward`.
         precision: as for `forward`, except that "fp8" is treated like "ieee". After a forward with "fp8", use `backward_fp8`.
 

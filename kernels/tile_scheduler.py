@@ -37,7 +37,7 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    The last tile of a range may be shorter than `rows`. With `from_end`, the first tile may be shorter instead.
+    The last tile of a range, or the first tile with `from_end`, may be shorter than `rows`.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -202,8 +202,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # A predecessor comes earlier in the list. In reverse order, a work tile's start time is therefore final before it
-        # limits the predecessor's start time.
+        # Because predecessors come earlier in the list, a backward loop reads only final start times.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:

@@ -54,7 +54,7 @@ def save_attention(
     call of the forward pass. The backward pass uses the recomputed q, k and v. In `ulysses_attention` without
     `recompute_all_to_all`, the backward pass uses the saved results of the all-to-all.
 
-    `saved` receives the results. While a compiler traces, it is not used.
+    `saved` receives the results, unless a compiler is tracing.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])

@@ -62,7 +62,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store a tile (64, n) in the rows [own, end). If ADD is set, add the tile to the values in memory instead.
+    """Store a tile (64, n) in the rows [own, end), or add the tile to the rows if ADD is set.
 
     The pointer `base` is the address of row `own` of a head in a contiguous tensor (rows, NUM_HEADS, DIM). FIRST is the first
     column.

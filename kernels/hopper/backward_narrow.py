@@ -423,7 +423,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # Load these numbers again, because keeping them would occupy registers during all steps.
+        # Load the work tile again, because keeping its numbers would occupy registers during all steps.
         batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1

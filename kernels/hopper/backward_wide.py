@@ -415,8 +415,8 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _own_steps(row_bounds, begin, num_steps):
-    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The consumer computes the steps in [first, end), of
-    which there is at least one. A step needs no mask if its first key is in the range from first_unmasked to last_unmasked.
+    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The consumer computes at least one step, namely the
+    steps in [first, end). A step needs no mask if its first key is in the range from first_unmasked to last_unmasked.
     """
     lo, hi, num_own = row_bounds
     last = gl.minimum(num_own, ROWS) - 1

@@ -285,8 +285,8 @@ def configure(
 ) -> NarrowConfig | WideConfig | Fp8Config:
     """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
 
-    `few_rows` tells whether to use TILES_FEW_ROWS, and `medium` whether to use TILES_MEDIUM. If positive, `short` is the
-    `packed_heads` of `forward_short`.
+    The flags `few_rows` and `medium` select TILES_FEW_ROWS and TILES_MEDIUM. A positive `short` selects `forward_short` with
+    `short` packed heads.
     """
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:

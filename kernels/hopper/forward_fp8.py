@@ -204,7 +204,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # A row reaches its first key in one of these steps. Until this key, the row's ref_max is unset.
+    # In masked steps and the first unmasked step, rows may reach their first key, so ref_max may still be unset.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)

@@ -20,7 +20,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, allocate_barriers, load_work_tile, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile
 
-# Shared memory holds K and V in groups of 8 rows, because a wgmma can begin at any such group.
+# Shared memory holds K and V in groups of 8 rows, and a wgmma can begin at any group.
 GROUP_ROWS = gl.constexpr(8)
 KEYS = gl.constexpr(128)
 

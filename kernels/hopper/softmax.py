@@ -74,9 +74,7 @@ def mask_scores(scores, lo, hi, start):
 
 @gluon.jit
 def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
-    """In the first COLUMNS columns, set the scores of keys below `bound` to -inf. If BELOW is not set, mask the keys from
-    `bound` on instead.
-    """
+    """In the first COLUMNS columns, set the scores of keys below `bound` to -inf, or of all other keys if BELOW is not set."""
     tile = by_thread(scores, scores.shape[1])
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = start + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
@@ -228,9 +226,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
 
-    Without this fence, the assembler ptxas would move the wait for P V before the softmax, and the two would not overlap. The
-    assembler ptxas never moves a wait across an instruction that may end the thread. The `exit` below never runs, because l is
-    never the NaN 0x7fc0dead.
+    Without this fence, the assembler ptxas would move the wait for P V before the softmax, so P V and the softmax would not
+    overlap. The assembler ptxas never moves a wait across an instruction that may end the thread. The `exit` below never runs,
+    because l is never the NaN 0x7fc0dead.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -92,6 +92,6 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
 
 def shorten(value: object) -> str:
-    """Return the value as text. If the text has more than 80 characters, a checksum replaces the rest."""
+    """Return the value as text. A checksum replaces all characters after the first 80."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}... (checksum {zlib.crc32(text.encode()):08x})"

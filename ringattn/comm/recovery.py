@@ -164,7 +164,7 @@ class Recovery:
     def _check(self, records: list[Record]) -> None:
         if self._is_same_exception(records):
             return
-        # The exception in the earliest call caused the others.
+        # The exception in the earliest call caused the exceptions of the other ranks.
         first, *rest = sorted(records, key=lambda record: (not record.is_own, record.call, record.rank))
         other = next(x for x in rest if (x.call, x.num_exchanges, x.is_own) != (first.call, first.num_exchanges, True))
         how = f"{other}" if other.is_own and other.call != first.call else f"rank {other.rank} did not"

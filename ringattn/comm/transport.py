@@ -33,7 +33,7 @@ WaitForBlocks = Callable[[], list[Tensors]]
 Wait = Callable[[], object]  # waits until messages have arrived and sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver or sender)
 
-# A pass with more results merges each result when it arrives, to save memory.
+# A pass with more than MAX_KEPT_RESULTS results merges each result when it arrives, to save memory.
 MAX_KEPT_RESULTS = 3
 
 

@@ -23,8 +23,8 @@ from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
-# A rank computes FIRST_SHARE of the work on its own block in the first step, while the first messages are in flight. The rest
-# hides the last hop.
+# A rank computes FIRST_SHARE of the work on its own block in the first step, while the first messages are in flight. The
+# remaining work on this block hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
 # The KV ring launches fewer kernels, so "auto" selects the state ring only if its predicted time is 3% shorter.
