@@ -17,8 +17,8 @@ import torch
 
 from ringattn.kernels import fp8, validation
 from ringattn.kernels.caching import cached
+from ringattn.kernels.choices import BACKENDS, MAX_HEAD_DIM
 
-BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -103,8 +103,8 @@ def choose_backend(
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels do not support {dtype}, only fp16, bf16 and fp32"
-    if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
-        return f"the Triton kernels take head dims from 1 to {validation.MAX_HEAD_DIM}, not head dims {dims[0]} and {dims[1]}"
+    if not 1 <= min(dims) <= max(dims) <= MAX_HEAD_DIM:
+        return f"the Triton kernels take head dims from 1 to {MAX_HEAD_DIM}, not head dims {dims[0]} and {dims[1]}"
     if device.type == "cuda":
         return None
     if os.environ.get("TRITON_INTERPRET") != "1":

@@ -20,8 +20,6 @@ from ringattn.kernels.fp8 import BLOCK, DTYPE, QuantizedRows, QuantizedValues, n
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 
-MAX_HEAD_DIM = 256
-
 # A tile of keys has at least 16 rows and must lie within one page.
 MIN_PAGE_SIZE = 16
 

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ringattn.choices import KINDS
 from ringattn.kernels.caching import cached
 from ringattn.kernels.validation import as_integer, shown
-
-KINDS = ("contiguous", "zigzag", "striped")
 
 
 @dataclass(frozen=True)

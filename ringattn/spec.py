@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn.choices import ROUTES, SCHEDULES
 from ringattn.comm.calls import Call, shorten
 from ringattn.comm.connect import TRANSPORTS
 from ringattn.comm.transport import Transport
@@ -17,8 +18,6 @@ from ringattn.kernels import backends, validation
 from ringattn.kernels.exact_products import under_autocast
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
-from ringattn.planning.cost_model import ROUTES
-from ringattn.planning.rank_plan import SCHEDULES
 
 
 class AttentionSpec(NamedTuple):

@@ -21,7 +21,7 @@ PACKAGES = ("kernels", "ringattn", "train", "scripts")
 
 # The layers of the package ringattn, from the lowest to the highest. A module may import from its own layer and lower ones.
 LAYERS = {
-    "the concepts": ("mask", "layout", "runs", "state", "load_balance", "sinks"),
+    "the concepts": ("choices", "choices", "mask", "layout", "runs", "state", "load_balance", "sinks"),
     "what will happen, as plain data": ("planning",),
     "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
     "runs a schedule over a transport": ("ring",),

@@ -24,11 +24,6 @@ MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 ALL_TO_ALL_FACTOR = 2.5
 
 
-# "relay": ranks pass blocks on to their neighbours. "direct": every message goes to the rank that needs it. "auto": direct
-# inside one host.
-ROUTES = ("auto", "relay", "direct")
-
-
 class Interconnect(NamedTuple):
     """An `Interconnect` describes the connection between the ranks of a ring, and the speed of the ranks. Every rank has the
     same values.

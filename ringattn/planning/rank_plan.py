@@ -22,7 +22,6 @@ from ringattn.planning.schedule import LocalStep, LocalSteps, Need, Schedule, bu
 from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
-SCHEDULES = ("auto", "state", "kv")
 # A rank computes FIRST_SHARE of the work on its own block in the first step, while the first messages are in flight. The
 # remaining work on this block hides the last hop.
 FIRST_SHARE = 0.4

@@ -80,7 +80,7 @@ def best_ulysses_degree(
         ranks: U x R.
         host: the number of ranks per host; the ranks of a host, and of an all-to-all, have consecutive numbers.
         near, far: the interconnect inside a host, and between hosts.
-        layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
+        layout: the kind of the layout of the ring, one of `KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
     """
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]

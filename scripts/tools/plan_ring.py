@@ -31,10 +31,10 @@ from typing import Any
 import torch
 
 from ringattn import Layout, Mask
-from ringattn.layout import KINDS
+from ringattn.choices import KINDS, SCHEDULES
 from ringattn.planning import ulysses_degree, workload
 from ringattn.planning.cost_model import MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
-from ringattn.planning.rank_plan import SCHEDULES, Plan, get_plan
+from ringattn.planning.rank_plan import Plan, get_plan
 from ringattn.planning.schedule import Schedule
 from ringattn.planning.ulysses_degree import MAX_PLANNED_POSITIONS, MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work

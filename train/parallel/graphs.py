@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from ringattn import Layout, Mask
 from ringattn.comm import connect
-from ringattn.kernels.validation import MAX_HEAD_DIM
+from ringattn.kernels.choices import MAX_HEAD_DIM
 from ringattn.load_balance import MAX_CHUNKS, TILE, always_has_equal_shards
 from ringattn.planning.plan_slots import PlanSlots
 from ringattn.planning.rank_plan import Plan, use_plans

@@ -13,10 +13,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringattn import layout
-from ringattn.kernels import backends
-from ringattn.kernels.validation import MAX_HEAD_DIM
-from ringattn.planning import cost_model, rank_plan
+from ringattn.choices import KINDS, ROUTES, SCHEDULES
+from ringattn.kernels.choices import BACKENDS, MAX_HEAD_DIM
 
 
 class ConfigError(ValueError):
@@ -591,10 +589,10 @@ CHOICES = {
     "data.join": ("none", "folder"),
     "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
-    "parallel.layout": (*layout.KINDS, "auto"),
-    "parallel.schedule": rank_plan.SCHEDULES,
-    "parallel.route": cost_model.ROUTES,
-    "parallel.kernel": backends.BACKENDS,
+    "parallel.layout": (*KINDS, "auto"),
+    "parallel.schedule": SCHEDULES,
+    "parallel.route": ROUTES,
+    "parallel.kernel": BACKENDS,
     "memory.activations": ("auto", "keep", "recompute", "recompute-all", "offload", "offload-inputs"),
     "memory.optimizer": ("auto", "keep", "offload"),
     "memory.moments": ("fp32", "8bit"),
