@@ -3,12 +3,18 @@
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from types import ModuleType
 from typing import Any, TypeVar
 
 from ringattn.train.settings.config import ConfigError
@@ -110,14 +116,14 @@ def _run_counted(function: Callable[..., Result], state: Any, task: Any, size: i
 def _run_in_processes(
     progress: Progress, function: Callable[..., Any], state: Any, tasks: Sequence[Any], sizes: Sequence[int], num_proc: int
 ) -> list[Any]:
-    # A fork of this process would copy locks that its threads hold. The fork server has no threads, and imports the module
-    # of `function` only once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
+    context = start_server(function.__module__)
     counter, stop = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(num_proc, context, _begin_process, (state, counter, stop))
+    # The state is pickled only once, because a large tokenizer takes long.
+    pool = ProcessPoolExecutor(num_proc, context, _begin_process, (pickle.dumps(state), counter, stop))
+    processes = pool._processes
     try:
-        futures = [pool.submit(_run_in_process, function, task, size) for task, size in zip(tasks, sizes, strict=True)]
+        with _hidden_main():
+            futures = [pool.submit(_run_in_process, function, task, size) for task, size in zip(tasks, sizes, strict=True)]
         pending = set(futures)
         while pending:
             done, pending = wait(pending, timeout=1, return_when=FIRST_EXCEPTION)
@@ -127,16 +133,50 @@ def _run_in_processes(
         # If several tasks failed, the first error is raised.
         results = [future.result() for future in futures if future.done()]
     except BrokenProcessPool:
-        raise ConfigError(
-            "a process that reads the corpus was killed, perhaps because the host has too little memory: lower data.num_proc, "
-            "and launch again, which continues the work"
-        ) from None
+        pool.shutdown(cancel_futures=True)
+        raise ConfigError(_describe_death([process.exitcode for process in processes.values()])) from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
     for message in dict.fromkeys(message for _, messages in results for message in messages):
         log.warning(message)
     return [result for result, _ in results]
+
+
+def start_server(module: str) -> ForkServerContext:
+    """Start a process that imports `module` once, and then forks the processes.
+
+    A fork of this process would copy locks that its threads hold. The fork server has no threads.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _hidden_main() -> Generator[None]:
+    # Processes that start meanwhile do not import the main module, which may lack `if __name__ == "__main__"`.
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"a process that reads the corpus could not start ({reason}): see its last lines above, or lower data.num_proc"
+        ) from error
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _describe_death(statuses: Sequence[int | None]) -> str:
+    # The pool ends all other processes with SIGTERM.
+    status = next((each for each in statuses if each not in (None, 0, -signal.SIGTERM)), 0)
+    if status == -signal.SIGKILL:
+        reason = "was killed, perhaps because the host has too little memory: lower data.num_proc"
+    else:
+        reason = f"ended with exit status {status}: see its last lines above"
+    return f"a process that reads the corpus {reason}, and launch again, which continues the work"
 
 
 _shared: tuple[Any, Any, Any] = (None, None, None)
@@ -148,12 +188,12 @@ class _Collector(logging.Handler):
         _messages.append(record.getMessage())
 
 
-def _begin_process(*shared: Any) -> None:
+def _begin_process(state: bytes, *shared: Any) -> None:
     global _shared
-    _shared = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.getLogger().handlers[:] = [_Collector(logging.WARNING)]
+    _shared = (pickle.loads(state), *shared)
     # Exit if the parent process is killed, instead of waiting forever for a task.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

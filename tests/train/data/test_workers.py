@@ -2,13 +2,18 @@
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from ringattn.train.data import workers
 from ringattn.train.data.workers import Progress, run_tasks
 from ringattn.train.settings.config import ConfigError
+from tests.train.launch import environment
 
 TASKS = list(range(6))
 
@@ -22,8 +27,10 @@ def square(state: int, task: int, add: workers.Add) -> int:
 def fail(state: str, task: int, add: workers.Add) -> int:
     """Fail at task 1. The other tasks would take long."""
     if task == 1:
+        if state == "exit":
+            end(7)
         if state == "kill":
-            os._exit(1)
+            os.kill(os.getpid(), signal.SIGKILL)
         raise ConfigError("task 1 is faulty")
     for _ in range(1000):
         time.sleep(0.1)
@@ -49,7 +56,38 @@ def test_an_error_ends_the_other_processes(monkeypatch):
         run_tasks("fail", fail, "raise", TASKS, [100] * 6, 2)
     with pytest.raises(ConfigError, match=r"was killed.*lower data\.num_proc"):
         run_tasks("fail", fail, "kill", TASKS, [100] * 6, 2)
+    with pytest.raises(ConfigError, match="ended with exit status 7: see its last lines"):
+        run_tasks("fail", fail, "exit", TASKS, [100] * 6, 2)
     assert time.monotonic() - begin < 60, "the other tasks were not stopped"
+
+
+def test_a_script_needs_no_guard(tmp_path):
+    """The processes do not run the script again, although it does not check `__name__`."""
+    script, main = tmp_path / "script.py", "print('main')\nfrom ringattn.train.data import tokenisation, workers\n"
+    call = f"workers.run_tasks('read', tokenisation._hash_file, None, {[__file__] * 2}, [1, 1], 2)"
+    script.write_text(f"{main}workers.MIN_BYTES = 1\nprint(len({call}))\n")
+    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment(tmp_path))
+    assert (shown.stdout, shown.stderr) == ("main\n2\n", "")
+
+
+class Unreadable:
+    """A state that ends the process that receives it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return end, (5,)
+
+
+def end(status: int) -> None:
+    os._exit(status)
+
+
+def test_a_process_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(workers, "MIN_BYTES", 1)
+    with pytest.raises(ConfigError, match=r"a process that reads the corpus (ended with exit status 5|could not start)"):
+        run_tasks("square", square, Unreadable(), TASKS, [100] * 6, 2)
+    monkeypatch.setattr(workers.ProcessPoolExecutor, "submit", Mock(side_effect=BrokenPipeError("Broken pipe")))
+    with pytest.raises(ConfigError, match=r"could not start \(BrokenPipeError: Broken pipe\).*lower data.num_proc"):
+        run_tasks("square", square, 2, TASKS, [100] * 6, 2)
 
 
 def test_progress_shows_the_speed_and_the_remaining_time(monkeypatch, caplog):
