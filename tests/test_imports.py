@@ -53,6 +53,7 @@ UNTESTED = {
     "train/commands/generate.py": "tests/train/commands/test_options.py",
     "train/commands/launch_settings.py": "tests/train/settings/test_resolution.py",
     "train/data/documents.py": "tests/train/data/test_packing.py",
+    "train/data/record_encoder.py": "tests/train/data/test_chat.py",
     "train/data/sources.py": "tests/train/data/test_packing.py",
     "scripts/bench/peers.py": "tests/scripts/bench/test_kernels.py",
 }

@@ -14,10 +14,8 @@ cost. An incomplete group is dropped.
 For the data, a checkpoint contains only the number of consumed sequences.
 """
 
-import functools
 import itertools
 import json
-import logging
 import os
 import re
 import time
@@ -37,13 +35,12 @@ from ringattn.train.data.prepared import open_prepared
 from ringattn.train.data.records import RecordDataset, split_records
 from ringattn.train.data.shards import Documents, Shards
 from ringattn.train.data.stream import StreamDataset, open_stream
-from ringattn.train.data.tokenisation import tokenise
+from ringattn.train.data.tokenisation import log_once, report_skipped, tokenise
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
 from ringattn.train.settings.config import ConfigError, DataConfig
 
 Loaded = TypeVar("Loaded")
-log = logging.getLogger(__name__)
 
 # A corpus's number is part of its key in the store, so all ranks must load corpora in the same order.
 _corpus_numbers = itertools.count()
@@ -215,7 +212,7 @@ def _pack_records(documents: Documents, config: DataConfig, seed: int, group_siz
     packed = RecordDataset(documents, config.seq_len, seed, group_size)
     if packed.num_dropped and dist.get_rank() == 0:
         counts = f"{packed.num_dropped:,} of {len(packed.lengths):,} records of {config.description}"
-        _log_once(f"{'dropped':<12}{counts}, because they have more than data.seq_len={config.seq_len} tokens")
+        log_once(f"{'dropped':<12}{counts}, because they have more than data.seq_len={config.seq_len} tokens")
     return packed
 
 
@@ -244,16 +241,6 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
         reason = f", and its first fault is: {faults[0]}" if faults else ": provide files or rows that are not empty"
         raise ConfigError(f"{config.description} contains no text{reason}")
     return documents
-
-
-def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
-    units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
-    if config.path and (number := counts.get("without_text")):
-        of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
-        _log_once(f"{'skipped':<12}{of}, because they contain no text")
-    if number := counts.get("faulty"):
-        of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
-        _log_once(f"{'skipped':<12}{of}, because they are faulty; the first: {counts['first_faults'][0]}")
 
 
 def split_documents(documents: Documents, fraction: float, seq_len: int) -> tuple[Documents, Documents]:
@@ -329,11 +316,6 @@ def check_mixture(config: DataConfig, training: MixtureDataset) -> None:
                 f"data.mix: {name} and {other} read some of the same text, so the training text contains some of the held-out "
                 "text: choose other files or disjoint splits, or set data.eval_fraction=0"
             )
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    log.info(message)
 
 
 def _once_per_host(prepare: Callable[[], str]) -> str:

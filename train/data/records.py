@@ -1,82 +1,25 @@
-"""Turn conversations, or prompts with completions, into tokens with a loss mask, and pack whole records into sequences.
+"""Pack whole records into sequences.
 
     record      the tokens of a conversation, or BOS, the prompt, the completion and EOS
     sequence    records that together have at most S tokens; padding fills the rest
     epoch       all sequences in a random order
 
-Only the answers of the assistant (or the completion) and their stop tokens have labels. Each sequence takes the longest records
-that still fit, so sequences need little padding. For the data, a checkpoint contains only the number of consumed sequences.
+Each sequence takes the longest records that still fit, so sequences need little padding. For the data, a checkpoint contains
+only the number of consumed sequences.
 """
 
-import inspect
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from ringattn.train.data import chat
 from ringattn.train.data.documents import NUM_SAMPLED, PaddedSequences, random_order
 from ringattn.train.data.shards import Documents
-from ringattn.train.data.sources import check_size, check_surrogates
-from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer
 from ringattn.train.model.loss import IGNORE
-from ringattn.train.settings.config import ConfigError, DataConfig
+from ringattn.train.settings.config import ConfigError
 
 # These numbers replace the epoch in the seed of a random order that never changes.
 PACKING, EVALUATION = 2**62, 2**62 + 1
-
-
-class RecordEncoder:
-    """Turns records into tokens. Raises ConfigError if the tokenizer has no chat template."""
-
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer):
-        self._config, self._tokenizer, self._template = config, tokenizer, None
-        if config.format == "chat":
-            # Text from a chat template contains special tokens by name, so the tokenizer must recognise them.
-            self._tokenizer = JsonTokenizer(config.tokenizer, config.eos_token, special_tokens="parse")
-            self._template = chat.load_template(config.tokenizer)
-
-    @property
-    def identity(self) -> list[object]:
-        template = self._template and (self._template.source, self._template.variables)
-        return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
-
-    def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
-        """Return the tokens of a record, int32 (N,). If a token t has no loss, the array contains -1 - t.
-
-        Raises:
-            ConfigError: the record is invalid. The message contains `where`.
-        """
-        try:
-            text, spans = self._conversation(record) if self._template else self._completion(record)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
-        check_surrogates(where, text)
-        check_size(where, len(text.encode()), self._config.max_document_mb)
-        tokens, has_loss = self._tokenizer.encode_spans(text, spans)
-        if not self._template:
-            tokens = np.concatenate([[self._tokenizer.bos], tokens, [self._tokenizer.eos]]).astype(np.int32)
-            has_loss = np.concatenate([[False], has_loss, [True]])
-        if not has_loss[1:].any():
-            raise ConfigError(f"{where}: no token has a loss: remove the record")
-        return np.where(has_loss, tokens, ~tokens)
-
-    def _conversation(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        assert isinstance(self._tokenizer, JsonTokenizer)
-        assert self._template is not None
-        parses = self._config.special_tokens == "parse"
-        messages = chat.check_messages(record[self._config.messages_column], self._tokenizer, parses)
-        return self._template.find_turns(messages, self._tokenizer.special_names)
-
-    def _completion(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        prompt, completion = record["prompt"], record["completion"]
-        for name, value in (("prompt", prompt), ("completion", completion)):
-            if not isinstance(value, str):
-                raise ConfigError(f"the {name} is {value!r:.60}, but text is required")
-        if not completion.strip():
-            raise ConfigError("the completion is empty, so there is nothing to learn: remove the record")
-        return prompt + completion, [(len(prompt), len(prompt) + len(completion))]
 
 
 class RecordDataset(PaddedSequences):

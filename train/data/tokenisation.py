@@ -10,22 +10,28 @@ The number of processes affects neither the tasks nor the shards.
 
 import inspect
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from filelock import FileLock
+from huggingface_hub.constants import HF_HOME
 
 from ringattn.train.data import shards, sources
-from ringattn.train.data.records import RecordEncoder
+from ringattn.train.data.record_encoder import RecordEncoder
 from ringattn.train.data.shards import INDEX, ShardWriter, write_json
 from ringattn.train.data.tokenizer import BytesTokenizer, Tokenizer
 from ringattn.train.data.workers import Add, default_processes, run_tasks
 from ringattn.train.settings.config import ConfigError, DataConfig
+
+log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 2**26  # a killed process loses at most this many tokens
 SHARD_DOCUMENTS = 2**20  # limits the memory for the lengths of short documents
@@ -84,8 +90,10 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
     corpus = sources.Corpus(config, num_pieces=1 if isinstance(tokenizer, BytesTokenizer) else NUM_PIECES)
     encoder = None if config.format == "text" else RecordEncoder(config, tokenizer)
     settings = [config.source, config.split, config.columns, config.max_document_mb, config.on_error, config.join]
+    numbers = {name: value for name, value in vars(tokenizer).items() if isinstance(value, int)}
+    known = describe_tokenizer(tokenizer) | numbers
     content = corpus.identity or _content(corpus, config, num_proc)
-    key = hash_of([settings, content, tokenizer, code(tokenizer), *(encoder.identity if encoder else [])])
+    key = hash_of([settings, content, known, code(tokenizer), *(encoder.identity if encoder else [])])
     folder = folder or cache_folder() / key
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as lock:
@@ -105,16 +113,14 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
 
 
 def cache_folder() -> Path:
-    # `datasets` is imported only if it is needed, because its import takes more than a second.
-    import datasets.config
-
-    return Path(datasets.config.HF_DATASETS_CACHE) / "ringattn"
+    # The import of `datasets` takes more than a second. A program that has imported `datasets` may have changed its cache.
+    config = sys.modules.get("datasets.config")
+    folder = config.HF_DATASETS_CACHE if config else os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
+    return Path(folder) / "ringattn"
 
 
 def hash_of(value: Any) -> str:
-    from datasets.fingerprint import Hasher
-
-    return Hasher.hash(value)
+    return xxhash.xxh3_128_hexdigest(repr(value).encode())
 
 
 def _check_key(folder: Path, key: str) -> None:
@@ -260,6 +266,21 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
     if error := sources.find_change(task.piece):
         skip(error)
     return counts | {"first_faults": faults}, is_last
+
+
+def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
+    units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
+    if config.path and (number := counts.get("without_text")):
+        of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
+        log_once(f"{'skipped':<12}{of}, because they contain no text")
+    if number := counts.get("faulty"):
+        of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
+        log_once(f"{'skipped':<12}{of}, because they are faulty; the first: {counts['first_faults'][0]}")
+
+
+@cache
+def log_once(message: str) -> None:
+    log.info(message)
 
 
 def code(tokenizer: Tokenizer) -> str:

@@ -2,13 +2,13 @@
 
 import json
 import logging
+import os
 import re
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ringattn.train.settings.config import ConfigError, DataConfig
 
@@ -171,7 +171,7 @@ class JsonTokenizer:
     def _warn_of_special_names(self, text: str) -> None:
         if not self._is_parsed and self.fingerprint not in _warned and (found := self.special_names.search(text)):
             _warned.add(self.fingerprint)
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if os.environ.get("RANK", "0") == "0":
                 log.warning(
                     f"{'tokenizer':<12}a text contains {found[0]}, the name of a special token, which is encoded as text; set "
                     "data.special_tokens=parse to encode such names as special tokens"

@@ -10,7 +10,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ringattn.train.data import chat
-from ringattn.train.data.records import RecordEncoder
+from ringattn.train.data.record_encoder import RecordEncoder
 from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 from tests.train.chats import CHATML, MARKED, write_chat_tokenizer

@@ -142,7 +142,7 @@ def test_records_of_files(source, tmp_path, caplog):
             file.write("\n")
     tokenizer = load_tokenizer(config.tokenizer)
     assert isinstance(tokenizer, JsonTokenizer)
-    packing._log_once.cache_clear()
+    packing.log_once.cache_clear()
     with caplog.at_level("INFO"):
         data = load(config, tokenizer)
         held_out = load_held_out(config, tokenizer, data)
