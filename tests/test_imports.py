@@ -21,7 +21,7 @@ PACKAGES = ("kernels", "ringattn", "train", "scripts")
 
 # The layers of the package ringattn, from the lowest to the highest. A module may import from its own layer and lower ones.
 LAYERS = {
-    "the concepts": ("choices", "choices", "mask", "layout", "runs", "state", "load_balance", "sinks"),
+    "the concepts": ("choices", "mask", "layout", "runs", "state", "load_balance", "sinks"),
     "what will happen, as plain data": ("planning",),
     "how bytes move; how a call becomes an operator": ("comm", "spec", "custom_op", "checkpointing", "operands"),
     "runs a schedule over a transport": ("ring",),
@@ -48,10 +48,12 @@ UNTESTED = {
     "kernels/hopper/forward_common.py": "tests/kernels/hopper/test_forward.py",
     "kernels/hopper/forward_narrow.py": "tests/kernels/hopper/test_forward.py",
     "train/checkpoint/init.py": "tests/train/checkpoint/test_huggingface.py",
+    "train/commands/arguments.py": "tests/train/commands/test_options.py",
     "train/commands/evaluate_needle.py": "tests/train/commands/test_evaluate.py",
     "train/commands/evaluate_recall.py": "tests/train/commands/test_options.py",
     "train/commands/generate.py": "tests/train/commands/test_options.py",
     "train/commands/launch_settings.py": "tests/train/settings/test_resolution.py",
+    "train/commands/messages.py": "tests/train/commands/test_errors.py",
     "train/data/documents.py": "tests/train/data/test_packing.py",
     "train/data/record_encoder.py": "tests/train/data/test_chat.py",
     "train/data/sources.py": "tests/train/data/test_packing.py",
@@ -136,6 +138,13 @@ def test_datasets_is_imported_inside_functions() -> None:
     """A run on a prepared corpus does not need `datasets`, whose import takes more than a second."""
     for path in modules("train"):
         assert not re.search(r"^(import|from) datasets\b", path.read_text(), re.MULTILINE), path
+
+
+def test_preparation_needs_no_torch() -> None:
+    """With many processes, the imports of torch, hydra and datasets take longer than the work."""
+    script = "import sys, ringattn.train.commands.prepare; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "datasets", "hydra", "transformers"} & set(loaded)
 
 
 def test_public_names_are_imported_lazily() -> None:

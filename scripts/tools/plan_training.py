@@ -32,7 +32,8 @@ import torch
 from hydra.core.config_store import ConfigStore
 
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
-from ringattn.train.commands.errors import USER_ERRORS, describe_error
+from ringattn.train.commands.errors import USER_ERRORS
+from ringattn.train.commands.messages import describe_error
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs, describe_bytes

@@ -37,18 +37,10 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ringattn.train.commands import evaluate_needle
-from ringattn.train.commands.errors import exit_process
+from ringattn.train.commands.arguments import apply_overrides, option, parse
 from ringattn.train.commands.evaluate_recall import evaluate_model
-from ringattn.train.commands.options import (
-    RUN_HELP,
-    Model,
-    apply_overrides,
-    find_model,
-    option,
-    parse,
-    run_command,
-    write_table_and_plot,
-)
+from ringattn.train.commands.messages import exit_process
+from ringattn.train.commands.options import RUN_HELP, Model, find_model, run_command, write_table_and_plot
 from ringattn.train.data.needle import TASKS
 from ringattn.train.data.packing import Sequences, load, load_fraction
 from ringattn.train.data.recall import EVALUATION_SEED, RecallDataset, check_vocabulary

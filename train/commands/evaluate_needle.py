@@ -5,7 +5,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ringattn.train.commands.options import Model, apply_overrides, write_table_and_plot
+from ringattn.train.commands.arguments import apply_overrides
+from ringattn.train.commands.options import Model, write_table_and_plot
 from ringattn.train.data.needle import MAX_COUNT, NeedleDocuments
 from ringattn.train.data.packing import PackedDataset, load
 from ringattn.train.inference.losses import default_lengths

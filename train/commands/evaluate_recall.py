@@ -5,7 +5,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ringattn.train.commands.options import Model, apply_overrides, write_table_and_plot
+from ringattn.train.commands.arguments import apply_overrides
+from ringattn.train.commands.options import Model, write_table_and_plot
 from ringattn.train.data.recall import CHANCE, check_length, check_vocabulary, evaluation_lengths
 from ringattn.train.inference.recall import evaluate_recall
 from ringattn.train.parallel.ranks import sync_errors

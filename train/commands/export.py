@@ -29,8 +29,9 @@ from ringattn.train.checkpoint.families import FAMILIES, Family, fixed_entries
 from ringattn.train.checkpoint.init import initial_weights_path
 from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
 from ringattn.train.checkpoint.resume import saved_config
-from ringattn.train.commands.errors import exit_process
-from ringattn.train.commands.options import find_model, option, parse, run_command
+from ringattn.train.commands.arguments import option, parse
+from ringattn.train.commands.messages import exit_process
+from ringattn.train.commands.options import find_model, run_command
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
 from ringattn.train.model.gpt import GPT
 from ringattn.train.model.rope import longrope_scale

@@ -16,8 +16,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ringattn.train.commands.errors import exit_process
-from ringattn.train.commands.options import RUN_HELP, apply_overrides, find_model, option, parse, run_command
+from ringattn.train.commands.arguments import apply_overrides, option, parse
+from ringattn.train.commands.messages import exit_process
+from ringattn.train.commands.options import RUN_HELP, find_model, run_command
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.inference.generation import stream
 from ringattn.train.parallel.ranks import sync_errors

@@ -11,19 +11,21 @@ If the command is killed, run it again to continue where it stopped.
 """
 
 import logging
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
+from omegaconf.errors import OmegaConfBaseException
 
-from ringattn.train.commands.errors import exit_process
-from ringattn.train.commands.options import apply_overrides, option, parse, run_command
-from ringattn.train.data.packing import report_skipped
+from ringattn.train.commands.arguments import apply_overrides, help_text, option, parse
+from ringattn.train.commands.messages import exit_process, report_error, show_messages
 from ringattn.train.data.prepared import copy_tokenizer
 from ringattn.train.data.shards import read_index
-from ringattn.train.data.tokenisation import tokenise
+from ringattn.train.data.tokenisation import report_skipped, tokenise
 from ringattn.train.data.tokenizer import tokenizer_of
+from ringattn.train.data.workers import start_server
 from ringattn.train.settings.config import Config, ConfigError, check
 
 log = logging.getLogger(__name__)
@@ -43,14 +45,28 @@ class Options:
 
 def main() -> NoReturn:
     """Run the command line and exit."""
-    exit_process(run_command(run_command_line, Options, __doc__))
+    is_first, status = os.environ.get("RANK", "0") == "0", 0
+    show_messages(is_first)
+    try:
+        if {"-h", "--help"} & {*sys.argv[1:]}:
+            print(help_text(Options, __doc__))
+        else:
+            run_command_line(sys.argv[1:])
+    except (ConfigError, OmegaConfBaseException) as error:
+        status = 1
+        if is_first:
+            report_error(error)
+    except KeyboardInterrupt:
+        status = 130
+        print("interrupted", file=sys.stderr)
+    exit_process(status)
 
 
 def run_command_line(arguments: list[str]) -> None:
     """Tokenise the text that the arguments describe."""
     arguments = [f"data.source={each[5:]}" if each.startswith("data=") else each for each in arguments]
     options, overrides = parse(arguments, Options, settings=("data.",))
-    if dist.get_world_size() > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ringattn-prepare starts its own processes: start it without torchrun, and set data.num_proc")
     for name, value in overrides.items():
         if name.removeprefix("data.") not in SETTINGS:
@@ -60,6 +76,8 @@ def run_command_line(arguments: list[str]) -> None:
     data, folder = config.data, Path(options.output).expanduser()
     if data.source in ("prepared", "recall"):
         raise ConfigError(f"data.source={data.source} needs no preparation: choose data=text, jsonl, parquet, hub or stdlib")
+    if data.num_proc != 1:
+        start_server(tokenise.__module__)  # The server imports its modules while this process reads the tokenizer.
     try:
         tokenise(data, tokenizer_of(data), folder=folder)
         copy_tokenizer(data.tokenizer, folder)

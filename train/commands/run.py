@@ -28,16 +28,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ringattn.train.checkpoint import storage
-from ringattn.train.commands.errors import (
-    USER_ERRORS,
-    describe_error,
-    exit_process,
-    is_out_of_memory,
-    report_error,
-    terminate,
-    terminate_on_error,
-)
+from ringattn.train.commands.errors import USER_ERRORS, is_out_of_memory, terminate, terminate_on_error
 from ringattn.train.commands.launch_settings import resolve_settings
+from ringattn.train.commands.messages import describe_error, exit_process, report_error
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped

@@ -12,13 +12,13 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ringattn.comm import watchdog
-from ringattn.train.commands import errors
+from ringattn.train.commands import errors, messages
 from ringattn.train.settings.config import ConfigError
 from tests.train.launch import launch
 
 
 def test_error_that_has_no_option_names_none():
-    assert errors.describe_error(OmegaConfBaseException("the reason\nand more")) == "the reason"
+    assert messages.describe_error(OmegaConfBaseException("the reason\nand more")) == "the reason"
 
 
 EXTERNAL = {
@@ -63,7 +63,7 @@ def test_second_failure_exits_without_a_message(monkeypatch, capfd):
 
 
 def report_invalid_value() -> None:
-    errors.report_error(ConfigError("a=1\nb: must be\x1b 2"))
+    messages.report_error(ConfigError("a=1\nb: must be\x1b 2"))
 
 
 def fail_on_two_ranks() -> None:
@@ -119,7 +119,7 @@ def test_last_lines_of_torchrun_contain_the_error(tmp_path):
     ],
 )
 def test_unknown_option_names_the_nearest_setting(name, setting):
-    assert errors.nearest_setting(name) == setting
+    assert messages.nearest_setting(name) == setting
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ringattn.train.commands import evaluate, generate
-from ringattn.train.commands.options import apply_overrides, help_text, run_command
+from ringattn.train.commands.arguments import apply_overrides, help_text
+from ringattn.train.commands.options import run_command
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import Config
 from tests.train.hub_models import write_folder

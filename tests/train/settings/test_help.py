@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ringattn.train.commands import errors, run
+from ringattn.train.commands import messages, run
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.settings import help as help_text
 from ringattn.train.settings.config import Config
@@ -75,7 +75,7 @@ def test_reader_of_the_help_may_exit(run_command_line, capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Mock(flush=Mock(side_effect=BrokenPipeError)))
     monkeypatch.setattr(logging, "shutdown", Mock())  # It would close the log of pytest.
     monkeypatch.setattr(os, "_exit", exit_process := Mock())
-    errors.exit_process(run_command_line("--help"))
+    messages.exit_process(run_command_line("--help"))
     assert exit_process.call_args.args == (1,)
     assert capfd.readouterr().err == ""
 

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint.resume import saved_config
-from ringattn.train.commands.options import apply_overrides, folder_config
+from ringattn.train.commands.arguments import apply_overrides
+from ringattn.train.commands.options import folder_config
 from ringattn.train.commands.run import to_config
 from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.settings.literal import literal_settings
