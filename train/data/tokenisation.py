@@ -39,6 +39,7 @@ NUM_PIECES = 128  # enough pieces of a small text for many processes
 NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum
+HASHED_BYTES = 2**28  # covered by one checksum
 PLAN = "plan.json"
 
 
@@ -142,20 +143,25 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
     known = [[*state, os.stat(state.path).st_ctime_ns] for state in states]
     path = cache_folder() / "content" / f"{hash_of(known)}.json"
     if not path.exists():
-        sizes = [state.size for state in states]
-        hashes = run_tasks("read", _hash_file, None, [state.path for state in states], sizes, num_proc, is_fast=True)
+        parts = [
+            (state.path, begin, min(state.size - begin, HASHED_BYTES))
+            for state in states
+            for begin in range(0, state.size or 1, HASHED_BYTES)
+        ]
+        hashes = run_tasks("read", _hash_part, None, parts, [size for *_, size in parts], num_proc, is_fast=True)
         for piece in corpus.pieces:
             if error := sources.find_change(piece):
                 raise error
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, hash_of([names, hashes]))
+        write_json(path, hash_of([names, [state.size for state in states], hashes]))
     return json.loads(path.read_text())
 
 
-def _hash_file(_: None, path: str, add: Add) -> str:
-    known = xxhash.xxh3_128()
+def _hash_part(_: None, part: tuple[str, int, int], add: Add) -> str:
+    known, (path, begin, size) = xxhash.xxh3_128(), part
     with suppress(OSError), open(path, "rb") as file:  # If a file cannot be read, the tokenisation reports the error later.
-        while block := file.read(BLOCK):
+        file.seek(begin)
+        while block := file.read(min(BLOCK, begin + size - file.tell())):
             known.update(block)
             add(len(block))
     return known.hexdigest()

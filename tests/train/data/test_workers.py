@@ -64,7 +64,7 @@ def test_an_error_ends_the_other_processes(monkeypatch):
 def test_a_script_needs_no_guard(tmp_path):
     """The processes do not run the script again, although it does not check `__name__`."""
     script, main = tmp_path / "script.py", "print('main')\nfrom ringattn.train.data import tokenisation, workers\n"
-    call = f"workers.run_tasks('read', tokenisation._hash_file, None, {[__file__] * 2}, [1, 1], 2)"
+    call = f"workers.run_tasks('read', tokenisation._hash_part, None, {[(__file__, 0, 5)] * 2}, [1, 1], 2)"
     script.write_text(f"{main}workers.MIN_BYTES = 1\nprint(len({call}))\n")
     shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment(tmp_path))
     assert (shown.stdout, shown.stderr) == ("main\n2\n", "")
