@@ -8,6 +8,7 @@ The number of processes affects neither the tasks nor the shards.
     folder/index.json            all counts and checksums; written last
 """
 
+import errno
 import inspect
 import json
 import logging
@@ -40,6 +41,7 @@ NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum
 HASHED_BYTES = 2**28  # covered by one checksum
+FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EROFS
 PLAN = "plan.json"
 
 
@@ -83,7 +85,13 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
         return _tokenise(config, tokenizer, config.num_proc or default_processes(ranks), folder)
     except ConfigError:
         raise
+    except MemoryError as error:
+        raise ConfigError(f"the host has too little memory to tokenise {config.description}: lower data.num_proc") from error
     except Exception as error:  # Each reader raises errors of its own types.
+        target = folder or cache_folder()
+        if isinstance(error, OSError) and (error.errno in FULL_DISK or f"{error.filename}".startswith(str(target))):
+            advice = "choose another output=..." if folder else "set HF_HOME to another folder"
+            raise ConfigError(f"{target} cannot be written: {error}; free space on the disk, or {advice}") from error
         raise sources.cannot_read(config, error) from error
 
 

@@ -1,10 +1,12 @@
 """Tokenisation by several processes: the shards, the cache, faulty files, and files that change."""
 
+import errno
 import gzip
 import json
 import logging
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets.config
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.train.data import sources, tokenisation, workers
+from ringattn.train.data import shards, sources, tokenisation, workers
 from ringattn.train.data.packing import load
 from ringattn.train.data.shards import Shards
 from ringattn.train.data.tokenisation import tokenise
@@ -125,6 +127,32 @@ def test_the_key_depends_on_the_content_and_not_on_the_place_or_the_time(tmp_pat
     content = (tmp_path / "a" / "1.jsonl").read_text()
     (tmp_path / "a" / "1.jsonl").write_text(content.replace("document 2", "Document 2"))
     assert tokenise(first, BytesTokenizer()) != folder
+
+
+def test_the_key_depends_on_every_byte(tmp_path, monkeypatch):
+    """The checksum of a file consists of the checksums of its parts."""
+    monkeypatch.setattr(tokenisation, "HASHED_BYTES", 7)
+    path = tmp_path / "a.txt"
+    config, content, keys = DataConfig(source="text", path=str(path)), bytearray(b"a" * 21), set[Path]()
+    for changed in (20, 14, 13, 7, 6, 0):
+        content[changed] += 1
+        path.write_bytes(content)
+        keys.add(tokenise(config, BytesTokenizer()))
+    assert len(keys) == 6
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    config = write_corpus(tmp_path / "corpus", "jsonl")
+    (tmp_path / "shards").touch()
+    with pytest.raises(ConfigError, match=r"shards cannot be written: .*File exists.*choose another output"):
+        tokenise(config, BytesTokenizer(), folder=tmp_path / "shards")
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(ConfigError, match=r"ringattn cannot be written: .*No space left.*HF_HOME"):
+            tokenise(config, BytesTokenizer())
+    monkeypatch.setattr(BytesTokenizer, "encode", Mock(side_effect=MemoryError))
+    with pytest.raises(ConfigError, match=r"too little memory.*data\.num_proc"):
+        tokenise(DataConfig(**vars(config) | {"split": "train[:5]"}), BytesTokenizer(), folder=tmp_path / "new")
 
 
 def test_a_folder_with_other_content_is_an_error(tmp_path):
