@@ -13,6 +13,7 @@ If the command is killed, run it again to continue where it stopped.
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -76,7 +77,7 @@ def run_command_line(arguments: list[str]) -> None:
     data, folder = config.data, Path(options.output).expanduser()
     if data.source in ("prepared", "recall"):
         raise ConfigError(f"data.source={data.source} needs no preparation: choose data=text, jsonl, parquet, hub or stdlib")
-    if data.num_proc != 1:
+    with suppress(OSError):  # `tokenise` raises the same error with an explanation.
         start_server(tokenise.__module__)  # The server imports its modules while this process reads the tokenizer.
     try:
         tokenise(data, tokenizer_of(data), folder=folder)

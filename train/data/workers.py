@@ -25,9 +25,9 @@ Result = TypeVar("Result")
 Add = Callable[[int], None]  # counts bytes that have been processed
 
 # Fewer bytes per process would take less time than the start of the processes.
-MIN_BYTES = 2**24
+MIN_BYTES = 2**22
 # Checksums and the tokenizer "bytes" are about this many times as fast as other tokenizers.
-FAST = 32
+FAST = 16
 SHOW_EVERY = 10.0  # seconds between two lines of progress
 FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter
 
@@ -116,13 +116,14 @@ def _run_counted(function: Callable[..., Result], state: Any, task: Any, size: i
 def _run_in_processes(
     progress: Progress, function: Callable[..., Any], state: Any, tasks: Sequence[Any], sizes: Sequence[int], num_proc: int
 ) -> list[Any]:
-    context = start_server(function.__module__)
-    counter, stop = context.Value("q", 0), context.Event()
-    # The state is pickled only once, because a large tokenizer takes long.
-    pool = ProcessPoolExecutor(num_proc, context, _begin_process, (pickle.dumps(state), counter, stop))
+    pickled = pickle.dumps(state)  # The pool would pickle a large tokenizer for every process.
+    with _start():
+        context = start_server(function.__module__)
+        counter, stop = context.Value("q", 0), context.Event()
+        pool = ProcessPoolExecutor(num_proc, context, _begin_process, (pickled, counter, stop))
     processes = pool._processes
     try:
-        with _hidden_main():
+        with _start():
             futures = [pool.submit(_run_in_process, function, task, size) for task, size in zip(tasks, sizes, strict=True)]
         pending = set(futures)
         while pending:
@@ -155,7 +156,7 @@ def start_server(module: str) -> ForkServerContext:
 
 
 @contextmanager
-def _hidden_main() -> Generator[None]:
+def _start() -> Generator[None]:
     # Processes that start meanwhile do not import the main module, which may lack `if __name__ == "__main__"`.
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
