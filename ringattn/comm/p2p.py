@@ -223,5 +223,5 @@ class SingleRankTransport(MessageTransport):
     interconnect = interconnect("alone")
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        assert not sends and not receives, "a ring of one rank has nobody to exchange with"
+        assert not [*sends, *receives], "a ring of one rank has nobody to exchange with"
         return lambda: None

@@ -57,7 +57,7 @@ class RingFault(RuntimeError):
 
 
 class Hop:
-    __slots__ = ("number", "label", "step", "steps", "incoming", "since")
+    __slots__ = ("incoming", "label", "number", "since", "step", "steps")
 
     def __init__(self, number: int, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None:
         self.number, self.label, self.step, self.steps, self.incoming = number, label, step, steps, incoming

@@ -33,11 +33,8 @@ class Work(NamedTuple):
         relays, each merge reads two states and writes one. The backward pass zeroes the sums of dq, reads the sums, and adds
         the sums to dq.
         """
-        if self.direction == "backward":
-            tensors = 4
-        else:
-            tensors = 0 if own else 3 if relays else 1
-        return tensors * self.row_bytes.state[1]
+        tensors_of_forward = 0 if own else 3 if relays else 1
+        return (4 if self.direction == "backward" else tensors_of_forward) * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))

@@ -95,7 +95,7 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, batch: RingBatch) -> Tensor:  # pyrefly: ignore[bad-override]
+    def forward(ctx: Any, own: Tensor, batch: RingBatch) -> Tensor:  # pyrefly: ignore[bad-override]  # torch declares none
         ctx.batch = batch
         group: Any = batch.group
         return batch.layout.unshard(own.detach(), group)

@@ -148,7 +148,8 @@ def check(make_model: Callable[[], nn.Module], device: torch.device) -> list[lis
     models = {"": make_model().to(device)}
     if importlib.util.find_spec("peft"):
         models["LoRA"] = with_lora(models[""])
-    vocab_size = models[""].config.get_text_config().vocab_size  # pyrefly: ignore[missing-attribute]
+    config: Any = models[""].config
+    vocab_size = config.get_text_config().vocab_size
     batches = {
         name: [make_batch(rows, labelled, vocab_size, device, seed) for seed, rows in enumerate(case)]
         for name, (case, labelled) in CASES.items()

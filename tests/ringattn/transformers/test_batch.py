@@ -103,4 +103,4 @@ def test_unsupported_batches_are_errors(message: str) -> None:
 def test_a_ring_is_a_mesh_with_one_dimension() -> None:
     assert ring_of(None) == (None, 0, 1)
     with pytest.raises(ValueError, match="it must be a DeviceMesh with one dimension"):
-        ring_of("cpu")  # pyrefly: ignore
+        ring_of("cpu")
