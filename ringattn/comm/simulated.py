@@ -24,12 +24,13 @@ class SimulatedRing:
         self.name = f"simulated-{next(self._ids)}"
         self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)
         self.ended: set[int] = set()  # ranks that send no more messages
-        self.changed = threading.Condition()  # notified when `messages` or `ended` changes
+        # By receiver: notified when the receiver gets a message or `ended` changes.
+        self.changed = [threading.Condition() for _ in range(size)]
 
     def send(self, src: int, dst: int, number: int, message: Tensor) -> None:
-        with self.changed:
+        with self.changed[dst]:
             self.messages[src, dst, number] = message
-            self.changed.notify_all()
+            self.changed[dst].notify_all()
 
     def receive(self, src: int, dst: int, number: int) -> Tensor:
         """Return message `number` from `src` to `dst`. Other ranks compute while this rank waits."""
@@ -37,8 +38,8 @@ class SimulatedRing:
         if key not in self.messages:
             self.compute_slots.release()
             try:
-                with self.changed:
-                    self.changed.wait_for(lambda: key in self.messages or src in self.ended)
+                with self.changed[dst]:
+                    self.changed[dst].wait_for(lambda: key in self.messages or src in self.ended)
             finally:
                 self.compute_slots.acquire()
         if key not in self.messages:
@@ -47,9 +48,10 @@ class SimulatedRing:
 
     def end(self, ranks: Iterable[int]) -> None:
         """Record that `ranks` will send no more messages, and wake the ranks that wait for them."""
-        with self.changed:
-            self.ended.update(ranks)
-            self.changed.notify_all()
+        self.ended.update(ranks)
+        for changed in self.changed:
+            with changed:
+                changed.notify_all()
 
 
 class SimulatedRank(MessageTransport):
