@@ -37,6 +37,7 @@ from triton.runtime.jit import ConstexprFunction
 from ringattn.kernels.hopper import common as hopper_common
 
 TIMEOUT = 20.0
+LONGEST_ADDITION = 0.0  # seconds that an addition to global memory may take
 FLOAT, INTEGER = torch.float64, torch.int64
 
 _partition = threading.local()  # program, programs, and the products that this thread has issued and not completed
@@ -279,7 +280,7 @@ def _execute(assembly: str) -> int:
     """Emulate the assembly instructions that the kernels execute: a move of 0, barriers, and the wait for TMA."""
     if assembly.startswith("cp.async.bulk.wait_group 0"):
         if random.random() < 0.2:
-            time.sleep(random.random() * 0.05)  # Additions to global memory may take longer than several steps.
+            time.sleep(random.random() * LONGEST_ADDITION)
         _wait_for_sends()
     if assembly.startswith(("mov.b32 $0, 0", "cp.async.bulk.wait_group 0", "bar.warp.sync")):
         return 0
