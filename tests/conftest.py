@@ -21,8 +21,13 @@ settings.load_profile("shared-machine")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+    if HAS_TRITON:
+        from tests.interpreter import patch_language_once_per_launch
+
+        patch_language_once_per_launch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +50,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _without_triton(report: Report, path: Path) -> Report:
