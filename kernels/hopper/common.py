@@ -198,14 +198,22 @@ def as_left(tile, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def allocate_barrier(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return one mbarrier per slot. Allocate only barriers that the kernel waits for.
+
+    Triton gives the memory of an unused barrier to other data. When several processes share a GPU, the GPU saves and restores
+    the state of every initialised barrier, and would overwrite these data.
+    """
+    barrier = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(barrier.index(i), count=ARRIVALS)
+    return barrier
+
+
+@gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
     """Return the barriers `full` and `empty` of SLOTS slots. At each barrier, one thread per partition arrives."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=PRODUCERS)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return full, empty
+    return allocate_barrier(SLOTS, PRODUCERS), allocate_barrier(SLOTS, CONSUMERS)
 
 
 @gluon.jit

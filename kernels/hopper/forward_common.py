@@ -9,12 +9,13 @@ slot `slot % q_slots` of shared memory.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import (
     PRODUCER_REGISTERS,
     ROWS,
+    allocate_barrier,
     arrive_at,
     load_work_tile,
     num_steps,
@@ -38,11 +39,9 @@ def advance_tail(tail, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def allocate_overflow(CONFIG: gl.constexpr):
+def _allocate_overflow(CONFIG: gl.constexpr):
     flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    reported = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(reported, count=CONFIG.consumers)
-    return flags, reported
+    return flags, allocate_barrier(1, CONFIG.consumers).index(0)
 
 
 @gluon.jit
@@ -234,9 +233,7 @@ def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.con
 
 
 @gluon.jit
-def run_partitions(
-    LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr, loading, computing, overflow, CONFIG: gl.constexpr
-):
+def run_partitions(LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr, loading, computing, CONFIG: gl.constexpr):
     """Run the producer and the consumers of a forward kernel.
 
     Args:
@@ -246,8 +243,9 @@ def run_partitions(
         SKIP: SKIP(barriers, count, position, state_stage, CONSUMER, CONFIG) -> next position, if a consumer has no rows.
         loading: (tensors, work_tiles, buffers, barriers). The first two barriers are q_full and q_empty.
         computing: (lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands).
-        overflow: from `allocate_overflow`, or None if `CONFIG.update_ref_max`.
     """
+    overflow = () if CONFIG.update_ref_max else _allocate_overflow(CONFIG)
+    fence_async_shared()
     # Gluon gives the first partition four warps and all remaining registers, so both lists omit the first partition.
     gl.warp_specialize(
         [

@@ -390,4 +390,4 @@ def _forward_kernel(
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
     operands = q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, operands
-    run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, None, CONFIG)
+    run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, CONFIG)

@@ -40,7 +40,7 @@ at different times.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
@@ -54,7 +54,7 @@ from ringattn.kernels.hopper.column_parts import (
     wait_for_parts,
     zero_parts,
 )
-from ringattn.kernels.hopper.common import ROWS, allocate_barriers, num_steps, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barrier, allocate_barriers, num_steps, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import (
     finish_work_tile,
     load_state_scalars,
@@ -64,7 +64,6 @@ from ringattn.kernels.hopper.epilogue import (
 )
 from ringattn.kernels.hopper.forward_common import (
     advance_stage,
-    allocate_overflow,
     load_consumer_tile,
     load_queries,
     pass_ping_pong,
@@ -282,15 +281,12 @@ def _forward_kernel(
     keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
-    k_full, k_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
     v_full, v_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
-    overflow = allocate_overflow(CONFIG)
-    fence_async_shared()
+    k_full = allocate_barrier(CONFIG.stages, 1)
+    k_empty = v_empty if CONFIG.joint_release else allocate_barrier(CONFIG.stages, CONFIG.consumers)
     buffers = queries, keys, values
-    if CONFIG.joint_release:
-        k_empty = v_empty
     barriers = q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty
     loading = (q, k, v, state_tiles), work_tiles, buffers, barriers
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, None
-    run_partitions(_load_tile, _compute_tile, _skip_tile, loading, computing, overflow, CONFIG)
+    run_partitions(_load_tile, _compute_tile, _skip_tile, loading, computing, CONFIG)

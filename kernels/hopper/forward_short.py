@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ringattn.kernels.hopper import column_parts, softmax
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper.common import ROWS, allocate_barriers, load_work_tile, tile_view, tma_load
+from ringattn.kernels.hopper.common import ROWS, allocate_barrier, load_work_tile, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile
 
 # Shared memory holds K and V in groups of 8 rows, and a wgmma can begin at any group.
@@ -98,7 +98,7 @@ def _forward_kernel(
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     for i in gl.static_range(EMPTY_GROUPS):  # Masked keys must not add NaN to the output.
         values.index(GROUPS + i).store(gl.full([GROUP_ROWS, CONFIG.dim], 0.0, gl.float32, BY_ROW).to(v.dtype))
-    full, _empty = allocate_barriers(4, 1, 1)
+    full = allocate_barrier(4, 1)
     fence_async_shared()
     hopper_common.thread_barrier()
     k_full, v_full = full.index(2), full.index(3)

@@ -28,7 +28,7 @@ half of Q in registers. The threads write o without shared memory, as `epilogue_
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import ROWS, allocate_barriers, num_steps, step_start, tile_view, tma_load
@@ -37,7 +37,6 @@ from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
     advance_stage,
     advance_tail,
-    allocate_overflow,
     load_consumer_tile,
     pass_ping_pong,
     run_partitions,
@@ -282,11 +281,9 @@ def _forward_kernel(
         key_tails = ring
     q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
     full, empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
-    overflow = allocate_overflow(CONFIG)
-    fence_async_shared()
     buffers = queries, query_tails, ring, key_tails
     barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, q_tail, k, k_tail, v), work_tiles, buffers, barriers
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale, None
-    run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, overflow, CONFIG)
+    run_partitions(_load_tile, _compute_tile, skip_tile, loading, computing, CONFIG)

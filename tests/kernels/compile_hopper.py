@@ -167,6 +167,20 @@ def count_spills(compiled: triton.compiler.CompiledKernel) -> list[int]:
     return [sum("LDL" in line or "STL" in line for line in lines[a:b]) for a, b in inner]
 
 
+def unused_barriers(compiled: triton.compiler.CompiledKernel) -> list[str]:
+    """Return the mbarriers that the kernel initialises but does not wait for."""
+    text = compiled.asm["ttgir"]
+    sources = dict(re.findall(r"(%[\w#]+) = ttg\.memdesc_\w+ (%[\w#]+)", text))
+
+    def allocation(name: str) -> str:
+        return allocation(sources[name]) if name in sources else name
+
+    used = re.findall(r"ttng\.wait_barrier (%[\w#]+)", text)
+    used += [name.strip() for names in re.findall(r"ttg\.warp_specialize\((.*?)\)", text) for name in names.split(",")]
+    initialised = map(allocation, re.findall(r"ttng\.init_barrier (%[\w#]+)", text))
+    return sorted(set(initialised) - set(map(allocation, used)))
+
+
 def main() -> None:
     for argument in sys.argv[1:]:
         name, dtype, dim, group, kind = argument.split(":")
@@ -181,6 +195,7 @@ def main() -> None:
         case = make_case(dtype, int(dim), int(group), kind)
         compiled = compile_case(*case)
         result = dict(case=argument, dim=int(dim), serialized=serialization_warnings(compiled), spills=count_spills(compiled))
+        result["unused_barriers"] = unused_barriers(compiled)
         print(json.dumps(result | resources(compiled)), flush=True)
 
 

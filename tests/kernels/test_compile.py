@@ -108,6 +108,7 @@ def check_pipeline(results: list[dict]) -> None:
     for result in results:
         direction = result["case"].split(":")[0]
         assert not result["serialized"], result
+        assert not result["unused_barriers"], result
         assert result["spills"], result
         assert max(result["spills"]) <= HOPPER_SPILLS[direction], result
         assert result["stack"] <= HOPPER_STACK[direction].get(result["dim"], 0), result
@@ -125,6 +126,7 @@ def test_fp8_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
     results = compile_cases("compile_hopper", [f"fp8-forward:bf16:{dim}:4:{kind}" for kind in kinds])
     for result in results:
         assert not result["serialized"], result
+        assert not result["unused_barriers"], result
         assert result["stack"] <= HOPPER_STACK["fp8-forward"].get(dim, 0), result
         # The first two loops are those over the steps, one per consumer. The others are loops over the work tiles.
         limit = FP8_SPILLS[result["case"].split(":")[-1]] if dim == 256 else 0
