@@ -443,7 +443,7 @@ class TrainerConfig(Frozen):
     # newer, and widths that are multiples of 16.
     float8: bool = False
     # Whether every run computes exactly the same bits. On Hopper GPUs, the backward pass of attention then takes up to 20%
-    # longer. A deterministic run on a Hopper GPU may hang if another process uses the GPU.
+    # longer.
     deterministic: bool = False
     # Whether torch.compile fuses the loss and the operations around attention. None: only on GPUs.
     compile: bool | None = None
