@@ -42,6 +42,7 @@ from torch.futures import Future
 
 from ringattn.train.checkpoint.index import parse_index
 from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
+from ringattn.train.data.shards import FULL_DISK
 from ringattn.train.parallel.memory.capacity import format_size
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.settings.config import ConfigError
@@ -65,9 +66,6 @@ VISIBLE_S = 70.0
 
 # Some network file systems cannot sync a directory.
 NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
-
-# The operating system reports a full disk or an exceeded quota with these error codes.
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointError(ConfigError):

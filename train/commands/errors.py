@@ -14,9 +14,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ringattn.comm.watchdog import RingFault
-from ringattn.train.checkpoint.storage import FULL_DISK
 from ringattn.train.commands.messages import write_error_file
 from ringattn.train.data.loader import LoaderError
+from ringattn.train.data.shards import FULL_DISK
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.settings.config import ConfigError
 from ringattn.train.step import Diverged

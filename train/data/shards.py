@@ -7,6 +7,7 @@ NAME.checksums    uint32 (documents,): the CRC-32 of the tokens of each document
 NAME.loss         only of conversations and completions: uint8, 1 for every token with a loss
 """
 
+import errno
 import json
 import os
 import uuid
@@ -23,6 +24,9 @@ INDEX = "index.json"
 VERSION = 1
 DTYPES = ("<u2", "<u4")  # of tokens
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
+
+# The operating system reports a full disk or an exceeded quota with these error codes.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 # Documents with more tokens than this are verified only when they are first read.
 ALWAYS_VERIFIED = 2**20

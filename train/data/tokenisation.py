@@ -27,7 +27,7 @@ from huggingface_hub.constants import HF_HOME
 
 from ringattn.train.data import shards, sources
 from ringattn.train.data.record_encoder import RecordEncoder
-from ringattn.train.data.shards import INDEX, ShardWriter, write_json
+from ringattn.train.data.shards import FULL_DISK, INDEX, ShardWriter, write_json
 from ringattn.train.data.tokenizer import BytesTokenizer, Tokenizer
 from ringattn.train.data.workers import Add, default_processes, run_tasks
 from ringattn.train.settings.config import ConfigError, DataConfig
@@ -41,7 +41,7 @@ NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum
 HASHED_BYTES = 2**28  # covered by one checksum
-FULL_DISK = errno.ENOSPC, errno.EDQUOT, errno.EROFS
+UNWRITABLE = (*FULL_DISK, errno.EROFS)  # errors of a disk that can no longer be written
 PLAN = "plan.json"
 
 
@@ -89,7 +89,7 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
         raise ConfigError(f"the host has too little memory to tokenise {config.description}: lower data.num_proc") from error
     except Exception as error:  # Each reader raises errors of its own types.
         target = folder or cache_folder()
-        if isinstance(error, OSError) and (error.errno in FULL_DISK or f"{error.filename}".startswith(str(target))):
+        if isinstance(error, OSError) and (error.errno in UNWRITABLE or f"{error.filename}".startswith(str(target))):
             advice = "choose another output=..." if folder else "set HF_HOME to another folder"
             raise ConfigError(f"{target} cannot be written: {error}; free space on the disk, or {advice}") from error
         raise sources.cannot_read(config, error) from error
