@@ -70,8 +70,8 @@ class BlockMask:
         return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """Return, for each key block, the list of its kept columns. Column c represents the query block c // group of the query
-        head c % group in the head group. The result is int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2).
+        """Return, for each key block, the list of its kept columns: int32 (B or 1, Hkv or 1, key blocks, query blocks * group +
+        1, 2). Column c is query block `c // group` of query head `c % group` of the group.
         """
         return self._lists(group, lambda: self._rows_by_key(group))
 

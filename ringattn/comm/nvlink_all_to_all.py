@@ -90,7 +90,7 @@ class NvlinkAllToAll:
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Make `send_stream` and `local_stream` wait for the main stream. Return the number of the new send."""
+        """Make `send_stream` and `local_stream` wait for the main stream. Return the number of this send, from 0."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             self.receive_buffer.reserve(self.total_bytes)

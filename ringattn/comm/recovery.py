@@ -80,7 +80,7 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if a call raised an exception on another rank, but has finished or hangs on this rank."""
+        """Declare a fault if another rank raised an exception in a call that this rank has finished or hangs in."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:

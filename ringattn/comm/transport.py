@@ -201,7 +201,7 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of exchanges over NCCL so far. If the numbers of two ranks differ, NCCL waits forever.
+    # The number of exchanges over NCCL so far. NCCL waits forever if two ranks start different exchanges.
     num_exchanges = 0
     waiting_since: float | None = None  # start of the host's current wait, or None
 

@@ -314,7 +314,7 @@ def run_all(arguments: argparse.Namespace) -> bool:
             left += episode.wait(end)
             outcomes, endings = episode.outcomes(), episode.ended_by_watchdog()
             last = max(outcomes, default=first)
-            # If watchdogs ended all ranks in the first call, `outcomes` is empty.
+            # `outcomes` is empty if the watchdogs ended every rank during the first call.
             for i in range(first, last + 1):
                 by_rank = outcomes.get(i, [[] for _ in range(arguments.ranks)])
                 result = judge(events[i], by_rank, endings if i == last else {})

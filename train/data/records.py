@@ -18,7 +18,7 @@ from ringattn.train.data.shards import Documents
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
 
-# These numbers replace the epoch in the seed of a random order that never changes.
+# Two orders are the same in every epoch. Their seeds contain these numbers instead of the epoch.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 

@@ -250,7 +250,7 @@ def _write_shards(job: Job, task: Task, add: Add) -> None:
 
 
 def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer: ShardWriter) -> tuple[dict[str, Any], bool]:
-    """Write documents until the shard is full. Return the counts of the shard, and whether it is the task's last shard."""
+    """Write documents until the shard is full. Return the counts of the shard, and whether the task ends with this shard."""
     counts = dict.fromkeys(("entries", "rows", "without_text", "faulty"), 0)
     faults, is_last = list[str](), True
 

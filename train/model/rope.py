@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ringattn.train.settings.config import Rope
 
-# Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. A frequency with 1 to
-# MAX_ROTATIONS rotations is divided by a number between 1 and `factor`.
+# Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. Frequencies with at most one
+# rotation are divided by `factor`, and those in between by a number from 1 to `factor`.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 

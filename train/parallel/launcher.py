@@ -16,7 +16,7 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
     """Determine the number of this attempt together with the other ranks. Call this function once per attempt on all ranks.
 
     A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Every rank except rank 0 writes
-    a random name to the store. Rank 0 stores the number of the attempt under each rank's name.
+    a random name to the store. Rank 0 answers under this name with the number of the attempt.
 
     Returns:
         A part of the store that only this attempt uses, and the number of the attempt, counted from 1.
@@ -26,7 +26,7 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         waiting = set(range(1, world_size))
         while waiting:
             for other in waiting:
-                # The stored name of a rank may come from a dead process, so answer again until the rank has joined.
+                # A stored name may belong to a dead process. Answer new names until the rank has joined.
                 # TORCHELASTIC_RESTART_COUNT is not enough, because it counts only the failures of one torchrun process.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))

@@ -71,7 +71,7 @@ def test_a_script_needs_no_guard(tmp_path):
 
 
 class Unreadable:
-    """A state that ends the process that receives it."""
+    """Unpickling this state ends the process."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return end, (5,)
