@@ -1,12 +1,16 @@
-"""Parse the options of generate, evaluate, export and prepare. This module does not import torch."""
+"""Run generate, evaluate, export and prepare, and parse their options. This module does not import torch."""
 
+import os
 import shlex
+import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, field, fields
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from ringattn.train.commands.messages import SETTING_ERRORS, report_error, show_messages
 from ringattn.train.settings.config import Config, ConfigError
 from ringattn.train.settings.literal import literal_settings, to_config
 
@@ -20,6 +24,33 @@ SETTINGS = (
 def option(text: str, **default: Any) -> Any:
     """Return a dataclass field for an option of a command. `--help` explains the option with `text`."""
     return field(metadata={"help": text}, **default)
+
+
+def run_program(command: Callable[[list[str]], None], options: type, doc: str | None) -> int:
+    """Call `command` with the arguments of the command line, and return the exit status.
+
+    Args:
+        command: a function that may raise SETTING_ERRORS, which rank 0 reports.
+        options: the dataclass of the command's options.
+        doc: the first part of the command's help.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    show_messages(is_first)
+    try:
+        if not {"-h", "--help"} & {*sys.argv[1:]}:
+            command(sys.argv[1:])
+        elif is_first:
+            print(help_text(options, doc), flush=True)
+    except SETTING_ERRORS as error:
+        if is_first:
+            report_error(error)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # A program that reads the output, such as `head`, has exited.
+        return 1
+    return 0
 
 
 def help_text(options: type, doc: str | None) -> str:

@@ -9,22 +9,20 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ringattn.comm.watchdog import RingFault
-from ringattn.train.commands.messages import write_error_file
+from ringattn.train.commands.messages import SETTING_ERRORS, write_error_file
 from ringattn.train.data.loader import LoaderError
 from ringattn.train.data.shards import FULL_DISK
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
-from ringattn.train.settings.config import ConfigError
 from ringattn.train.step import Diverged
 
 DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
 # Errors of these types are mistakes of the user, which a command reports in one line. After a user error, a sweep continues
 # with its next job.
-USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
+USER_ERRORS = (*SETTING_ERRORS, Diverged, HydraException)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

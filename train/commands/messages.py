@@ -16,6 +16,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 
 from ringattn.train.settings.config import SETTINGS, ConfigError
 
+SETTING_ERRORS = (ConfigError, OmegaConfBaseException)  # errors in the settings that a user gives
+
 # Maps the names of settings in other programs to our names.
 OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),

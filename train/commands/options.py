@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from ringattn.train.checkpoint import huggingface, storage
 from ringattn.train.checkpoint.resume import saved_config
-from ringattn.train.commands.arguments import help_text
-from ringattn.train.commands.errors import USER_ERRORS, terminate, terminate_on_error
-from ringattn.train.commands.messages import report_error, show_messages
+from ringattn.train.commands.arguments import run_program
+from ringattn.train.commands.errors import terminate, terminate_on_error
+from ringattn.train.commands.messages import SETTING_ERRORS
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig, replace_link
 
@@ -37,33 +37,24 @@ class Model:
 
 
 def run_command(command: Callable[[list[str]], None], options: type, doc: str | None) -> int:
-    """Run a command on all ranks, and return the exit status. The command must raise user errors on all ranks.
+    """Run a command on all ranks, and return the exit status. The command must raise SETTING_ERRORS on all ranks."""
 
-    Args:
-        command: a function that all ranks call with the arguments of the command line.
-        options: the dataclass of the command's options.
-        doc: the first part of the command's help.
-    """
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        print(help_text(options, doc))
-        return 0
-    launch = connect_ranks()
-    show_messages(dist.get_rank() == 0)
-    status = 0
-    try:
-        command(sys.argv[1:])
-    except USER_ERRORS as error:
-        status = 1
-        if dist.get_rank() == 0:
-            report_error(error)
-    except KeyboardInterrupt:
-        terminate(launch.store, "interrupted", 130)
-    except BrokenPipeError:
-        terminate(launch.store, "stopped, because the reader of the output has exited", 1)
-    except Exception as error:
-        terminate_on_error(launch.store, error)
-    disconnect_ranks()
-    return status
+    def run(arguments: list[str]) -> None:
+        launch = connect_ranks()
+        try:
+            command(arguments)
+        except SETTING_ERRORS:
+            raise
+        except KeyboardInterrupt:
+            terminate(launch.store, "interrupted", 130)
+        except BrokenPipeError:
+            terminate(launch.store, "stopped, because the reader of the output has exited", 1)
+        except Exception as error:
+            terminate_on_error(launch.store, error)
+        finally:
+            disconnect_ranks()
+
+    return run_program(run, options, doc)
 
 
 def find_model(run: str) -> Model:
@@ -111,13 +102,14 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
         ConfigError: the folder cannot be written.
     """
     folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
-    print(table, end="", flush=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_link(folder / f"{name}.md").write_text(table, encoding="utf-8")
         plot(folder / f"{name}.png")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
+    finally:  # Print last, because the reader of the output may have exited.
+        print(table, end="", flush=True)
     print(f"{folder}/{name}.md and {folder}/{name}.png contain this table and its plot.", file=sys.stderr)
 
 

@@ -12,16 +12,13 @@ If the command is killed, run it again to continue where it stopped.
 
 import logging
 import os
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from omegaconf.errors import OmegaConfBaseException
-
-from ringattn.train.commands.arguments import apply_overrides, help_text, option, parse
-from ringattn.train.commands.messages import exit_process, report_error, show_messages
+from ringattn.train.commands.arguments import apply_overrides, option, parse, run_program
+from ringattn.train.commands.messages import exit_process
 from ringattn.train.data.prepared import copy_tokenizer
 from ringattn.train.data.shards import read_index
 from ringattn.train.data.tokenisation import report_skipped, tokenise
@@ -45,22 +42,7 @@ class Options:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
-    is_first, status = os.environ.get("RANK", "0") == "0", 0
-    show_messages(is_first)
-    try:
-        if {"-h", "--help"} & {*sys.argv[1:]}:
-            print(help_text(Options, __doc__))
-        else:
-            run_command_line(sys.argv[1:])
-    except (ConfigError, OmegaConfBaseException) as error:
-        status = 1
-        if is_first:
-            report_error(error)
-    except KeyboardInterrupt:
-        status = 130
-        print("interrupted", file=sys.stderr)
-    exit_process(status)
+    exit_process(run_program(run_command_line, Options, __doc__))
 
 
 def run_command_line(arguments: list[str]) -> None:

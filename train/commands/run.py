@@ -154,7 +154,8 @@ def run_as_rank_zero(launch: Launch) -> int:
     status = run_hydra(run_job)
     broadcast_object(None)
     if len(jobs.outcomes) > 1:
-        print(sweep_table(jobs.outcomes), flush=True)
+        with suppress(BrokenPipeError):  # The reader of the output may have exited.
+            print(sweep_table(jobs.outcomes), flush=True)
     if jobs.directory is not None and all(outcome.result != "stopped" for outcome in jobs.outcomes):
         log_to_wandb(jobs.outcomes, jobs.directory)
     return status or int(jobs.has_errors())

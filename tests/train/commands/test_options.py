@@ -1,19 +1,22 @@
 """Tests of the commands train/generate.py and train/evaluate.py on a finished run and on a folder in Hugging Face's format."""
 
 import json
+import logging
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ringattn.train.commands import evaluate, generate
-from ringattn.train.commands.arguments import apply_overrides, help_text
-from ringattn.train.commands.options import run_command
+from ringattn.train.commands import evaluate, export, generate, prepare
+from ringattn.train.commands.arguments import apply_overrides, help_text, run_program
+from ringattn.train.commands.options import Model, run_command, write_table_and_plot
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import Config
 from tests.train.hub_models import write_folder
@@ -61,6 +64,43 @@ def test_overrides_of_lists_are_read_from_the_command_line():
     config = apply_overrides(Config(), {"model.layer_types": "[sliding,full]", "model.window": "8"})
     assert (config.model.layer_types, config.model.window) == (["sliding", "full"], 8)
     assert apply_overrides(config, {"model.layer_types": "null"}).model.layer_types is None
+
+
+def close_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make standard output a pipe that nobody reads."""
+    closed = Mock(side_effect=BrokenPipeError)
+    monkeypatch.setattr(sys, "stdout", Mock(write=closed, flush=closed))
+
+
+@pytest.mark.parametrize("module", [evaluate, export, generate, prepare])
+def test_reader_of_the_help_may_exit(module, monkeypatch, capfd):
+    close_output(monkeypatch)
+    monkeypatch.setattr(logging, "shutdown", Mock())  # It would close the log of pytest.
+    monkeypatch.setattr(os, "_exit", exit_process := Mock())
+    monkeypatch.setattr(sys, "argv", ["command", "--help"])
+    module.main()
+    assert exit_process.call_args.args == (1,)
+    assert capfd.readouterr().err == ""
+
+
+def test_only_the_first_rank_shows_the_help_and_errors(monkeypatch, capfd):
+    for rank, num_shown in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["command", "--help"])
+        assert run_program(prepare.run_command_line, prepare.Options, prepare.__doc__) == 0
+        monkeypatch.setattr(sys, "argv", ["command", "nothing"])
+        assert run_program(prepare.run_command_line, prepare.Options, prepare.__doc__) == 1
+        output = capfd.readouterr()
+        assert (output.out.count("output=..."), output.err.count("error: nothing is not of the form")) == (num_shown, num_shown)
+
+
+def test_an_evaluation_is_written_although_the_reader_of_the_output_has_exited(tmp_path, monkeypatch):
+    close_output(monkeypatch)
+    model = Model(tmp_path, tmp_path, Config())
+    with pytest.raises(BrokenPipeError):
+        write_table_and_plot(model, str(tmp_path / "new"), "evaluation", "table", lambda path: path.touch())
+    assert (tmp_path / "new" / "evaluation.md").read_text() == "table"
+    assert (tmp_path / "new" / "evaluation.png").exists()
 
 
 @pytest.mark.slow

@@ -100,6 +100,15 @@ def test_hydra_selects_another_location(corpus, run_command_line, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_reader_of_the_table_of_a_sweep_may_exit(run_command_line, monkeypatch, capfd):
+    monkeypatch.setattr(run, "run_hydra", lambda run_job: 0)
+    monkeypatch.setattr(run, "Jobs", lambda: Mock(outcomes=["first", "second"], directory=None, has_errors=lambda: False))
+    monkeypatch.setattr(run, "sweep_table", lambda outcomes: "table")
+    monkeypatch.setattr(sys, "stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
+    assert run_command_line() == 0
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_sweep_over_names_is_an_error(corpus, run_command_line, capfd):
     """Jobs with different names would have directories outside the directory of the sweep."""
