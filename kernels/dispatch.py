@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels import fp8, reference, validation
+from ringattn.kernels import blockwise, fp8, reference, validation
 from ringattn.kernels.backends import TRITON_DTYPES, Choice, choose_backend, record
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
@@ -42,42 +42,50 @@ def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks:
 
 
 @cache
-def _forward_module(backend: str):
-    match backend:
-        case "hopper":
-            from ringattn.kernels.hopper import forward as module
-        case "triton":
-            from ringattn.kernels.triton import forward as module
-        case "blockwise":
-            from ringattn.kernels import blockwise as module
-        case _:
-            module = reference
-    return module
+def _hopper():
+    import ringattn.kernels.hopper.backward
+    import ringattn.kernels.hopper.forward
 
-
-@cache
-def _backward_module(backend: str):
-    match backend:
-        case "hopper":
-            from ringattn.kernels.hopper import backward as module
-        case "triton":
-            from ringattn.kernels.triton import backward as module
-        case "blockwise":
-            from ringattn.kernels import blockwise as module
-        case _:
-            module = reference
-    return module
+    return ringattn.kernels.hopper
 
 
 @cache
 def _triton():
+    import ringattn.kernels.triton.backward
     import ringattn.kernels.triton.decode
+    import ringattn.kernels.triton.forward
     import ringattn.kernels.triton.merge
     import ringattn.kernels.triton.merge_states
     import ringattn.kernels.triton.quantize
     import ringattn.kernels.triton.sinks
 
     return ringattn.kernels.triton
+
+
+@cache
+def _forward_kernel(backend: str) -> Callable[..., Tensors]:
+    match backend:
+        case "hopper":
+            return _hopper().forward.forward
+        case "triton":
+            return _triton().forward.forward
+        case "blockwise":
+            return blockwise.forward
+        case _:
+            return reference.forward
+
+
+@cache
+def _backward_kernel(backend: str) -> Callable[..., Gradients]:
+    match backend:
+        case "hopper":
+            return _hopper().backward.backward
+        case "triton":
+            return _triton().backward.backward
+        case "blockwise":
+            return blockwise.backward
+        case _:
+            return reference.backward
 
 
 def forward(
@@ -125,7 +133,7 @@ def forward(
     options: dict[str, Any] = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
-    return _forward_module(chosen).forward(q, k, v, intervals, scale, state, final, **options)
+    return _forward_kernel(chosen)(q, k, v, intervals, scale, state, final, **options)
 
 
 def _forward_rounded(
@@ -229,7 +237,7 @@ def forward_fp8(
     choice = choose_backend(q.data.device, dtype, backend, dims, num_keys > 0, "fp8")
     if reads_fp8 and choice.reads_fp8:
         record(choice)
-        kernel = _forward_module("hopper").forward_quantized
+        kernel = _hopper().forward.forward_quantized
         return kernel(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
     a, b, c = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
     results = forward(a, b, c, intervals, scale, state, final, backend, shares_sms=shares_sms)
@@ -272,7 +280,7 @@ def decode(
     record(choice)
     if choice.backend == "triton":
         return _triton().decode.decode(q, k, v, lo, hi, scale, final, sinks, page_table)
-    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_module(choice.backend).forward)
+    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_kernel(choice.backend))
 
 
 def prepare_decode(
@@ -296,7 +304,7 @@ def prepare_decode(
     if choice.backend == "triton":
         compute = _triton().decode.Decoder(q, k, v, lo, scale, final, sinks, page_table)
     else:
-        forward = _forward_module(choice.backend).forward
+        forward = _forward_kernel(choice.backend)
 
         def compute(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> Any:
             return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, forward)
@@ -317,8 +325,8 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: st
     """Compute `reference.row_delta`."""
     # The kernel for delta supports every head dim.
     chosen = choose_backend(out.device, out.dtype, backend).backend
-    module = _backward_module("triton") if chosen in ("hopper", "triton") else reference
-    return module.row_delta(out, dout, dlse)
+    kernel = _triton().backward.row_delta if chosen in ("hopper", "triton") else reference.row_delta
+    return kernel(out, dout, dlse)
 
 
 def backward(
@@ -366,7 +374,7 @@ def backward(
         options["shares_sms"] = shares_sms
     elif isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], chosen)
-    return _backward_module(chosen).backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
+    return _backward_kernel(chosen)(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -436,7 +444,7 @@ class IncrementalBackward:
         self._hopper: NarrowBackward | WideBackward | None = None
         self._dq: Tensor | None = None
         if plain and _choose(q, v, backend, None, None).backend == "hopper":
-            self._hopper = _backward_module("hopper").incremental(q, dout, lse, delta, scale, shares_sms)
+            self._hopper = _hopper().backward.incremental(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):
             delta = row_delta(delta[0], dout, delta[1], backend)
         self._queries, self._scale = (q, dout, lse, delta), scale

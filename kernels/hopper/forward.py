@@ -309,7 +309,7 @@ def configure(
 def forward(
     q, k, v, intervals, scale, state=None, final=False,
     *, dropout=None, blocks=None, precision="ieee", shares_sms=False,
-):  # fmt: skip
+) -> State:  # fmt: skip
     """Compute `reference.forward` on one sm_90 GPU.
 
     q, k and v are fp16 or bf16. There must be at least one key, and head dims must be multiples of 8 up to 256. Tensors whose

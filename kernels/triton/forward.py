@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common
 from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars, load_tile, visible
 
@@ -115,7 +116,7 @@ def _forward_kernel(
         tl.store(state_o + index, o, mask=mask)
 
 
-def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
+def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee") -> State:
     """Compute `reference.forward`.
 
     q, k and v are fp16, bf16 or fp32, with head dims up to 256. Tensors whose strides the kernel cannot use are copied.
