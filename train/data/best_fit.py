@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ringattn.train.data.documents import PaddedSequences, random_order
+from ringattn.train.data.documents import PACKING, PaddedSequences, random_order
 from ringattn.train.data.shards import Documents
-
-PACKING = 2**62  # the seed of an order that does not depend on the epoch
 
 
 class BestFitDataset(PaddedSequences):

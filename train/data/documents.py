@@ -14,6 +14,8 @@ from ringattn.train.model.loss import IGNORE
 
 # The checksum of a corpus covers at most NUM_SAMPLED documents.
 NUM_SAMPLED = 64
+# Two orders are the same in every epoch. Their seeds contain these numbers instead of the epoch.
+PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
 class Progress(NamedTuple):

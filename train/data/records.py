@@ -13,13 +13,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ringattn.train.data.documents import NUM_SAMPLED, PaddedSequences, random_order
+from ringattn.train.data.documents import EVALUATION, NUM_SAMPLED, PACKING, PaddedSequences, random_order
 from ringattn.train.data.shards import Documents
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import ConfigError
-
-# Two orders are the same in every epoch. Their seeds contain these numbers instead of the epoch.
-PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
 class RecordDataset(PaddedSequences):
