@@ -117,13 +117,13 @@ def _run_in_processes(
     progress: Progress, function: Callable[..., Any], state: Any, tasks: Sequence[Any], sizes: Sequence[int], num_proc: int
 ) -> list[Any]:
     pickled = pickle.dumps(state)  # The pool would pickle a large tokenizer for every process.
-    with _start():
+    with _start_without_main_module():
         context = start_server(function.__module__)
         counter, stop = context.Value("q", 0), context.Event()
         pool = ProcessPoolExecutor(num_proc, context, _begin_process, (pickled, counter, stop))
     processes = pool._processes
     try:
-        with _start():
+        with _start_without_main_module():
             futures = [pool.submit(_run_in_process, function, task, size) for task, size in zip(tasks, sizes, strict=True)]
         pending = set(futures)
         while pending:
@@ -156,8 +156,12 @@ def start_server(module: str) -> ForkServerContext:
 
 
 @contextmanager
-def _start() -> Generator[None]:
-    # Processes that start meanwhile do not import the main module, which may lack `if __name__ == "__main__"`.
+def _start_without_main_module() -> Generator[None]:
+    """Hide the main module, which may lack `if __name__ == "__main__"`, from the processes that the body starts.
+
+    Raises:
+        ConfigError: a process could not start.
+    """
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
