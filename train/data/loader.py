@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import ringattn
 from ringattn import Layout
@@ -192,6 +193,8 @@ class AheadLoader(Loader):
             | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         )
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        if dist.is_initialized():
+            environment["RANK"] = str(dist.get_rank())
         command = [sys.executable, "-c", START, str(os.getpid())]
         connection, theirs = socket.socketpair()
         with theirs:

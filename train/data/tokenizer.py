@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ class JsonTokenizer:
     def _warn_of_special_names(self, text: str) -> None:
         if not self._is_parsed and self.fingerprint not in _warned and (found := self.special_names.search(text)):
             _warned.add(self.fingerprint)
-            if os.environ.get("RANK", "0") == "0":
+            if _rank() == 0:
                 log.warning(
                     f"{'tokenizer':<12}a text contains {found[0]}, the name of a special token, which is encoded as text; set "
                     "data.special_tokens=parse to encode such names as special tokens"
@@ -200,6 +201,12 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
         if value != default:
             raise ConfigError(f"data.{setting}={value} requires a tokenizer.json, but data.tokenizer=bytes: leave it out")
     return BytesTokenizer()
+
+
+def _rank() -> int:
+    """Return the rank without importing torch. torchrun and the loader set RANK for processes without a process group."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist.get_rank() if dist and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def name_of(token: Any) -> Any:

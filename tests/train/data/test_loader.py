@@ -13,10 +13,12 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,6 +181,15 @@ def test_an_unreadable_message_ends_the_wait_of_the_trainer() -> None:
 
 
 @pytest.mark.slow
+def test_the_process_knows_the_rank_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, the loader processes of all ranks would show the warnings of rank 0."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(loader.subprocess, "Popen", popen := Mock())
+    AheadLoader().close()
+    assert popen.call_args.kwargs["env"]["RANK"] == "3"
+
+
 def test_the_end_of_a_process_reaches_the_trainer() -> None:
     ahead = AheadLoader()
     ahead.begin(preparation(seq_len=64))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -263,8 +264,13 @@ def test_the_end_of_text_token_keeps_its_flags(flags, tmp_path):
         assert load_tokenizer(path, None, "parse").encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_only_rank_0_warns_of_special_tokens(tmp_path, warned, caplog, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("launch", ["torchrun", "process group"])
+def test_only_rank_0_warns_of_special_tokens(launch, tmp_path, warned, caplog, monkeypatch):
+    """RANK is set by torchrun, but not in programs that start their ranks themselves."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: launch == "process group")
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    if launch == "torchrun":
+        monkeypatch.setenv("RANK", "1")
     load_tokenizer(str(save_chat_tokenizer(tmp_path, {}, {}))).encode("<|im_end|>")
     assert warned
     assert not caplog.messages
