@@ -53,7 +53,7 @@ class BestFitDataset(PaddedSequences):
         for piece in self._pieces[self._first[number] : self._first[number + 1]].tolist():
             start, size = int(self._start[piece]), int(self._size[piece])
             document = self._documents[int(self._number[piece])]
-            following = np.append(document[start + 1 : start + 1 + size], document[0])
+            following = np.append(document[start + 1 : start + 1 + size], self.begin_token)
             yield document[start : start + size], following[:size]
 
     def _costs(self) -> np.ndarray:

@@ -65,6 +65,11 @@ class TokenisedDocuments(NumberedSequences):
         self._documents = documents
 
     @functools.cached_property
+    def begin_token(self) -> int:
+        """Return the first token of every document. A part of a document may begin with another token."""
+        return int(self._documents.store.read(int(self._documents.numbers[0]))[0])
+
+    @functools.cached_property
     def sampled(self) -> int:
         """Return a CRC-32 of the tokens of up to NUM_SAMPLED documents, spread evenly over the corpus."""
         crc = 0

@@ -114,8 +114,10 @@ class PackedDataset(TokenisedDocuments):
         documents[-1] = documents[-1][: len(documents[-1]) - (int(ends[last]) - stop - 1)]
         documents[0] = documents[0][skipped:]
         stream = np.concatenate(documents, dtype=np.int64)
-        edges = np.unique([0, *(ends[first:last] - start), stop - start])
-        return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
+        edges, labels = np.unique([0, *(ends[first:last] - start), stop - start]), stream[1:].copy()
+        if self._documents.skipped:
+            labels[ends[first:last] - start - 1] = self.begin_token
+        return stream[:-1], labels, tuple(np.diff(edges).tolist())
 
     def document_number(self, position: int) -> int:
         return int(np.searchsorted(self._order_of(0)[1], position, side="right"))

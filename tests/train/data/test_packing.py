@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ringattn.train.data import packing, sources, tokenisation, tokenizer
+from ringattn.train.data.best_fit import BestFitDataset
 from ringattn.train.data.packing import PackedDataset, load, load_held_out, split_documents
 from ringattn.train.data.shards import Documents
 from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer
@@ -367,6 +368,18 @@ def test_every_token_is_either_trained_on_or_held_out(lengths, fraction, eval_to
     assert np.array_equal(np.sort(np.concatenate(tokens)), np.arange(sum(lengths)))
     assert all(part.lengths.tolist() == [len(part[i]) for i in range(len(part))] for part in parts)
     assert all(PackedDataset(part, 4, seed=0).sequences_per_epoch >= 1 for part in parts)
+
+
+@pytest.mark.parametrize("packed", [PackedDataset, BestFitDataset])
+def test_the_label_after_a_document_is_eos_although_a_part_begins_later(packed):
+    rows = Rows([[EOS, *range(10 * i + 1, 10 * i + 9)] for i in range(6)])
+    training, _ = split_documents(Documents.of(rows), 0.25, seq_len=4)
+    assert training[len(training) - 1][0] != EOS, "the last document of the training is a part of a document"
+    for seed in range(8):
+        dataset = packed(training, 4, seed)
+        tokens, labels, _ = zip(*map(dataset.sequence, range(dataset.sequences_per_epoch)), strict=True)
+        ends = np.concatenate(tokens) % 10 == 8
+        assert set(np.concatenate(labels)[ends]) == {EOS}
 
 
 def test_a_part_of_the_text_is_held_out_by_default(tmp_path):
