@@ -500,14 +500,32 @@ def files(config: DataConfig) -> list[str]:
     if path.is_dir():
         pattern = NAMES_IN_FOLDERS[config.source]
         endings = tuple(f"{ending}{suffix}" for ending in pattern.replace("*", "").split(", ") for suffix in COMPRESSED)
-        names = [name for name in glob(f"{escape(str(path))}/**", recursive=True) if name.endswith(endings)]
+        names = [name for name in find_paths(f"{escape(str(path))}/**") if name.endswith(endings)]
     else:
-        names = [str(path)] if path.exists() else glob(str(path), recursive=True)
+        names = [str(path)] if path.exists() else find_paths(str(path))
     # Earlier versions sorted the escaped paths. Checkpoints depend on this order.
     found = sorted({str(Path(name).resolve()) for name in names if Path(name).is_file()}, key=escape)
     if not found:
         matches = f"is a folder without a file {pattern}" if pattern else "matches no file"
         raise ConfigError(f"data.path={config.path} {matches}: pass a file, a folder or a glob such as 'corpus/**/*.txt'")
+    return found
+
+
+def find_paths(pattern: str) -> list[str]:
+    """Return the paths that a pattern matches. Unlike `glob`, this function ends if links between folders form a cycle."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return glob(pattern)
+    index, seen, found = parts.index("**"), set[str](), list[str]()
+    rest = str(Path(*parts[index + 1 :] or "*"))
+    for root in glob(str(Path(*parts[:index]))):
+        for folder, subfolders, _ in os.walk(root, followlinks=True):
+            if (real := os.path.realpath(folder)) in seen:
+                subfolders.clear()
+                continue
+            seen.add(real)
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            found += find_paths(f"{escape(folder)}/{rest}")
     return found
 
 

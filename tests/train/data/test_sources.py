@@ -117,6 +117,15 @@ def test_a_linked_folder_is_one_document(tmp_path):
     assert [text for _, text in documents] == [linked, "===== a/three.txt =====\n3"]
 
 
+@pytest.mark.parametrize("path", ["", "**/*.txt", "**", "*/**/?.txt", "**/**/b.txt"])
+def test_links_that_form_a_cycle_do_not_multiply_the_files(path, tmp_path):
+    write_files(tmp_path, {"one/a.txt": b"1", "two/b.txt": b"2", "two/.hidden/c.txt": b"3"})
+    for folder in ("one", "two"):
+        (tmp_path / folder / "up").symlink_to("..")
+    expected = ["two/b.txt"] if "b" in path else ["one/a.txt", "two/b.txt"]
+    assert sources.files(config("text", path=str(tmp_path / path))) == [str(tmp_path / name) for name in expected]
+
+
 def test_faults_of_joined_files(tmp_path):
     """A faulty file is skipped without its folder. A folder may not be larger than a document."""
     root, large = tmp_path / "text", b"x" * 600_000
