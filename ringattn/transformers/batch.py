@@ -76,6 +76,8 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
     inputs = _inputs(batch)
     entries, seq_len = inputs.shape[:2]
     layout = layout_of(batch, ranks)
+    if not all(layout.rows(other) for other in range(ranks)):
+        raise ValueError(f"the batch has {seq_len} tokens per row, too few for {ranks} ranks: pad it to {2 * ranks} tokens")
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is None:
         mask = torch.ones(entries, seq_len, dtype=torch.int64, device=inputs.device)

@@ -1,9 +1,11 @@
 """Batches of collators: which documents they contain, which labels their tokens have, and what is an error."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from ringattn.transformers.batch import IGNORE, document_starts, documents_of, next_labels, ring_of, shard_batch
+from ringattn.transformers.batch import IGNORE, document_starts, documents_of, next_labels, ring_of, shard_batch, shard_for
 
 TOKENS = torch.arange(2, 14).view(2, 6)
 
@@ -98,6 +100,15 @@ ERRORS = {
 def test_unsupported_batches_are_errors(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shard_batch(batch(**ERRORS[message]), None)
+
+
+def test_a_rank_without_tokens_is_an_error_on_all_ranks() -> None:
+    """The layers of transformers do not accept a rank without tokens, and the other ranks would wait for it."""
+    row = {"input_ids": torch.arange(16)[None]}
+    for tokens, ranks, is_enough in ((1, 2, False), (2, 2, True), (13, 8, False), (16, 8, True)):
+        for rank in range(ranks):
+            with nullcontext() if is_enough else pytest.raises(ValueError, match=f"{tokens} tokens .* too few for {ranks}"):
+                shard_for({name: x[:, :tokens] for name, x in row.items()}, None, rank, ranks)
 
 
 def test_a_ring_is_a_mesh_with_one_dimension() -> None:
