@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "kernels")):
     raise ImportError(
         "ringattn/kernels is not a folder, because the symbolic links in ringattn/ were lost in a copy of the repository: use "
-        "git clone, or unpack an archive with a program that restores links, such as unzip or tar"
+        "git clone -c core.symlinks=true, or a .tar.gz archive, because pip and other programs lose the links of a .zip archive"
     )
 
 __version__ = "0.3.0"
