@@ -35,8 +35,9 @@ from ringattn.train.data.prepared import open_prepared
 from ringattn.train.data.records import RecordDataset, split_records
 from ringattn.train.data.shards import Documents, Shards
 from ringattn.train.data.stream import StreamDataset, open_stream
-from ringattn.train.data.tokenisation import log_once, report_skipped, tokenise
+from ringattn.train.data.tokenisation import report_skipped, tokenise
 from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.data.workers import log_once
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
 from ringattn.train.settings.config import ConfigError, DataConfig
 
@@ -212,7 +213,7 @@ def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) ->
 
 def _pack_records(documents: Documents, config: DataConfig, seed: int, group_size: int = 1) -> RecordDataset:
     packed = RecordDataset(documents, config.seq_len, seed, group_size)
-    if packed.num_dropped and dist.get_rank() == 0:
+    if packed.num_dropped:
         counts = f"{packed.num_dropped:,} of {len(packed.lengths):,} records of {config.description}"
         log_once(f"{'dropped':<12}{counts}, because they have more than data.seq_len={config.seq_len} tokens")
     return packed
@@ -236,8 +237,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
         store = Shards(Path(_once_per_host(lambda: str(tokenise(config, tokenizer, ranks_per_host())))))
         counts = store.index["counts"]
         documents = Documents.of(store, counts["rows_by_split"])
-    if dist.get_rank() == 0:
-        report_skipped(config, counts)
+    report_skipped(config, counts)
     if len(documents) == 0:
         faults = counts.get("first_faults", [])
         reason = f", and its first fault is: {faults[0]}" if faults else ": provide files or rows that are not empty"

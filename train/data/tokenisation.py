@@ -11,12 +11,10 @@ The number of processes affects neither the tasks nor the shards.
 import errno
 import inspect
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +27,8 @@ from ringattn.train.data import shards, sources
 from ringattn.train.data.record_encoder import RecordEncoder
 from ringattn.train.data.shards import FULL_DISK, INDEX, ShardWriter, write_json
 from ringattn.train.data.tokenizer import BytesTokenizer, Tokenizer
-from ringattn.train.data.workers import Add, default_processes, run_tasks
+from ringattn.train.data.workers import Add, default_processes, log_once, run_tasks
 from ringattn.train.settings.config import ConfigError, DataConfig
-
-log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 2**26  # a killed process loses at most this many tokens
 SHARD_DOCUMENTS = 2**20  # limits the memory for the lengths of short documents
@@ -290,11 +286,6 @@ def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
     if number := counts.get("faulty"):
         of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
         log_once(f"{'skipped':<12}{of}, because they are faulty; the first: {counts['first_faults'][0]}")
-
-
-@cache
-def log_once(message: str) -> None:
-    log.info(message)
 
 
 def code(tokenizer: Tokenizer) -> str:

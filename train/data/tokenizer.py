@@ -2,18 +2,15 @@
 
 import json
 import logging
-import os
 import re
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
-
-log = logging.getLogger(__name__)
 
 # If no file names the end-of-text token, these names from widely used tokenizers are tried, the most specific first.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
@@ -172,11 +169,9 @@ class JsonTokenizer:
     def _warn_of_special_names(self, text: str) -> None:
         if not self._is_parsed and self.fingerprint not in _warned and (found := self.special_names.search(text)):
             _warned.add(self.fingerprint)
-            if _rank() == 0:
-                log.warning(
-                    f"{'tokenizer':<12}a text contains {found[0]}, the name of a special token, which is encoded as text; set "
-                    "data.special_tokens=parse to encode such names as special tokens"
-                )
+            problem = f"a text contains {found[0]}, the name of a special token, which is encoded as text"
+            advice = "set data.special_tokens=parse to encode such names as special tokens"
+            log_once(f"{'tokenizer':<12}{problem}; {advice}", logging.WARNING)
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=not self._is_parsed)
@@ -201,12 +196,6 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
         if value != default:
             raise ConfigError(f"data.{setting}={value} requires a tokenizer.json, but data.tokenizer=bytes: leave it out")
     return BytesTokenizer()
-
-
-def _rank() -> int:
-    """Return the rank without importing torch. torchrun and the loader set RANK for processes without a process group."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist.get_rank() if dist and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def name_of(token: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from types import ModuleType
@@ -60,6 +61,19 @@ class Progress:
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+@cache
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a message once, and only on rank 0."""
+    if _rank() == 0:
+        log.log(level, message)
+
+
+def _rank() -> int:
+    """Return the rank without importing torch. torchrun and the loader set RANK for processes without a process group."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist.get_rank() if dist and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def default_processes(ranks: int) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ringattn.train import setup as run_setup
 from ringattn.train import step
-from ringattn.train.data import packing
+from ringattn.train.data import workers
 from ringattn.train.data.packing import load, load_held_out
 from ringattn.train.data.records import RecordDataset, pack_whole, split_records
 from ringattn.train.data.shards import Documents
@@ -142,7 +142,7 @@ def test_records_of_files(source, tmp_path, caplog):
             file.write("\n")
     tokenizer = load_tokenizer(config.tokenizer)
     assert isinstance(tokenizer, JsonTokenizer)
-    packing.log_once.cache_clear()
+    workers.log_once.cache_clear()
     with caplog.at_level("INFO"):
         data = load(config, tokenizer)
         held_out = load_held_out(config, tokenizer, data)

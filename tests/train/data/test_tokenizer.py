@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.train.data import tokenizer as tokenizer_module
+from ringattn.train.data import workers
 from ringattn.train.data.tokenizer import BytesTokenizer, check_tokenizer, fingerprint, load_tokenizer
 from ringattn.train.settings.config import ConfigError
 
@@ -224,6 +225,7 @@ def test_bytes_have_no_special_tokens(setting, value):
 @pytest.fixture
 def warned(monkeypatch) -> set[int]:
     monkeypatch.setattr(tokenizer_module, "_warned", set())
+    workers.log_once.cache_clear()
     return tokenizer_module._warned
 
 
