@@ -22,6 +22,7 @@ VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 CONTENTS, FLAGS = ("tool_calls", "reasoning_content", "thinking"), ("weight", "train", "training")
 
 Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None  # JSON schemas of functions
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ChatTemplate:
     source: str
     variables: dict[str, str]
 
-    def render(self, messages: Messages, **options: bool) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, messages: Messages, **options: Any) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text. With `return_assistant_tokens_mask=True`, also return the marked spans.
 
         Raises:
@@ -57,32 +58,43 @@ class ChatTemplate:
         (text,), spans = rendered
         return text, list(spans[0]) if spans else []
 
-    def find_turns(self, messages: Messages, special_names: re.Pattern[str]) -> tuple[str, list[tuple[int, int]]]:
+    def find_turns(
+        self, messages: Messages, special_names: re.Pattern[str], tools: Tools = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the span of characters of each assistant turn.
 
         A turn includes its stop token. Raise ConfigError if the template rejects the messages, or if the turns cannot be found.
         """
         for number, message in enumerate(messages, 1):
             found = [name for name in CONTENTS if message.get(name)] + [name for name in FLAGS if message.get(name, 1) != 1]
-            unused = [name for name in found if not re.search(rf"\b{name}\b", self.source)]
+            unused = [name for name in found if not self._uses(name)]
             if unused and message["role"] == "assistant":
                 raise ConfigError(
                     f"message {number} has the entry {unused[0]}, which the chat template of {self.path} does not use: remove "
                     "the entry or the message, or use the entry in the template"
                 )
+        if tools and not self._uses("tools"):
+            raise ConfigError(
+                f"the record has tools, which the chat template of {self.path} does not use: remove or rename this entry, or "
+                "use it in the template"
+            )
         is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
         if is_marked:
-            text, spans = self.render(messages, return_assistant_tokens_mask=True)
+            text, spans = self.render(messages, tools=tools, return_assistant_tokens_mask=True)
         else:
-            text, _ = self.render(messages)
-            spans = [self._find_turn(messages, i, text) for i, each in enumerate(messages) if each["role"] == "assistant"]
+            text, _ = self.render(messages, tools=tools)
+            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [self._find_turn(messages, index, text, tools) for index in turns]
         if not spans:
             raise ConfigError(f"the chat template of {self.path} marks no turn of the assistant in these messages: correct it")
         return text, [(start, _end_of_turn(text, start, end, special_names, is_marked)) for start, end in spans]
 
-    def _find_turn(self, messages: Messages, index: int, text: str) -> tuple[int, int]:
-        before, _ = self.render(messages[:index], add_generation_prompt=True)
-        after, _ = self.render(messages[: index + 1])
+    def _uses(self, name: str) -> bool:
+        return re.search(rf"\b{name}\b", self.source) is not None
+
+    def _find_turn(self, messages: Messages, index: int, text: str, tools: Tools) -> tuple[int, int]:
+        before, _ = self.render(messages[:index], tools=tools, add_generation_prompt=True)
+        after, _ = self.render(messages[: index + 1], tools=tools)
         if not (after.startswith(before) and text.startswith(after) and len(before) < len(after)):
             raise ConfigError(
                 f"the chat template of {self.path} renders message {index + 1} differently if other messages follow, so it is "
@@ -104,8 +116,10 @@ def _end_of_turn(text: str, start: int, end: int, special_names: re.Pattern[str]
     return following.end() if following else end
 
 
-def load_template(tokenizer: str) -> ChatTemplate:
+def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
     """Return the chat template in the folder of a `tokenizer.json`.
+
+    If there are several templates, return the one with this name, or else the default.
 
     Raises:
         ConfigError: there is no template, or a file cannot be read.
@@ -116,7 +130,8 @@ def load_template(tokenizer: str) -> ChatTemplate:
     if (file := folder / "chat_template.jinja").is_file():
         path, source = file, file.read_text("utf-8")
     elif isinstance(source, list):  # several named templates
-        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+        named = {each.get("name"): each.get("template") for each in source}
+        source = named.get(name, named.get("default"))
     if not isinstance(source, str):
         raise ConfigError(
             f"data.format=chat requires a chat template, but {folder} has neither chat_template.jinja nor an entry "
@@ -148,15 +163,36 @@ def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Mes
             raise ConfigError(f"message {number} has the content {content!r:.60}, but text is required")
         if role == "assistant" and not calls and not (content or "").strip():
             raise ConfigError(f"message {number} is an empty answer of the assistant: remove it")
-        found = tokenizer.special_names.search(json.dumps(message, ensure_ascii=False, default=str))
-        if found and not parses:
-            raise ConfigError(
-                f"message {number} contains {found[0]}, the name of a special token: remove it, or set "
-                "data.special_tokens=parse to encode it as this token"
-            )
+        _check_special_names(f"message {number} contains", message, tokenizer, parses)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError("no message has the role assistant, so there is nothing to learn: remove the record")
     return _without_none(messages)
+
+
+def check_tools(tools: Any, tokenizer: JsonTokenizer, parses: bool) -> Tools:
+    """Return the tools of a record, or None if there are none. The value may also be JSON text, as in many Parquet files.
+
+    The other arguments are those of `check_messages`. Raise ConfigError if the value is not a list of objects.
+    """
+    try:
+        found = json.loads(tools) if isinstance(tools, str) and tools else _without_none(tools)
+    except (ValueError, RecursionError):
+        found = tools
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise ConfigError(f"the tools are {tools!r:.60}, but a list of function schemas is required: correct or rename them")
+    _check_special_names("the tools contain", found, tokenizer, parses)
+    return found
+
+
+def _check_special_names(what: str, value: Any, tokenizer: JsonTokenizer, parses: bool) -> None:
+    found = tokenizer.special_names.search(json.dumps(value, ensure_ascii=False, default=str))
+    if found and not parses:
+        raise ConfigError(
+            f"{what} {found[0]}, the name of a special token: remove it, or set data.special_tokens=parse to encode it as this "
+            "token"
+        )
 
 
 def _without_none(value: Any) -> Any:

@@ -18,16 +18,16 @@ class RecordEncoder:
     """Turns records into tokens. Raises ConfigError if the tokenizer has no chat template."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
-        self._config, self._tokenizer, self._template = config, tokenizer, None
+        self._config, self._tokenizer, self._templates = config, tokenizer, list[chat.ChatTemplate]()
         if config.format == "chat":
             # Text from a chat template contains special tokens by name, so the tokenizer must recognise them.
             self._tokenizer = JsonTokenizer(config.tokenizer, config.eos_token, special_tokens="parse")
-            self._template = chat.load_template(config.tokenizer)
+            self._templates = [chat.load_template(config.tokenizer, name) for name in ("default", "tool_use")]
 
     @property
     def identity(self) -> list[object]:
-        template = self._template and (self._template.source, self._template.variables)
-        return [self._config.format, template, inspect.getsource(type(self)), inspect.getsource(chat)]
+        templates = [(template.source, template.variables) for template in self._templates]
+        return [self._config.format, templates, inspect.getsource(type(self)), inspect.getsource(chat)]
 
     def __call__(self, where: object, record: dict[str, Any]) -> np.ndarray:
         """Return the tokens of a record, int32 (N,). If a token t has no loss, the array contains -1 - t.
@@ -36,13 +36,13 @@ class RecordEncoder:
             ConfigError: the record is invalid. The message contains `where`.
         """
         try:
-            text, spans = self._conversation(record) if self._template else self._completion(record)
+            text, spans = self._conversation(record) if self._templates else self._completion(record)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         check_surrogates(where, text)
         check_size(where, len(text.encode()), self._config.max_document_mb)
         tokens, has_loss = self._tokenizer.encode_spans(text, spans)
-        if not self._template:
+        if not self._templates:
             tokens = np.concatenate([[self._tokenizer.bos], tokens, [self._tokenizer.eos]]).astype(np.int32)
             has_loss = np.concatenate([[False], has_loss, [True]])
         if not has_loss[1:].any():
@@ -51,10 +51,10 @@ class RecordEncoder:
 
     def _conversation(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         assert isinstance(self._tokenizer, JsonTokenizer)
-        assert self._template is not None
         parses = self._config.special_tokens == "parse"
         messages = chat.check_messages(record[self._config.messages_column], self._tokenizer, parses)
-        return self._template.find_turns(messages, self._tokenizer.special_names)
+        tools = chat.check_tools(record.get("tools"), self._tokenizer, parses)
+        return self._templates[tools is not None].find_turns(messages, self._tokenizer.special_names, tools)
 
     def _completion(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         prompt, completion = record["prompt"], record["completion"]

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import escape, glob
+from logging import WARNING
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import pyarrow
 import pyarrow.parquet
 
+from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
 
 # These folders of the standard library contain tests or installed packages.
@@ -38,6 +40,9 @@ COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
+
+# The columns of conversations that some libraries pass to the chat template, but this package does not
+IGNORED_COLUMNS = ("documents", "chat_template_kwargs")
 
 # The maximum number of held-out rows of a streamed hub dataset
 HELD_OUT_ROWS = 10_000
@@ -143,7 +148,8 @@ class Corpus:
         match config.source:
             case "hub":
                 rows: Any = self._rows
-                selected = rows.select_columns(config.columns).select(range(piece.begin, piece.end or 0))
+                columns = choose_columns(config.description, rows.features, config)
+                selected = rows.select_columns(columns).select(range(piece.begin, piece.end or 0))
                 yield from _arrow_rows(config.description, selected.with_format("arrow").iter(64), config, piece.begin)
             case "stdlib" | "text" if config.join == "folder":
                 for folder, members in itertools.groupby(names, key=_folder_of(config)):
@@ -399,13 +405,13 @@ def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None
             if reader.metadata.num_rows == 0:  # An empty Parquet file may lack columns.
                 raise _empty(file)
             schema = reader.schema_arrow
-            check_columns(file, schema.names, config)
+            columns = choose_columns(file, schema.names, config)
             texts = pyarrow.string(), pyarrow.large_string(), pyarrow.null()
             if config.format == "text" and (kind := schema.field(config.column).type) not in texts:
                 raise no_text(file, config.column, kind)
             groups = range(begin, reader.num_row_groups if end is None else end)
             first = sum(reader.metadata.row_group(index).num_rows for index in range(begin))
-            yield from _arrow_rows(file, reader.iter_batches(64, groups, config.columns), config, first)
+            yield from _arrow_rows(file, reader.iter_batches(64, groups, columns), config, first)
     except ConfigError as error:
         yield file, error
     except READ_ERRORS as error:
@@ -413,7 +419,7 @@ def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None
 
 
 def check_hub_columns(rows: Any, config: DataConfig) -> None:
-    check_columns(config.description, rows.features, config)
+    choose_columns(config.description, rows.features, config)
     texts = "string", "large_string"
     if config.format == "text" and getattr(kind := rows.features[config.column], "dtype", None) not in texts:
         raise no_text(config.description, config.column, kind)
@@ -421,7 +427,8 @@ def check_hub_columns(rows: Any, config: DataConfig) -> None:
 
 def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
     """Read the documents of a Dataset or an IterableDataset. After a faulty document, the iterator continues."""
-    return _arrow_rows(config.description, rows.select_columns(config.columns).with_format("arrow").iter(64), config, first=0)
+    columns = choose_columns(config.description, rows.features, config)
+    return _arrow_rows(config.description, rows.select_columns(columns).with_format("arrow").iter(64), config, first=0)
 
 
 def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: int) -> Iterator[Entry]:
@@ -596,8 +603,7 @@ def _json_record(where: object, line: bytes, config: DataConfig) -> dict[str, An
     check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
     if (row := _json_row(where, line)) is None:
         return None
-    check_columns(where, row, config)
-    return {column: row[column] for column in config.columns}
+    return {column: row[column] for column in choose_columns(where, row, config)}
 
 
 def _json_text(where: object, line: bytes, config: DataConfig) -> str | None:
@@ -671,10 +677,21 @@ def absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
     return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 
-def check_columns(where: object, found: Iterable[str], config: DataConfig) -> None:
+def choose_columns(where: object, found: Iterable[str], config: DataConfig) -> list[str]:
+    """Return the columns to read, among the columns `found`.
+
+    Raises:
+        ConfigError: a required column is missing.
+    """
     for column in config.columns:
         if column not in found:
             raise no_column(where, column, found, config.format)
+    if config.format != "chat":
+        return config.columns
+    if ignored := [column for column in IGNORED_COLUMNS if column in found]:
+        what = f"{' and '.join(ignored)} of {config.description}"
+        log_once(f"{'ignored':<12}{what}, because only messages and tools are given to the chat template", WARNING)
+    return [*config.columns, *({"tools"} & {*found})]
 
 
 def no_column(where: object, column: str, columns: Iterable[str], form: str = "text") -> ConfigError:

@@ -259,7 +259,8 @@ class DataConfig(Frozen):
     format: str = "text"
     # The column that contains the text, if `format` is "text".
     column: str = "text"
-    # The column that contains the messages, if `format` is "chat". The value is a list of objects with role and content.
+    # The column of messages, if `format` is "chat": lists of objects with role and content. The template also gets the column
+    # `tools`, if it exists.
     messages_column: str = "messages"
     # "folder": with "text" and "stdlib", each folder directly in `path`, including its subfolders, becomes one document. The
     # document contains the files in the order of their names, each after a line with its name.

@@ -3,15 +3,21 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ringattn.train.data import chat
 from ringattn.train.data.record_encoder import RecordEncoder
-from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer
+from ringattn.train.data.shards import Documents, Shards
+from ringattn.train.data.tokenisation import tokenise
+from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, tokenizer_of
+from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
 from tests.train.chats import CHATML, MARKED, write_chat_tokenizer
 
@@ -33,6 +39,10 @@ TEMPLATES = {"marked": MARKED, "prefixes": CHATML, "without stop token": WITHOUT
 INCONSISTENT = CHATML.replace(
     "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}"
 )
+
+PARAMETERS = {"type": "object", "properties": {"ü": {"default": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": PARAMETERS}}]
+WITH_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>{% endif %}"
 
 
 def config_of(tmp_path, template: str, **settings) -> DataConfig:
@@ -152,6 +162,74 @@ def test_entries_that_the_template_does_not_use_are_rejected(tmp_path):
         encoder_of(config_of(tmp_path, CHATML + f"{{# {name} #}}"))("a", {"messages": messages})
     neutral = {"role": "assistant", "content": "a", "weight": 1, "train": True, "tool_calls": [], "name": "x"}
     encoder_of(config_of(tmp_path, CHATML))("a", {"messages": [CHAT[1], neutral]})
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_tools_are_rendered_without_a_loss(template, tmp_path):
+    """The tokens are those of transformers. Data sets contain tools as objects, with None (Parquet), or as JSON text."""
+    config = config_of(tmp_path, WITH_TOOLS + template)
+    encode, reference = encoder_of(config), PreTrainedTokenizerFast(tokenizer_file=config.tokenizer)
+    text = reference.apply_chat_template(CHAT, tools=TOOLS, chat_template=WITH_TOOLS + CHATML, tokenize=False)
+    assert json.dumps(TOOLS, ensure_ascii=False) in text
+    expected = reference.encode(text, add_special_tokens=False)
+    for tools in (TOOLS, [TOOLS[0] | {"strict": None}], json.dumps(TOOLS)):
+        stored = encode("a", {"messages": CHAT, "tools": tools})
+        assert np.where(stored < 0, ~stored, stored).tolist() == expected
+        assert reference.decode(stored[stored >= 0]) == "".join(ANSWERS)
+    without = encode("a", {"messages": CHAT}).tolist()
+    assert len(without) < len(expected)
+    for tools in (None, [], "", "[]", "null"):
+        assert encode("a", {"messages": CHAT, "tools": tools}).tolist() == without
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reason"),
+    [
+        (CHATML, TOOLS, r"the record has tools, which the chat template of \S+ does not use: remove or rename this entry"),
+        (WITH_TOOLS + CHATML, "find", "the tools are 'find', but a list of function schemas is required"),
+        (WITH_TOOLS + CHATML, ["find"], r"the tools are \['find'\]"),
+        (WITH_TOOLS + CHATML, TOOLS[0], "the tools are {'type'"),
+        (WITH_TOOLS + CHATML, "1", "the tools are '1'"),
+        (WITH_TOOLS + CHATML, [{"name": "<|im_end|>"}], r"the tools contain <\|im_end\|>, the name of a special token"),
+    ],
+)
+def test_invalid_tools_are_rejected(template, tools, reason, tmp_path):
+    with pytest.raises(ConfigError, match=f"^a: {reason}"):
+        encoder_of(config_of(tmp_path, template))("a", {"messages": CHAT, "tools": tools})
+
+
+def test_records_with_tools_use_the_template_for_tools(tmp_path):
+    config = config_of(tmp_path, "unused")
+    entries = [{"name": "tool_use", "template": WITH_TOOLS + MARKED}, {"name": "default", "template": CHATML}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": entries}))
+    encode = encoder_of(config)
+    without, with_tools = encode("a", {"messages": CHAT}), encode("a", {"messages": CHAT, "tools": TOOLS})
+    assert with_tools[-len(without) :].tolist() == without.tolist()
+    assert len(with_tools) > len(without)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_readers_return_tools_and_name_ignored_columns(form, tmp_path, caplog):
+    """Only the records of the first file have tools. Other tools change the key of the cache."""
+    rows = [{"messages": CHAT, "tools": json.dumps(TOOLS), "documents": [], "id": 1}, {"messages": CHAT, "id": 2}]
+    (text := tmp_path / "text").mkdir()
+    for number, row in enumerate(rows):
+        if form == "jsonl":
+            (text / f"{number}.jsonl").write_text(json.dumps(row))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), text / f"{number}.parquet")
+    config = replace(config_of(tmp_path, WITH_TOOLS + CHATML), source=form, path=str(text), num_proc=1)
+    log_once.cache_clear()
+    folder = tokenise(config, tokenizer_of(config))
+    encode, stored = encoder_of(config), Documents.of(Shards(folder))
+    assert [document.tolist() for document in stored] == [encode("a", row).tolist() for row in rows]
+    assert len(stored[0]) > len(stored[1])
+    assert [each for each in caplog.messages if each.startswith("ignored")] == [
+        f"ignored     documents of {config.description}, because only messages and tools are given to the chat template"
+    ]
+    if form == "jsonl":
+        (text / "0.jsonl").write_text(json.dumps(rows[0] | {"tools": TOOLS}))
+        assert tokenise(config, tokenizer_of(config)) != folder
 
 
 def test_special_tokens_in_messages_can_be_permitted(tmp_path):
