@@ -35,7 +35,7 @@ from tests.garbage import freeze_objects
 
 # The server imports these modules before it forks the first rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed.fsdp", "pytest", "ringattn", "ringattn.train.commands.run"]
+    ["torch.distributed.fsdp", "datasets", "hypothesis", "pytest", "ringattn", "ringattn.train.commands.run"]
 )
 
 # A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.
