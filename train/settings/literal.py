@@ -7,6 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ringattn.train.settings.config import Config
 
+DEFAULTS = OmegaConf.structured(Config)
+
 
 def literal_settings(values: dict[str, Any]) -> DictConfig:
     """Return all settings with the given values. Other settings have their defaults.
@@ -16,7 +18,7 @@ def literal_settings(values: dict[str, Any]) -> DictConfig:
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
     """
-    return cast("DictConfig", OmegaConf.merge(Config, _escape(values)))
+    return cast("DictConfig", OmegaConf.merge(DEFAULTS, _escape(values)))
 
 
 def literal_config(values: dict[str, Any]) -> Config:

@@ -11,8 +11,8 @@ from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.commands.arguments import apply_overrides
 from ringattn.train.commands.options import folder_config
 from ringattn.train.commands.run import to_config
-from ringattn.train.settings.config import Config, ConfigError, with_settings
-from ringattn.train.settings.literal import literal_settings
+from ringattn.train.settings.config import Config, ConfigError, MixSource, with_settings
+from ringattn.train.settings.literal import literal_config, literal_settings
 from tests.train.hub_models import write_config
 
 SECRET = "${oc.env:SECRET}"
@@ -35,6 +35,15 @@ def test_every_text_is_kept():
         settings = {"name": text, "trainer": {"sample_prompt": text}, "data": {"path": text}}
         config = OmegaConf.to_object(literal_settings(settings))
         assert (config.name, config.trainer.sample_prompt, config.data.path) == (text, text, text)
+
+
+def test_changed_result_does_not_change_the_defaults():
+    settings = literal_settings({})
+    settings.trainer.steps = 7
+    settings.optim.betas[0] = 0.5
+    settings.data.mix.append(MixSource(name="other"))
+    literal_config({}).data.mix.append(None)
+    assert literal_settings({}) == OmegaConf.structured(Config)
 
 
 @pytest.mark.parametrize("group", ["model", "data", "parallel", "optim", "trainer", "logger"])
