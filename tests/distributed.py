@@ -41,8 +41,9 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 # A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.
 TIMEOUT = 240
 
-# The time in which gloo must connect all ranks. Afterwards, they have torch's default timeout.
-CONNECT_TIMEOUT = datetime.timedelta(seconds=45)
+# The time in which gloo must connect all ranks. A rank that is waiting for connections waits five times as long. Afterwards,
+# the ranks have torch's default timeout.
+CONNECT_TIMEOUT = datetime.timedelta(seconds=9)
 
 # A function of a pool may run for this long by default, in seconds.
 POOL_TIMEOUT = 120
@@ -65,7 +66,7 @@ def run_ranks(function: Callable, ranks: int, directory: Path, *args: object, ba
     Args:
         function: a function at the top level of a module. The ranks import that module.
         ranks: the number of processes.
-        directory: a new or empty directory for the file with which the ranks find each other.
+        directory: a directory for the file with which the ranks find each other, which may not exist yet.
         args: arguments that pickle can copy to the ranks.
         backend: a key of BACKENDS.
 
@@ -91,6 +92,8 @@ def run_ranks(function: Callable, ranks: int, directory: Path, *args: object, ba
 def start_ranks(function: Callable, ranks: int, directory: Path, *args: object, backend: str = "gloo") -> mp.ProcessContext:
     """Start the ranks of `run_ranks` and return their processes. The caller must wait for them."""
     directory.mkdir(parents=True, exist_ok=True)
+    # Ranks that exited without a destructor leave the file, and the new ranks would connect to their addresses.
+    (directory / "store").unlink(missing_ok=True)
     arguments = ranks, directory, TIMEOUT, backend, dict(os.environ), function, args
     return mp.start_processes(_rank, arguments, nprocs=ranks, join=False, start_method="forkserver")
 
@@ -146,7 +149,8 @@ def _connect(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
         except RuntimeError as error:
             print(f"attempt {attempt} to connect rank {rank}: {error}", file=sys.stderr)
         store.set(f"{attempt}/{rank}", str(dist.is_initialized()))
-        if all(store.get(f"{attempt}/{other}") == b"True" for other in range(ranks)):
+        connected = [store.get(f"{attempt}/{other}") for other in range(ranks)]  # waits for every rank
+        if connected == [b"True"] * ranks:
             dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout)
             return
         if dist.is_initialized():

@@ -61,6 +61,21 @@ def connect_again(directory: Path, failing: int) -> None:
     sum_of_ranks(3)
 
 
+def exit_with_a_key(directory: Path) -> None:
+    store = dist.FileStore(str(directory / "store"), dist.get_world_size())
+    assert not store.check(["key"])
+    dist.barrier()
+    store.set("key", "value")
+    os._exit(0)
+
+
+def test_ranks_ignore_the_store_of_earlier_ranks(tmp_path: Path) -> None:
+    """Ranks that exit at once do not delete their store."""
+    for _ in range(2):
+        run_ranks(exit_with_a_key, 2, tmp_path, tmp_path)
+        assert (tmp_path / "store").exists()
+
+
 @pytest.mark.slow
 def test_ranks_connect_again_if_gloo_fails_on_one_rank(tmp_path: Path) -> None:
     run_ranks(connect_again, 3, tmp_path / "ranks", tmp_path, 1)
