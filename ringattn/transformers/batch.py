@@ -73,7 +73,7 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
     """Shard a batch as `shard_batch` does, for one rank of a ring."""
     _check(batch)
     check_same({name: value for name, value in batch.items() if value is not None}, group)
-    inputs = _inputs(batch)
+    inputs = inputs_of(batch)
     entries, seq_len = inputs.shape[:2]
     layout = layout_of(batch, ranks)
     if not all(layout.rows(other) for other in range(ranks)):
@@ -97,10 +97,10 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
 
 
 def layout_of(batch: Mapping[str, Any], ranks: int) -> Layout:
-    return Layout.zigzag(seq_len=_inputs(batch).shape[1], ranks=ranks)
+    return Layout.zigzag(seq_len=inputs_of(batch).shape[1], ranks=ranks)
 
 
-def _inputs(batch: Mapping[str, Any]) -> Tensor:
+def inputs_of(batch: Mapping[str, Any]) -> Tensor:
     return batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
 
 
@@ -125,7 +125,7 @@ def _check(batch: Mapping[str, Any]) -> None:
         if not isinstance(value := batch[name], Tensor) or value.ndim < 2:
             kind = f"has the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
             raise ValueError(f"{name} {kind}: it must be a tensor (batch, tokens)")
-    entries, seq_len = _inputs(batch).shape[:2]
+    entries, seq_len = inputs_of(batch).shape[:2]
     for name in given & TENSORS - {"input_ids", "inputs_embeds"}:
         shapes = [(entries, seq_len), (1, seq_len)] if name == "position_ids" else [(entries, seq_len)]
         if tuple(batch[name].shape) not in shapes:
@@ -167,7 +167,7 @@ def documents_of(batch: Mapping[str, Any]) -> list[list[int]] | None:
 
 def document_starts(batch: Mapping[str, Any]) -> np.ndarray:
     """Return whether a document begins at a token: bool (B, S)."""
-    starts = np.zeros(_inputs(batch).shape[:2], dtype=bool)
+    starts = np.zeros(inputs_of(batch).shape[:2], dtype=bool)
     starts[:, :1] = True
     if batch.get("position_ids") is not None:
         starts[:, 1:] |= (batch["position_ids"].diff(dim=1) != 1).cpu().numpy()

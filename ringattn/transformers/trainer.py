@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ringattn.layout import Layout
-from ringattn.transformers.batch import layout_of, next_labels, ring_of, shard_batch
+from ringattn.transformers.batch import IGNORE, inputs_of, layout_of, next_labels, ring_of, shard_batch
 from ringattn.transformers.loader import prepare_loader
 from ringattn.transformers.model import put_on_ring
 
@@ -78,12 +78,29 @@ class RingMixin(Base):
         return (loss, result[1]) if return_outputs else loss
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> Any:
+        inputs = self._ignore_repeated_rows(inputs)
         has_labels = next_labels(inputs) is not None
         arguments = inputs if has_labels else shard_batch(self._prepare_inputs(inputs), self.ring_mesh)
         loss, logits, labels = super().prediction_step(model, arguments, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = self.accelerator.reduce(loss, "mean")  # every ring has divided by the number of labels of all rings
         if logits is not None:
             logits = tree_map(partial(_unshard, layout=layout_of(inputs, self.ring_size), mesh=self.ring_mesh), logits)
         return loss, logits, labels
+
+    def _ignore_repeated_rows(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Remove the labels of rows that accelerate repeats to give every ring a whole last batch."""
+        state: Any = self.accelerator.gradient_state
+        rings = self.accelerator.num_processes // self.ring_size
+        rows = len(inputs_of(inputs))
+        if state.end_of_dataloader and state.remainder == -1 and rings == 1:
+            state.active_dataloader.remainder = rows  # a data set without a length
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return inputs
+        first = self.accelerator.process_index // self.ring_size * rows
+        is_repeated = torch.arange(first, first + rows, device=self.accelerator.device)[:, None] >= state.remainder
+        present = [name for name in ("labels", "shift_labels") if inputs.get(name) is not None]
+        return {**inputs, **{name: inputs[name].masked_fill(is_repeated, IGNORE) for name in present}}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         samples = [{**batch, "shift_labels": labels} for batch in batch_samples if (labels := next_labels(batch)) is not None]

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -202,6 +202,38 @@ def check_numbers(folder: Path) -> None:
 
 def test_rings_of_other_sizes_count_tokens_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_numbers, tmp_path)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter(self.rows)
+
+
+def check_last_batch(folder: Path) -> None:
+    """The last batch of an evaluation counts each of its rows once, although the rows have different numbers of labels."""
+    from transformers import Trainer
+
+    from ringattn.transformers import RingTrainer
+
+    prepare_rank()
+    rows = padded_rows(5, "right")
+    with one_process():
+        trainer = Trainer(model=new_model(), args=training_arguments(folder))
+        expected = [trainer.evaluate(rows)["eval_loss"], trainer.evaluate(Stream(rows))["eval_loss"]]
+    sizes = (2, rows), (2, Stream(rows)), (1, rows)  # with ring_size=1, accelerate repeats a row
+    for ring_size, data in sizes:
+        args = training_arguments(folder, per_device_eval_batch_size=ring_size)
+        trainer = RingTrainer(model=new_model(), args=args, ring_size=ring_size)
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(expected[isinstance(data, Stream)], rel=1e-6)
+
+
+def test_the_last_batch_of_an_evaluation(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_last_batch, tmp_path)
 
 
 def check_fsdp(folder: Path) -> None:
