@@ -23,6 +23,9 @@ from ringattn.train.settings.config import ConfigError
 INDEX = "index.json"
 VERSION = 1
 DTYPES = ("<u2", "<u4")  # of tokens
+# The entries of index.json that the reader needs, and the entries of each of its shards
+ENTRIES = {"has_loss": bool, "documents": int, "tokens": int, "tokenizer": dict, "settings": dict, "counts": dict, "shards": list}
+SHARD_ENTRIES = {"name": str, "documents": int, "tokens": int, "offsets_crc32": int, "checksums_crc32": int}
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
 # The operating system reports a full disk or an exceeded quota with these error codes.
@@ -191,20 +194,30 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         index = json.loads(path.read_text())
+        _check_types(index, {"version": int})
         if index["version"] > VERSION:
             raise ConfigError(f"{path} has version {index['version']}, but this version of ringattn reads {VERSION}: update it")
-        # All entries that the reader needs.
-        _ = [index[name] for name in ("has_loss", "documents", "tokens", "tokenizer", "settings", "counts", "shards")]
-        _ = [index["settings"][name] for name in ("format", "special_tokens")]
+        _check_types(index, ENTRIES)
+        _check_types(index["settings"], {"format": str, "special_tokens": str})
+        for shard in index["shards"]:
+            _check_types(shard, SHARD_ENTRIES)
         if index["dtype"] not in DTYPES:
             raise ValueError(f"dtype={index['dtype']}, which must be one of {', '.join(DTYPES)}")
         if index["has_loss"] != (index["settings"]["format"] != "text"):
             raise ValueError("has_loss contradicts the format in settings")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: prepare the folder with ringattn-prepare, or launch it again") from None
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from error
     return index
+
+
+def _check_types(found: Any, types: dict[str, type]) -> None:
+    for name, kind in types.items():
+        if type(found[name]) is not kind:
+            raise TypeError(f"{name} is {found[name]!r:.60}, which must be of the type {kind.__name__}")
 
 
 def damaged(path: Path, reason: str) -> ConfigError:

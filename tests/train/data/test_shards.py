@@ -110,11 +110,13 @@ def test_a_large_document_is_verified_once(tmp_path, monkeypatch):
         (lambda folder: (folder / "index.json").write_text('{"version": 1}'), "index.json is damaged: KeyError"),
         (
             lambda folder: (folder / "index.json").write_text('{"version": 2}'),
-            "has version 2, but this version .* reads 1",
+            "^[^ ]*index.json has version 2, but this version of ringattn reads 1: update it$",
         ),
         (change_index(dtype=">u2"), "index.json is damaged: ValueError: dtype=>u2, which must be one of <u2, <u4"),
         (change_index(has_loss=True), "index.json is damaged: ValueError: has_loss contradicts the format"),
         (change_index(settings={}), "index.json is damaged: KeyError: 'format'"),
+        (change_index(tokenizer=[]), r"index.json is damaged: TypeError: tokenizer is \[\], which must be of the type dict"),
+        (change_index(shards=[{}]), "index.json is damaged: KeyError: 'name'"),
     ],
 )
 def test_a_damaged_folder_is_an_error_at_the_start(change, message, tmp_path):
