@@ -14,13 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from huggingface_hub.constants import HF_HOME
 
 from ringattn.train.data import shards, sources
@@ -105,7 +105,7 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
         # Some file systems do not support locks. Without a lock, two processes may tokenise the same text, which gives the same
         # result.
         with suppress(OSError):
-            lock.enter_context(FileLock(folder / ".lock", fallback_to_soft=False))
+            lock.enter_context(_lock(folder))
             if not (folder / INDEX).exists():
                 for partial in folder.glob("*.partial"):  # files that a killed process was writing
                     partial.unlink()
@@ -122,6 +122,15 @@ def cache_folder() -> Path:
     config = sys.modules.get("datasets.config")
     folder = config.HF_DATASETS_CACHE if config else os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
     return Path(folder) / "ringattn"
+
+def _lock(folder: Path) -> AbstractContextManager[Any]:
+    lock = FileLock(folder / ".lock", fallback_to_soft=False)
+    try:
+        return lock.acquire(blocking=False)
+    except Timeout:
+        log_once(f"{'waiting':<12}for another process, which prepares the same text in {folder}")
+        return lock.acquire()
+
 
 
 def hash_of(value: Any) -> str:
