@@ -12,6 +12,7 @@ import json
 import os
 import uuid
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -24,7 +25,15 @@ INDEX = "index.json"
 VERSION = 1
 DTYPES = ("<u2", "<u4")  # of tokens
 # The entries of index.json that the reader needs, and the entries of each of its shards
-ENTRIES = {"has_loss": bool, "documents": int, "tokens": int, "tokenizer": dict, "settings": dict, "counts": dict, "shards": list}
+ENTRIES = {
+    "has_loss": bool,
+    "documents": int,
+    "tokens": int,
+    "tokenizer": dict,
+    "settings": dict,
+    "counts": dict,
+    "shards": list,
+}
 SHARD_ENTRIES = {"name": str, "documents": int, "tokens": int, "offsets_crc32": int, "checksums_crc32": int}
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
@@ -74,8 +83,9 @@ class ShardWriter:
 
     def discard(self) -> None:
         for suffix, file in self._files.items():
-            file.close()
             self._partial(suffix).unlink(missing_ok=True)
+            with suppress(OSError):  # On a full disk, closing a file fails, because its buffer cannot be written.
+                file.close()
 
     def publish(self, name: str, counts: dict[str, Any]) -> None:
         """Rename the files to their final names. Then write NAME.json with `counts`, the sizes and the checksums."""
@@ -100,11 +110,14 @@ class ShardWriter:
 def write_json(path: Path, value: Any) -> None:
     """Write a file such that other processes never see an incomplete file."""
     partial = path.with_name(f"{uuid.uuid4().hex}.partial")
-    with open(partial, "w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with open(partial, "w") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Store(Protocol):

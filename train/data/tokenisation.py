@@ -37,7 +37,7 @@ NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum
 HASHED_BYTES = 2**28  # covered by one checksum
-UNWRITABLE = (*FULL_DISK, errno.EROFS)  # errors of a disk that can no longer be written
+UNWRITABLE = (*FULL_DISK, errno.EROFS, errno.EFBIG)  # errors of a disk that can no longer be written
 PLAN = "plan.json"
 
 
@@ -85,10 +85,16 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
         raise ConfigError(f"the host has too little memory to tokenise {config.description}: lower data.num_proc") from error
     except Exception as error:  # Each reader raises errors of its own types.
         target = folder or cache_folder()
-        if isinstance(error, OSError) and (error.errno in UNWRITABLE or f"{error.filename}".startswith(str(target))):
+        if isinstance(error, OSError) and (error.errno in UNWRITABLE or _concerns(error, target)):
             advice = "choose another output=..." if folder else "set HF_HOME to another folder"
             raise ConfigError(f"{target} cannot be written: {error}; free space on the disk, or {advice}") from error
         raise sources.cannot_read(config, error) from error
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Return whether the error names a file in a folder, or one of the parents of the folder."""
+    path = Path(f"{error.filename}")
+    return path.is_relative_to(folder) or folder.is_relative_to(path)
 
 
 def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: Path | None) -> Path:
@@ -117,12 +123,6 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
     return folder
 
 
-def cache_folder() -> Path:
-    # The import of `datasets` takes more than a second. A program that has imported `datasets` may have changed its cache.
-    config = sys.modules.get("datasets.config")
-    folder = config.HF_DATASETS_CACHE if config else os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
-    return Path(folder) / "ringattn"
-
 def _lock(folder: Path) -> AbstractContextManager[Any]:
     lock = FileLock(folder / ".lock", fallback_to_soft=False)
     try:
@@ -131,6 +131,12 @@ def _lock(folder: Path) -> AbstractContextManager[Any]:
         log_once(f"{'waiting':<12}for another process, which prepares the same text in {folder}")
         return lock.acquire()
 
+
+def cache_folder() -> Path:
+    # The import of `datasets` takes more than a second. A program that has imported `datasets` may have changed its cache.
+    config = sys.modules.get("datasets.config")
+    folder = config.HF_DATASETS_CACHE if config else os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
+    return Path(folder) / "ringattn"
 
 
 def hash_of(value: Any) -> str:
@@ -165,8 +171,11 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
         for piece in corpus.pieces:
             if error := sources.find_change(piece):
                 raise error
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, hash_of([names, [state.size for state in states], hashes]))
+        content = hash_of([names, [state.size for state in states], hashes])
+        with suppress(OSError):  # Without this file, the next launch reads the text again.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, content)
+        return content
     return json.loads(path.read_text())
 
 

@@ -5,6 +5,9 @@ import gzip
 import json
 import logging
 import os
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,9 +154,37 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
         patch.setattr(shards.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ConfigError, match=r"ringattn cannot be written: .*No space left.*HF_HOME"):
             tokenise(config, BytesTokenizer())
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "shards" / "cache")
+        with pytest.raises(ConfigError, match=r"cache/ringattn cannot be written: .*Not a directory.*HF_HOME"):
+            tokenise(config, BytesTokenizer())
+        tokenise(config, BytesTokenizer(), folder=tmp_path / "other")  # needs no cache
     monkeypatch.setattr(BytesTokenizer, "encode", Mock(side_effect=MemoryError))
     with pytest.raises(ConfigError, match=r"too little memory.*data\.num_proc"):
         tokenise(DataConfig(**vars(config) | {"split": "train[:5]"}), BytesTokenizer(), folder=tmp_path / "new")
+
+
+def test_a_file_that_exceeds_the_limit_of_the_disk_is_removed(tmp_path):
+    """Python ignores the signal SIGXFSZ, so the limit of the process acts as the limit of a file system, or as a full disk."""
+    config, limits = write_corpus(tmp_path / "corpus", "jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"shards cannot be written: .*File too large.*choose another output"):
+            tokenise(config, BytesTokenizer(), folder=tmp_path / "shards")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "shards").glob("*.partial"))
+
+
+def test_a_process_says_that_it_waits_for_another_one(tmp_path, caplog):
+    config, folder = write_corpus(tmp_path / "corpus", "jsonl"), tmp_path / "shards"
+    folder.mkdir()
+    with FileLock(folder / ".lock") as lock, ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO):
+        path = pool.submit(tokenise, config, BytesTokenizer(), folder=folder)
+        while "waiting     for another process, which prepares the same text in" not in caplog.text:
+            time.sleep(0.01)
+        lock.release()
+        assert path.result() == folder
 
 
 def test_a_folder_with_other_content_is_an_error(tmp_path):
