@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import os
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -132,8 +133,11 @@ def check_results(directory: Path) -> None:
     """Check before the first step that the run can write its results.
 
     Raises:
-        ConfigError: a folder has the name of one of the run's files.
+        ConfigError: a folder has the name of one of the run's files, or the folder of the checkpoints cannot be written.
     """
+    checkpoints = directory / "checkpoints"
+    if os.path.lexists(checkpoints) and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{checkpoints} is not a folder that this run can write: change its permissions, or rename it")
     pictures = "loss.png", "data_wait.png", "recall.png"
     for name in ("metrics.jsonl", "metrics.tmp", *pictures, "sample.txt", "summary.json", "summary.tmp"):
         if (directory / name).is_dir():

@@ -346,6 +346,14 @@ def test_folder_in_place_of_a_result_is_reported_before_the_first_step(name, set
     assert f"{name} is a folder" in only_error()
 
 
+def test_unusable_folder_of_checkpoints_is_reported_before_the_first_step(settings, outputs, run_command_line, only_error):
+    (outputs / "a").mkdir(parents=True)
+    (outputs / "a" / "checkpoints").symlink_to("missing")
+    assert run_command_line(*settings, "name=a") == 1
+    assert "checkpoints is not a folder" in only_error()
+    assert not (outputs / "a" / "metrics.jsonl").exists()
+
+
 def test_divergence_is_reported_without_a_traceback(settings, run_command_line, only_error, monkeypatch):
     monkeypatch.setitem(train_config.RANGES, "optim.lr", (0, 1e30))
     assert run_command_line(*settings, "trainer.steps=5", "optim.warmup_steps=0", "optim.lr=1e30") == 1
