@@ -19,7 +19,7 @@ from ringattn.train.data.shards import FULL_DISK
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.step import Diverged
 
-DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
+DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EACCES, errno.EPERM)
 # Errors of these types are mistakes of the user, which a command reports in one line. After a user error, a sweep continues
 # with its next job.
 USER_ERRORS = (*SETTING_ERRORS, Diverged, HydraException)
@@ -44,7 +44,7 @@ def describe_external_error(error: Exception) -> str | None:
     if isinstance(error, RingFault | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return f"{error}: check the disk, then launch the same name again to resume"
+        return f"{error}: check the disk and its permissions, then launch the same name again to resume"
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         return f"another rank has exited; see the output of that rank for the reason: {str(error).splitlines()[0]}"
     return None
@@ -61,7 +61,11 @@ def describe_compile_error(error: BackendCompilerFailed) -> str:
 
 def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
     """Exit at once. Only the first rank that fails prints `text`."""
-    if store.add("failures", 1) == 1:
+    try:
+        is_first = store.add("failures", 1) == 1
+    except dist.DistError:  # The process of the store, such as rank 0 without torchrun, has exited.
+        is_first = True
+    if is_first:
         print(text, file=sys.stderr, flush=True)
         write_error_file(text)
     os._exit(status)

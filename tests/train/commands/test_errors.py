@@ -24,6 +24,8 @@ def test_error_that_has_no_option_names_none():
 EXTERNAL = {
     "full disk": (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
     "read-only disk": (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+    "limit of a file": (OSError(errno.EFBIG, "File too large"), "File too large"),
+    "folder of another user": (OSError(errno.EACCES, "Permission denied"), "check the disk and its permissions"),
     "rank of a ring": (watchdog.RingFault("ringattn: rank 1 gives no sign of life"), "rank 1 gives no sign of life"),
     "rank, reported by gloo": (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error\nmore"), "another rank"),
     "rank, reported by NCCL": (dist.DistBackendError("NCCL error"), "another rank"),
@@ -60,6 +62,14 @@ def test_second_failure_exits_without_a_message(monkeypatch, capfd):
         errors.terminate(store, text, 3)
     assert capfd.readouterr().err == "rank 1 failed\n"
     assert exit_process.call_args_list == [((3,),), ((3,),)]
+
+
+def test_failure_after_the_end_of_the_store_is_reported(monkeypatch, capfd):
+    exit_process = Mock()
+    monkeypatch.setattr(os, "_exit", exit_process)
+    errors.terminate(Mock(add=Mock(side_effect=dist.DistNetworkError("Connection reset"))), "rank 1 failed", 3)
+    assert capfd.readouterr().err == "rank 1 failed\n"
+    exit_process.assert_called_once_with(3)
 
 
 def report_invalid_value() -> None:
