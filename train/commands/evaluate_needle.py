@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ringattn.train.commands.arguments import apply_overrides
 from ringattn.train.commands.options import Model, write_table_and_plot
+from ringattn.train.data.chat import load_template
 from ringattn.train.data.needle import MAX_COUNT, NeedleDocuments
 from ringattn.train.data.packing import PackedDataset, load
 from ringattn.train.inference.losses import default_lengths
@@ -29,6 +30,8 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
     with sync_errors():
         for config in configs:
             check(config, dist.get_world_size())
+        if data.format == "chat":
+            load_template(data.tokenizer)  # raises an error before the model is loaded
     run = build_for_inference(configs[-1], model.path)
     with sync_errors():
         text = load(replace(configs[-1].data, eval_fraction=0.0), run.tokenizer, shuffle=False)
@@ -60,5 +63,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataC
     default = [length for length in default_lengths(config.data.seq_len, "text") if length >= SHORTEST_LENGTH]
     lengths = overrides.pop("data.seq_len", ",".join(map(str, default or [config.data.seq_len]))).split(",")
     configs = [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]
+    if (source := configs[0].data.source) in ("recall", "mix"):
+        raise ConfigError(f"data.source={source} is impossible with facts in a long text: choose another source")
     chat = with_settings(configs[0], {"data.format": form})
     return chat.data, sorted(configs, key=lambda each: each.data.seq_len)

@@ -124,6 +124,8 @@ def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
     Raises:
         ConfigError: there is no template, or a file cannot be read.
     """
+    if tokenizer == "bytes":
+        raise ConfigError("data.format=chat requires a chat template, but data.tokenizer=bytes has none: leave data.format out")
     folder = Path(tokenizer).expanduser().parent
     config = read_config(folder, "tokenizer_config.json")
     path, source = folder / "tokenizer_config.json", config.get("chat_template")

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ringattn.train.commands import evaluate, evaluate_needle
+from ringattn.train.commands.options import Model
 from ringattn.train.settings.config import Config, ConfigError, DataConfig
+from tests.train.jobs import one_rank
 
 
 def test_another_text_is_encoded_as_the_text_of_the_training():
@@ -25,3 +27,18 @@ def test_formats_without_a_place_for_facts_are_rejected():
         with pytest.raises(ConfigError, match=f"^data.format={form} is impossible with facts in a long text"):
             evaluate_needle.evaluation_configs(Config(), {"data.format": form})
     assert evaluate_needle.evaluation_configs(Config(), {"data.format": "chat"})[0].format == "chat"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"data.format": "chat"},
+            "^data.format=chat requires a chat template, but data.tokenizer=bytes has none: leave data.format",
+        ),
+        ({"data": "recall"}, "^data.source=recall is impossible with facts in a long text: choose another source$"),
+    ],
+)
+def test_impossible_facts_are_rejected_before_the_model_is_loaded(overrides, message, tmp_path):
+    with one_rank(), pytest.raises(ConfigError, match=message):
+        evaluate_needle.evaluate_model(Model(tmp_path, tmp_path, Config()), "needle", overrides, "")
