@@ -25,7 +25,8 @@ def hub(tmp_path, monkeypatch):
 
 
 def train(directory, *arguments: str) -> tuple[bool, str, str]:
-    arguments = [*SMALL, "data=hub", "data.path=owner/corpus", "data.column=body", "trainer.steps=2", "name=a", *arguments]
+    text = "data=hub", "data.path=owner/corpus", "data.column=body", "data.eval_fraction=0.01"
+    arguments = [*SMALL, *text, "trainer.steps=2", "name=a", *arguments]
     return launch_ranks(2, directory, *arguments, prepare=use_server)
 
 

@@ -13,8 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
-from ringattn.train.settings.config import GROUPS, Config, ConfigError, ModelConfig, TrainerConfig, resolve_path, with_settings
+from ringattn.train.settings.config import GROUPS, Config, ConfigError, TrainerConfig, resolve_path, with_settings
 from ringattn.train.settings.literal import literal_config
+from ringattn.train.settings.resolution import reset_unused
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +64,9 @@ def saved_config(meta: dict[str, Any]) -> Config:
     except (OmegaConfBaseException, RecursionError) as error:
         key, reason = getattr(error, "full_key", "settings"), str(error).splitlines()[0]
         raise ConfigError(f"meta.json of the checkpoint is damaged: {key}: {reason}; restore the file") from error
-    values = {}
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
-        values["data.eval_fraction"] = 0.0  # Earlier versions trained on the whole text.
-    # Reset settings without effect to their defaults, because earlier versions saved other values.
-    if config.data.held_out is None and values.get("data.eval_fraction", config.data.eval_fraction) == 0:
-        values["trainer.eval_tokens"] = TrainerConfig.eval_tokens
-    if config.model.rope_factor is None:
-        values |= {f"model.{name}": getattr(ModelConfig, name) for name in ("rope_trained_len", "rope_scaling")}
-    return with_settings(config, values)
+        config = with_settings(config, {"data.eval_fraction": 0.0})  # Earlier versions trained on the whole text.
+    return reset_unused(config, given=set())  # Earlier versions saved values without effect.
 
 
 @cache  # The settings of a checkpoint are read several times.

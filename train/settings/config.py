@@ -789,8 +789,8 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
         (
             "data.eval_fraction",
-            data.held_out is not None and data.eval_fraction > 0,
-            "with data.eval_split or data.eval_path: leave these out",
+            data.held_out is not None,
+            f"with data.eval_split={data.eval_split} and data.eval_path={data.eval_path}: set both to null",
         ),
         (
             "trainer.eval_every trainer.eval_tokens",

@@ -335,6 +335,12 @@ def test_a_run_of_an_earlier_version_held_out_no_text_by_default():
     assert saved_config(meta).data.eval_fraction == Config().data.eval_fraction
 
 
+def test_an_earlier_run_switched_off_a_fraction_without_effect():
+    meta = meta_of(with_settings(Config(), {"data.eval_split": "train[95%:]", "data.eval_fraction": 0.0}))
+    check(saved_config(meta), world_size=1)
+    assert saved_config(meta).data.held_out is not None
+
+
 def test_scaling_without_a_factor_is_not_read():
     """Earlier versions saved a length that had no effect."""
     assert saved_config(meta_of(changed("model.rope_trained_len", 8192))).model == Config().model

@@ -210,6 +210,11 @@ INVALID = {
         1,
         ["data.eval_fraction=0.1", "data.eval_split"],
     ),
+    "evaluation of a split that is switched off": (
+        dict(data__eval_fraction=0.0, data__source="packages", data__split="train[:95%]", data__eval_split="train[95%:]"),
+        1,
+        ["data.eval_fraction=0.0", "data.eval_split=train[95%:]", "data.eval_path=None", "set both to null"],
+    ),
     "prompt without a sample": (
         dict(trainer__sample_prompt="a", trainer__sample_tokens=0),
         1,
