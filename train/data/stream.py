@@ -140,7 +140,8 @@ class Reader:
                 begin, empty_epochs = self._next, empty_epochs + 1
                 if empty_epochs > 1:
                     raise ConfigError(f"a part of {stream.config.description} contains no text: remove empty files")
-        random = np.random.Philox(key=[stream.seed, 2**63 + (self._number << 48) + block])
+        # With a number of 2**63 or more, numpy would convert the key to float64, and all blocks would have the same order.
+        random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
 
@@ -201,7 +202,7 @@ class StreamDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        known = {"sequences": f"a stream of {self.num_readers} readers", "shuffle_buffer": self.config.shuffle_buffer}
+        known = {"sequences": f"a stream of {self.num_readers} shuffled readers", "shuffle_buffer": self.config.shuffle_buffer}
         known |= {"text": self.corpus.identity, "seq_len": self.seq_len, "seed": self.seed}
         known |= {name: getattr(self.config, name) for name in DOCUMENT_SETTINGS}
         if self.config.on_error == "skip":  # larger documents are skipped

@@ -4,6 +4,7 @@ import gzip
 import json
 import pickle
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,15 @@ def test_the_seed_and_the_buffer_determine_the_order(folder):
     (folder / "4.jsonl").unlink()
     tokens = stream(folder, shuffle_buffer=4).sequence(1)[0].tolist()
     assert list("|".join(["", *documents()[1]]).encode()[:SEQ_LEN]) == [EOS_SIGN if x == EOS else x for x in tokens]
+
+
+def test_every_block_has_an_order_of_its_own(folder):
+    """Reader 1 reads the 30 documents of file 1 in blocks of 5 documents."""
+    tokens = np.concatenate([stream(folder).sequence(index)[0] for index in range(1, 4 * 40, 4)])
+    numbers = [int(number) for number in re.findall(r"1\.(\d+):", bytes(tokens[tokens != EOS].tolist()).decode())]
+    blocks = np.array(numbers[:30]).reshape(6, 5) - np.arange(0, 30, 5)[:, None]
+    assert (np.sort(blocks) == np.arange(5)).all()
+    assert len(np.unique(blocks, axis=0)) > 3
 
 
 def test_a_stream_resumes_from_any_position(folder):
