@@ -156,16 +156,15 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         if published is not None:
             left_out = LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES
             copy_files(published, folder, (*left_out, escape(str(published / "config.json"))))
-        for name, content in written.items():
-            if name != "config.json":
-                _write_json(folder / name, content)
         if isinstance(tokenizer, JsonTokenizer):
             write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
-        # Write config.json last, so that programs do not load an incomplete export.
-        if "config.json" in written:
-            _write_json(folder / "config.json", written["config.json"])
-        elif published is not None:
-            shutil.copyfile(published / "config.json", folder / "config.json")
+        contents = {} if published is None else {"config.json": (published / "config.json").read_bytes()}
+        contents |= {name: _as_json(content) for name, content in written.items()}
+        # Publish config.json last and at once, so that programs do not load an incomplete export.
+        for name in sorted(contents, key=lambda name: name == "config.json"):
+            partial = folder / f"{name}.partial"
+            partial.write_bytes(contents[name])
+            partial.replace(folder / name)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error
@@ -259,11 +258,11 @@ def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
             shutil.copyfile(path.with_name(name), folder / name)
     if not (folder / "tokenizer_config.json").exists():
         names = {"bos_token": tokenizer.token(tokenizer.bos), "eos_token": tokenizer.token(tokenizer.eos)}
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        (folder / "tokenizer_config.json").write_bytes(_as_json({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def _as_json(content: dict[str, Any]) -> bytes:
+    return f"{json.dumps(content, indent=2)}\n".encode()
 
 
 def config_json(

@@ -265,7 +265,7 @@ def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
 
 def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     saved = save_checkpoint(tmp_path / "checkpoints")
-    monkeypatch.setattr(export, "_write_json", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(export, "_as_json", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match=r"cannot write .*out: .*No space left on device; check the disk"):
         export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
@@ -279,6 +279,23 @@ def test_a_killed_export_has_no_config(tmp_path, monkeypatch):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"model.safetensors", "LICENSE"} <= names
     assert "config.json" not in names
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_an_export_that_is_killed_while_it_writes_the_config_has_none(is_published, tmp_path, monkeypatch):
+    def write_half(path: Path, content: bytes) -> None:
+        with open(path, "wb") as file:
+            file.write(content[: len(content) // 2])
+        if path.name.startswith("config.json"):
+            raise KeyboardInterrupt
+
+    folder = import_folder(write_chat_folder(tmp_path / "hf"), tmp_path / "run") if is_published else None
+    saved = folder or save_checkpoint(tmp_path / "checkpoints")
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        export.export(saved, tmp_path / "out", torch.bfloat16)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, monkeypatch, caplog):
