@@ -49,6 +49,11 @@ def sdpa(
     if min(q.ndim, k.ndim, v.ndim) < 2 or k.shape[-2] != v.shape[-2]:
         shapes = ", ".join(f"{tuple(x.shape)}" for x in (q, k, v))
         raise ValueError(f"q, k, v have the shapes {shapes}: give q (..., Nq, D), k (..., Nk, D) and v (..., Nk, Dv)")
+    if max(q.ndim, k.ndim, v.ndim) < 4 and not enable_gqa:  # the first dim is the batch, and every entry has one head
+        if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+        q, k, v = (x.unsqueeze(-3) for x in (q, k, v))
+        return sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale).squeeze(-3)
     (q, k, v), leading = _with_heads(q, k, v, enable_gqa)
     num_queries, num_keys = q.shape[1], k.shape[1]
     mask: Mask | None = None
@@ -86,6 +91,7 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
     """Convert `attn_mask` to a `Mask` in which the last query and the last key have the same position."""
     remedy = "use torch's scaled_dot_product_attention, or flash_attention(mask=..., blocks=...)"
     allowed = _allowed(attn_mask, remedy)
+    leading = torch.Size((1,) * (2 - len(leading)) + leading)
     try:
         allowed = allowed.expand(*[1] * (2 + len(leading) - allowed.ndim), *allowed.shape[:-2], num_queries, num_keys)
         if torch.broadcast_shapes(leading, allowed.shape[:-2]) != leading:
@@ -93,10 +99,9 @@ def _recognise(attn_mask: Tensor, leading: torch.Size, num_queries: int, num_key
     except RuntimeError:
         shape = (*leading, num_queries, num_keys)
         raise ValueError(f"attn_mask has the shape {tuple(attn_mask.shape)}: it must be broadcastable to {shape}") from None
-    if len(leading) >= 2 and allowed.shape[-3] > 1 and (allowed != allowed[..., :1, :, :]).any():
+    if allowed.shape[-3] > 1 and (allowed != allowed[..., :1, :, :]).any():
         raise ValueError(f"attn_mask differs between heads, which these kernels do not support: {remedy}")
-    if len(leading) >= 2:
-        allowed = allowed[..., 0, :, :].expand(*leading[:-1], num_queries, num_keys)
+    allowed = allowed[..., 0, :, :].expand(*leading[:-1], num_queries, num_keys)
     count = allowed.sum(-1)
     lo = allowed.int().argmax(-1) if num_keys else torch.zeros_like(count)
     # A query without keys gets an empty interval, so that lo and hi do not decrease.

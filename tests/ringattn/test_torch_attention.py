@@ -93,6 +93,16 @@ def test_masks_are_recognised(name: str, as_float: bool) -> None:
     check(*tensors, attn_mask=mask)
 
 
+def test_masks_of_tensors_without_heads() -> None:
+    """The first of three dims is the batch, and a mask may differ between its entries."""
+    check(*random((9, 8), (9, 8), (9, 5)), attn_mask=MASKS["window"])
+    q, k, v = random((4, 9, 8), (2, 9, 8), (2, 9, 5))
+    check(q[:2], k, v, attn_mask=MASKS["per entry"][:, 0])
+    check(q, k, v, attn_mask=MASKS["causal"].expand(4, 9, 9), enable_gqa=True)
+    with pytest.raises(ValueError, match="differs between heads"):
+        sdpa(q, k, v, attn_mask=torch.stack([MASKS["causal"], MASKS["window"]] * 2), enable_gqa=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
