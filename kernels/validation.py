@@ -77,6 +77,10 @@ def check_name(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
+        raise ValueError(
+            "attention supports neither torch.func nor torch.jit.trace: use autograd, torch.compile or torch.export"
+        )
     if not type(q) is type(k) is type(v) is Tensor:
         if any(hasattr(x, "to_local") for x in (q, k, v)):
             raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")

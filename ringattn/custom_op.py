@@ -218,11 +218,11 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 def _is_recorded(*tensors: Tensor) -> bool:
     """For few queries, recording a call for autograd takes as long as the kernel. A recorded call rejects forward-mode
-    differentiation and `torch.func`.
+    differentiation.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return forward_ad._current_level >= 0
 
 
 def _to_fake_mode(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

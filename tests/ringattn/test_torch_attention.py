@@ -103,6 +103,15 @@ def test_masks_of_tensors_without_heads() -> None:
         sdpa(q, k, v, attn_mask=torch.stack([MASKS["causal"], MASKS["window"]] * 2), enable_gqa=True)
 
 
+def test_transforms_raise_an_error() -> None:
+    """A trace would contain the mask of its example."""
+    q, k, v = random((2, 3, 9, 8), (2, 3, 9, 8), (2, 3, 9, 5))
+    with pytest.raises(ValueError, match=r"neither torch\.func nor torch\.jit\.trace"):
+        torch.vmap(sdpa)(q, k, v)
+    with pytest.raises(ValueError, match=r"neither torch\.func nor torch\.jit\.trace"):
+        torch.jit.trace(lambda mask: sdpa(q, k, v, mask), MASKS["causal"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
