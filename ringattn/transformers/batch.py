@@ -32,9 +32,15 @@ class RingBatch:
     """
 
     def __init__(
-        self, layout: Layout, documents: list[list[int]] | None, group: Group | None, last_position: Tensor | None = None
+        self,
+        layout: Layout,
+        documents: list[list[int]] | None,
+        group: Group | None,
+        last_position: Tensor | None = None,
+        counts_padding: bool = False,
     ) -> None:
         self.layout, self.documents, self.group, self.last_position = layout, documents, group, last_position
+        self.counts_padding = counts_padding  # in the positions of tokens after padding
         self._masks: dict[int | None, Mask] = {}
 
     @property
@@ -81,6 +87,7 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is None:
         mask = torch.ones(entries, seq_len, dtype=torch.int64, device=inputs.device)
+    counts_padding = positions is None and bool((mask[:, 0] == 0).any())
     if positions is None:
         positions = torch.arange(seq_len, device=inputs.device)[None]
     whole = {"attention_mask": mask, "position_ids": positions.expand(entries, -1)}
@@ -93,7 +100,8 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
         count = batch.get("num_items_in_batch")
         arguments["num_items_in_batch"] = ((labels != IGNORE).sum().clamp(min=1) if count is None else count) / ranks
     arguments |= {name: batch[name] for name in FLAGS if name in batch}
-    return arguments | {"use_cache": False, "ring_batch": RingBatch(layout, documents_of(batch), group, positions.max())}
+    ring_batch = RingBatch(layout, documents_of(batch), group, positions.max(), counts_padding)
+    return arguments | {"use_cache": False, "ring_batch": ring_batch}
 
 
 def layout_of(batch: Mapping[str, Any], ranks: int) -> Layout:

@@ -48,6 +48,7 @@ def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
     for module in base.modules():
         vars(module)["is_on_ring"] = True  # which `attend` requires
     vars(base)["ring_mesh"] = mesh
+    vars(base)["counts_tokens"] = any(map(_counts_tokens, base.modules()))
 
 
 def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results: object) -> None:
@@ -55,8 +56,15 @@ def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results:
     kept: Any = arguments.get("logits_to_keep", 0)
     if batch is not None and batch.layout.ranks > 1 and (isinstance(kept, Tensor) or kept):
         raise ValueError("logits_to_keep would select tokens of every shard: leave it out, and select after Layout.unshard")
+    if batch is not None and batch.counts_padding and vars(model)["counts_tokens"]:
+        raise ValueError(f"{type(model).__name__} does not count padding in positions: add position_ids to padded batches")
     if batch is not None and not batch.is_used:
         raise ValueError(f"{type(model).__name__} has not called attention, so its layers would not see tokens of other ranks")
+
+
+def _counts_tokens(module: nn.Module) -> bool:
+    """Return whether an embedding computes the positions of tokens from their attention mask, if there are no positions."""
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def share_last_position(model: PreTrainedModel) -> None:

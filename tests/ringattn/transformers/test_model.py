@@ -34,6 +34,21 @@ def test_softcaps_are_rejected_in_the_first_call() -> None:
         model(**shard_batch({"input_ids": random_tokens(1, 8)}, None))
 
 
+def test_positions_that_do_not_count_padding_are_required() -> None:
+    """OPT computes the positions of a batch from its mask, and each rank would count its own tokens."""
+    model, tokens = new_model("opt", ffn_dim=64, word_embed_proj_dim=32, dropout=0.0), random_tokens(1, 8)
+    mask = (torch.arange(8) >= 3).long()[None]
+    expected = model(tokens, attention_mask=mask).logits
+    put_on_ring(model, None)
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    with pytest.raises(ValueError, match="add position_ids"):
+        model(**shard_batch(batch, None))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = model(**shard_batch(batch | {"position_ids": positions}, None)).logits
+    torch.testing.assert_close(found[:, 3:], expected[:, 3:])
+    model(**shard_batch({"input_ids": tokens, "attention_mask": mask.flip(1)}, None))
+
+
 def test_other_losses_are_rejected() -> None:
     config = transformers.Qwen3Config(hidden_size=32, num_hidden_layers=1, intermediate_size=32, vocab_size=64)
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification does not use the causal loss"):
