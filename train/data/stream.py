@@ -139,7 +139,10 @@ class Reader:
                     break
                 begin, empty_epochs = self._next, empty_epochs + 1
                 if empty_epochs > 1:
-                    raise ConfigError(f"a part of {stream.config.description} contains no text: remove empty files")
+                    reason = ": remove empty files"
+                    if self._fault:
+                        reason = f", and its last fault is: {self._fault}; correct or remove it, or leave out data.streaming"
+                    raise ConfigError(f"a part of {stream.config.description} contains no text{reason}")
         # With a number of 2**63 or more, numpy would convert the key to float64, and all blocks would have the same order.
         random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]

@@ -206,8 +206,11 @@ def test_rows_without_text_are_skipped_and_empty_files_are_errors(folder):
     data = stream(folder)
     assert as_lists([data.sequence(index) for index in range(100)]) == expected
     (folder / "1.jsonl").write_text(f'{{"text": ""}}{" " * 800}\n' * 3)
-    with pytest.raises(ConfigError, match="contains no text"):
+    with pytest.raises(ConfigError, match="contains no text: remove empty files"):
         stream(folder).sequence(1)
+    (folder / "1.jsonl").write_text(f'{{"text": 1}}{" " * 800}\n' * 3)
+    with pytest.raises(ConfigError, match=r"no text, and its last fault is: .*1.jsonl, line 3: .* leave out data.streaming"):
+        stream(folder, on_error="skip").sequence(1)
 
 
 def test_a_fault_is_reported_with_its_line(folder):
