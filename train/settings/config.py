@@ -722,9 +722,14 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     model, data, optim = config.model, config.data, config.optim
     for names, is_unused, reason in (
         (
-            "data.path data.subset data.split data.eval_split data.eval_path data.column data.messages_column data.join",
+            "data.path data.subset data.split data.column data.messages_column data.join",
             data.source == "mix",
             "if data.source=mix: set it for the sources in data.mix",
+        ),
+        (
+            "data.eval_split data.eval_path",
+            data.source == "mix",
+            "if data.source=mix, which holds out a part of every source: set data.eval_fraction",
         ),
         ("data.mix", data.source != "mix", f"if data.source={data.source}: choose data=mix"),
         ("data.exhausted", data.source == "recall", "if data.source=recall, which never runs out: choose another source"),

@@ -162,6 +162,13 @@ def test_invalid_mixtures_are_rejected(mix, named):
         check(Config(data=DataConfig(source="mix", mix=mix)), world_size=1)
 
 
+@pytest.mark.parametrize("name", ["eval_path", "eval_split"])
+def test_sources_of_a_mixture_have_no_held_out_text_of_their_own(name):
+    """MixSource does not have these settings, so the message must not ask for them."""
+    with pytest.raises(ConfigError, match=f"data.{name}=x has no effect if .* set data.eval_fraction"):
+        check(Config(data=DataConfig(source="mix", mix=[MixSource()], **{name: "x"})), world_size=1)
+
+
 @pytest.mark.parametrize(
     ("changes", "is_rejected"),
     [
