@@ -38,6 +38,7 @@ class RingMixin(Base):
     """
 
     def __init__(self, *args: Any, ring_size: int | None = None, **kwargs: Any) -> None:
+        check_class(type(self))
         self._requested_ring_size = ring_size
         super().__init__(*args, **kwargs)
         check_trainer(self)
@@ -140,6 +141,14 @@ class RingMixin(Base):
 
 class RingTrainer(RingMixin, Trainer):
     """`Trainer` on a ring. Arguments and errors as for `Trainer` and `RingMixin`."""
+
+
+def check_class(kind: type) -> None:
+    """Raise ValueError for trainers of TRL that compute their loss from other batches, such as GRPOTrainer."""
+    for base in kind.__mro__:
+        name = base.__name__
+        if base.__module__.split(".")[0] == "trl" and name.endswith("Trainer") and name not in ("SFTTrainer", "_BaseTrainer"):
+            raise ValueError(f"{kind.__name__} is a {name}, which a ring does not support: use token_logprobs in your own loop")
 
 
 def check_trainer(trainer: RingMixin) -> None:

@@ -317,6 +317,16 @@ def test_unsupported_arguments_are_errors(name: str, tmp_path: Path) -> None:
         RingTrainer(model=new_model(), args=training_arguments(tmp_path), train_dataset=packed_rows(2), ring_size=2)
 
 
+def test_other_trainers_of_trl_are_errors() -> None:
+    """The batches of GRPOTrainer are lists, and those of DPOTrainer contain pairs of sequences. Importing TRL takes seconds."""
+    from ringattn.transformers import RingTrainer
+
+    base = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})
+    kind = type("RingDPOTrainer", (RingTrainer, base), {})
+    with pytest.raises(ValueError, match="RingDPOTrainer is a DPOTrainer, which a ring does not support"):
+        kind(model=new_model())
+
+
 def test_a_loss_function_of_the_user_is_an_error(tmp_path: Path) -> None:
     """It would receive the labels of one rank."""
     from ringattn.transformers import RingTrainer
