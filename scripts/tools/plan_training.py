@@ -14,7 +14,8 @@ All figures are predictions for bf16 with torch.compile, for sequences of one do
 - matrix products, fused kernels, collectives and the time of the host: runs on one to four H100s and H200s
   (`train/parallel/timing.py`, tests/train/parallel/test_prediction.py)
 - copies to the host at 51 GB/s per direction and GPU, and updates of 4.3e9 parameters/s on 16 cores: one H200
-- memory: the peaks of runs on H100s and H200s (tests/train/parallel/memory/test_estimate.py)
+- memory: the peaks of runs on H100s and H200s (tests/train/parallel/memory/test_estimate.py), also with CUDA graphs
+  (tests/train/parallel/test_graphs.py)
 
 The speed of the network between hosts (40 GB/s per GPU) and the figures of GPUs other than H100 and H200 are assumptions.
 Further arguments are settings of train/run.py, such as memory.optimizer=keep. The settings parallel.ring and parallel.ulysses
@@ -36,6 +37,7 @@ from ringattn.train.commands.errors import USER_ERRORS
 from ringattn.train.commands.messages import describe_error
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.parallel import prediction
+from ringattn.train.parallel.graphs import choose_graphs
 from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs, describe_bytes
 from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.plan import MemoryPlan
@@ -97,6 +99,9 @@ def meshes(config: Config, ranks: int) -> list[MeshShape]:
 def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
     for shape in meshes(config, machine.ranks):
         plan, needs = choose_plan(config, shape, machine)
+        if machine.capacity.fits(needs):
+            situation = config, shape, machine.device, plan == MemoryPlan(), True
+            _, needs = choose_graphs(*situation, machine.vocab_size, needs, machine.capacity)
         if machine.capacity.fits(needs):
             yield shape, plan, needs
 

@@ -72,6 +72,19 @@ def test_a_malformed_setting_is_reported_in_one_line(setting):
     assert re.fullmatch(r"error: .*" + re.escape(setting.split("=")[0]) + ".*", raised.value.code)
 
 
+def test_the_memory_of_cuda_graphs_is_counted():
+    """A run of this length measured a peak of 11.64 GiB with graphs (tests/train/parallel/test_graphs.py)."""
+    cluster, mesh = Cluster("h200", 2, 8, None), ["trainer.batch_size=1", "parallel.ring=2", "parallel.ulysses=1"]
+    peaks = []
+    for setting in ("null", "false"):
+        text = report(compose("124m", 65_536, [*mesh, f"trainer.cuda_graphs={setting}"]), cluster)
+        (memory,) = lines(text, "GPU memory")
+        peaks.append(float(memory.split()[0]))
+        assert ("CUDA graphs" in memory) == (setting == "null")
+    assert peaks[0] == pytest.approx(11.64, rel=0.1)
+    assert peaks[1] < peaks[0]
+
+
 def test_the_fastest_mesh_with_one_sequence_is_also_printed():
     text = report(compose("52m", 32_768, []), Cluster("h200", 2, 8, None))
     assert [mesh.split(", ")[1] for mesh in lines(text, "mesh")] == ["2 sequences per step", "1 sequence per step"]
