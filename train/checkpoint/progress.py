@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +17,7 @@ from ringattn.train.parallel.memory.capacity import format_size
 from ringattn.train.parallel.memory.pinned import resident_bytes
 
 log = logging.getLogger(__name__)
+Work = TypeVar("Work")
 
 # The seconds between two progress messages. A save or a load that takes less time shows no message.
 INTERVAL_S = 5.0
@@ -69,6 +71,13 @@ def show_progress(
         thread.join()
     if (seconds := time.monotonic() - start) >= INTERVAL_S:
         log.info(f"{verbs[1]:<12}{path}: {show(size)} in {seconds:.1f} s, {show(size / seconds)}/s")
+
+
+def progress_bar(work: Iterable[Work], unit: str) -> Iterable[Work]:
+    """Yield the parts of an evaluation. Rank 0 shows a progress bar, which counts in `unit`."""
+    from datasets.utils import tqdm  # This import is slow.
+
+    return tqdm(work, desc="evaluate", unit=f" {unit}", disable=dist.get_rank() != 0)
 
 
 def show_allocation(size: int) -> AbstractContextManager[None]:

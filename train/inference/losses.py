@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ringattn.train.checkpoint.progress import show_progress
+from ringattn.train.checkpoint.progress import progress_bar, show_progress
 from ringattn.train.data.targets import Targets
 from ringattn.train.model.loss import token_losses
 from ringattn.train.parallel.mesh import causal_masks, choose_layout
@@ -41,15 +41,11 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     # Every batch communicates, so all ranks process the same number of batches.
     starts = range(offset, offset + targets.num_sequences, dp.size() * size)
     count, launched = len(starts), 0
-    if show_bar and dist.get_rank() == 0:
-        from datasets.utils import tqdm
-
-        starts = tqdm(starts, desc="evaluate", unit=" batches")
     verbs, total = ("evaluating", "evaluated"), targets.num_sequences * data.seq_len
     # `until_stopped` launches a batch before the previous one is complete.
     shown = show_progress(verbs, "held-out text", total, lambda: max(launched - 2, 0) / count, unit="tokens")
     with nullcontext() if show_bar else shown:
-        for start in until_stopped(run, starts):
+        for start in until_stopped(run, progress_bar(starts, "batches") if show_bar else starts):
             launched += 1
             batch, groups = targets.batch(range(start, start + size))
             masks = causal_masks(run.config.model, batch.documents)

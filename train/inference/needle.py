@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ringattn.train.checkpoint.progress import progress_bar
 from ringattn.train.data.loader import masks_of
 from ringattn.train.data.needle import NUM_DEPTHS, NeedleDocuments
 from ringattn.train.inference.recall import MIN_DOCUMENTS, count_correct
@@ -26,12 +27,10 @@ def evaluate_needle(run: InferenceRun, documents: NeedleDocuments, lengths: Iter
 
     Evaluate at least MIN_DOCUMENTS documents per length and depth, and at least `trainer.eval_tokens` tokens per length.
     """
-    from datasets.utils import tqdm
-
     accuracies: Accuracies = {}
     count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
     dp, size = run.mesh.dp, run.config.trainer.batch_size
-    for length in tqdm(lengths, desc="evaluate", unit=" lengths", disable=dist.get_rank() != 0):
+    for length in progress_bar(lengths, "lengths"):
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         count = NUM_DEPTHS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_DEPTHS * length)))
         sums = torch.zeros(NUM_DEPTHS, 2, dtype=torch.int64, device=run.device)

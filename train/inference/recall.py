@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn.train.checkpoint.progress import progress_bar
 from ringattn.train.data.loader import masks_of
 from ringattn.train.data.recall import NUM_POSITIONS, grid_batch
 from ringattn.train.model.loss import CHUNK, IGNORE
@@ -34,11 +35,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bo
     """
     lengths = list(lengths)
     accuracies: Accuracies = {}
-    shown = lengths
-    if show_progress and dist.get_rank() == 0:
-        from datasets.utils import tqdm
-
-        shown = tqdm(lengths, desc="evaluate", unit=" lengths")
+    shown = progress_bar(lengths, "lengths") if show_progress else lengths
     for length in until_stopped(run, shown):  # Some lengths need only one batch.
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         # Batches of short sequences have about as many tokens as batches of the longest sequences.
