@@ -152,7 +152,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
             warning = huggingface.warn_of_length(run.init_from, config.model, config.data.seq_len)
             entries |= {"positions": warning} if warning else {}
     for name, value in entries.items():
-        log.info(f"{name:<12}{value}")
+        log.info(f"{name:<11} {value}")
 
 
 def pair_shares(run: Run) -> prediction.Shares:

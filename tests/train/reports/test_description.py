@@ -48,10 +48,15 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
         caplog.clear()
         run = replace(run, config=with_settings(run.config, {"model.vocab_size": 300}), init_from=tmp_path / "hf")
         write_config(run.init_from, max_position_embeddings=32, rope_parameters=None)
-        description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
+        description.describe(
+            run,
+            Path("outputs/name"),
+            facts | {"sequences_per_step": 1, "tokens_per_step": 61, "packing": {"web": facts["packing"][""]}},
+        )
         assert "positions   sequences of 61 tokens are longer than the 32 positions of the model" in caplog.text
         assert "vocabulary 257 of 300 rows, the others are not part of the loss\n" in caplog.text
         assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
+        assert "documents web " in caplog.text
 
 
 def test_prediction_is_logged_with_the_documents_of_the_text(corpus, caplog, monkeypatch):
