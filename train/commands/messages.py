@@ -66,8 +66,11 @@ def describe_error(error: Exception) -> str:
     """Describe a user error in one line. Hydra's messages have several lines, or are hidden in `__cause__`."""
     from hydra.errors import OverrideParseException  # This import is slow.
 
-    if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
-        return str(error.__cause__)
+    origin: BaseException | None = error
+    while isinstance(origin, InterpolationResolutionError):  # Hydra raises the error of a resolver several times.
+        origin = origin.__cause__ or origin.__context__
+    if origin is not error and isinstance(origin, ConfigError):
+        return str(origin)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         if nearest := nearest_setting(cause.full_key):

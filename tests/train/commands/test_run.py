@@ -55,7 +55,7 @@ MISTAKES = {
     "folder that is not a checkpoint": (["trainer.resume=."], ["step_"]),
     "missing checkpoint": (["trainer.resume=/missing"], ["/missing"]),
     "no name": (["name=null"], ["name=null"]),
-    "name with a slash": (["name=../../x"], ["name=../../x", "hydra.run.dir"]),
+    "name with a slash": (["name=../../x"], ["error: name=../../x must", "hydra.run.dir"]),
     "deleted group": (["~model"], ["~model", "deletes"]),
     "number in place of a boolean": (["model.qkv_bias=2"], ["model.qkv_bias=2", "true or false"]),
     "model that does not fit into memory": (["model.vocab_size=1000000000"], ["GiB", "this host"]),
