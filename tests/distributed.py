@@ -41,8 +41,8 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
 # A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.
 TIMEOUT = 240
 
-# The time in which gloo must connect all ranks. A rank that is waiting for connections waits five times as long. Afterwards,
-# the ranks have torch's default timeout.
+# The time in which gloo must connect all ranks. While a rank waits for connections, its timeout is five times as long.
+# Afterwards, the ranks have torch's default timeout.
 CONNECT_TIMEOUT = datetime.timedelta(seconds=9)
 
 # A function of a pool may run for this long by default, in seconds.

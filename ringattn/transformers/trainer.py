@@ -144,7 +144,7 @@ class RingTrainer(RingMixin, Trainer):
 
 
 def check_class(kind: type) -> None:
-    """Raise ValueError for trainers of TRL that compute their loss from other batches, such as GRPOTrainer."""
+    """Raise ValueError for trainers of TRL whose batches have another format, such as GRPOTrainer."""
     for base in kind.__mro__:
         name = base.__name__
         if base.__module__.split(".")[0] == "trl" and name.endswith("Trainer") and name not in ("SFTTrainer", "_BaseTrainer"):

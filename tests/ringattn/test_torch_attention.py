@@ -104,7 +104,7 @@ def test_masks_of_tensors_without_heads() -> None:
 
 
 def test_transforms_raise_an_error() -> None:
-    """A trace would contain the mask of its example."""
+    """Tracing would store the mask of the example inputs as a constant."""
     q, k, v = random((2, 3, 9, 8), (2, 3, 9, 8), (2, 3, 9, 5))
     with pytest.raises(ValueError, match=r"neither torch\.func nor torch\.jit\.trace"):
         torch.vmap(sdpa)(q, k, v)

@@ -160,7 +160,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
             write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
         contents = {} if published is None else {"config.json": (published / "config.json").read_bytes()}
         contents |= {name: _as_json(content) for name, content in written.items()}
-        # Publish config.json last and at once, so that programs do not load an incomplete export.
+        # Write config.json last and atomically, so that programs never load an incomplete export.
         for name in sorted(contents, key=lambda name: name == "config.json"):
             partial = folder / f"{name}.partial"
             partial.write_bytes(contents[name])

@@ -519,7 +519,7 @@ def files(config: DataConfig) -> list[str]:
 
 
 def find_paths(pattern: str) -> list[str]:
-    """Return the paths that a pattern matches. Unlike `glob`, this function ends if links between folders form a cycle."""
+    """Return the paths that a pattern matches. Unlike `glob`, this function follows no cycles of symbolic links."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return glob(pattern)

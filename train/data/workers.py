@@ -71,7 +71,7 @@ def log_once(message: str, level: int = logging.INFO) -> None:
 
 
 def _rank() -> int:
-    """Return the rank without importing torch. torchrun and the loader set RANK for processes without a process group."""
+    """Return the rank without importing torch. Without a process group, read RANK, which torchrun or the loader sets."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist.get_rank() if dist and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
@@ -171,7 +171,7 @@ def start_server(module: str) -> ForkServerContext:
 
 @contextmanager
 def _start_without_main_module() -> Generator[None]:
-    """Hide the main module, which may lack `if __name__ == "__main__"`, from the processes that the body starts.
+    """Hide the main module from processes that start in the `with` block, because it may lack `if __name__ == "__main__"`.
 
     Raises:
         ConfigError: a process could not start.

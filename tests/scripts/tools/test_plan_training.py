@@ -73,7 +73,7 @@ def test_a_malformed_setting_is_reported_in_one_line(setting):
 
 
 def test_the_memory_of_cuda_graphs_is_counted():
-    """A run of this length measured a peak of 11.64 GiB with graphs (tests/train/parallel/test_graphs.py)."""
+    """A run of this length with CUDA graphs had a peak of 11.64 GiB of GPU memory (tests/train/parallel/test_graphs.py)."""
     cluster, mesh = Cluster("h200", 2, 8, None), ["trainer.batch_size=1", "parallel.ring=2", "parallel.ulysses=1"]
     peaks = []
     for setting in ("null", "false"):

@@ -210,7 +210,7 @@ def test_records_with_tools_use_the_template_for_tools(tmp_path):
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_readers_return_tools_and_name_ignored_columns(form, tmp_path, caplog):
-    """Only the records of the first file have tools. Other tools change the key of the cache."""
+    """Only the records of the first file have tools. Their cache key depends on the tools."""
     rows = [{"messages": CHAT, "tools": json.dumps(TOOLS), "documents": [], "id": 1}, {"messages": CHAT, "id": 2}]
     (text := tmp_path / "text").mkdir()
     for number, row in enumerate(rows):

@@ -268,7 +268,7 @@ def test_the_end_of_text_token_keeps_its_flags(flags, tmp_path):
 
 @pytest.mark.parametrize("launch", ["torchrun", "process group"])
 def test_only_rank_0_warns_of_special_tokens(launch, tmp_path, warned, caplog, monkeypatch):
-    """RANK is set by torchrun, but not in programs that start their ranks themselves."""
+    """torchrun sets RANK, but programs that start their processes themselves may not."""
     monkeypatch.setattr(dist, "is_initialized", lambda: launch == "process group")
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     if launch == "torchrun":
