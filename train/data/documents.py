@@ -69,6 +69,11 @@ class TokenisedDocuments(NumberedSequences):
         """Return the first token of every document. A part of a document may begin with another token."""
         return int(self._documents.store.read(int(self._documents.numbers[0]))[0])
 
+    @property
+    def keys(self) -> np.ndarray:
+        """Return the keys of the documents, as in `shards.Store`."""
+        return self._documents.keys
+
     @functools.cached_property
     def sampled(self) -> int:
         """Return a CRC-32 of the tokens of up to NUM_SAMPLED documents, spread evenly over the corpus."""

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ringattn.train.data import recall, sources
 from ringattn.train.data.best_fit import BestFitDataset
 from ringattn.train.data.documents import TokenisedDocuments, group_by_cost, random_order
+from ringattn.train.data.duplicates import warn_of_duplicates
 from ringattn.train.data.mixture import MixtureDataset, in_proportion
 from ringattn.train.data.prepared import open_prepared
 from ringattn.train.data.records import RecordDataset, split_records
@@ -291,7 +292,9 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
     if config.resolved_eval_fraction > 0:
         if isinstance(training, MixtureDataset):
             check_mixture(config, training)
-        return load_fraction(config, tokenizer, config.seq_len)
+        held_out = load_fraction(config, tokenizer, config.seq_len)
+        warn_of_duplicates(held_out, _sources(config, training))
+        return held_out
     if config.held_out is None:
         return None
     try:
@@ -300,6 +303,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
         settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
         message = re.sub(settings, r"data.eval_\1", str(error))
         raise ConfigError(f"held-out text: {message}; or leave out data.eval_split and data.eval_path") from None
+    assert isinstance(held_out, TokenisedDocuments)
     assert isinstance(training, TokenisedDocuments | StreamDataset)
     if not sources.are_disjoint(config, config.held_out, training.splits):
         raise ConfigError(
@@ -307,7 +311,14 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: TrainingDa
             f"data.eval_path={config.eval_path}: hold out other files, or another part, such as 'data.split=\"train[:95%]\"' "
             "and 'data.eval_split=\"train[95%:]\"'"
         )
+    warn_of_duplicates(held_out, _sources(config, training))
     return held_out
+
+
+def _sources(config: DataConfig, training: TrainingData) -> dict[str, TokenisedDocuments]:
+    if isinstance(training, MixtureDataset):
+        return training.sources
+    return {config.description: training} if isinstance(training, TokenisedDocuments) else {}
 
 
 def check_mixture(config: DataConfig, training: MixtureDataset) -> None:

@@ -125,9 +125,13 @@ class Store(Protocol):
 
     Attributes:
         lengths: int64 (documents,), the number of tokens of each document.
+        keys: uint64 (documents,), equal for equal documents: the checksum and the length. 0 for a part of a document.
     """
 
     lengths: np.ndarray
+
+    @property
+    def keys(self) -> np.ndarray: ...
 
     def read(self, number: int) -> np.ndarray:
         """Return the tokens of a document. In a document with a loss mask, -1 - t encodes a token t without loss."""
@@ -156,6 +160,11 @@ class Shards:
         self._opened = dict[int, list[np.ndarray]]()
         if (len(self.lengths), self.lengths.sum()) != (self.index["documents"], self.index["tokens"]):
             raise damaged(folder / INDEX, "the shards do not have its numbers of documents and tokens")
+
+    @property
+    def keys(self) -> np.ndarray:
+        checksums = [self._map(name, "checksums", CHECKSUM) for name in self._names]
+        return (np.concatenate([np.empty(0, CHECKSUM), *checksums]).astype(np.uint64) << 32) + self.lengths.astype(np.uint64)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_opened": {}}  # Pickling must not copy the tokens of the memory maps.
@@ -259,6 +268,10 @@ class Documents:
     def of(cls, store: Store, splits: dict[str, int] | None = None) -> "Documents":
         return cls(store, np.arange(len(store.lengths)), store.lengths, splits=splits or {})
 
+    @property
+    def keys(self) -> np.ndarray:
+        return np.where(self.lengths == self.store.lengths[self.numbers], self.store.keys[self.numbers], 0)
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -287,6 +300,10 @@ class JoinedParts:
     def __init__(self, parts: list[Documents]):
         self._parts, self._firsts = parts, np.cumsum([0, *map(len, parts)])
         self.lengths = np.concatenate([part.lengths for part in parts])
+
+    @property
+    def keys(self) -> np.ndarray:
+        return np.concatenate([part.keys for part in self._parts])
 
     def read(self, number: int) -> np.ndarray:
         part = int(np.searchsorted(self._firsts, number, side="right")) - 1

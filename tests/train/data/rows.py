@@ -1,5 +1,6 @@
 """Documents of tests: tokenised documents in memory, and the documents of a source."""
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ class Rows:
     def __init__(self, rows: Sequence[Sequence[int]]):
         self._rows = [np.asarray(row, dtype=np.int32) for row in rows]
         self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
+
+    @property
+    def keys(self) -> np.ndarray:
+        return np.array([zlib.crc32(row.data) << 32 | len(row) for row in self._rows], dtype=np.uint64)
 
     def read(self, number: int) -> np.ndarray:
         return self._rows[number]
