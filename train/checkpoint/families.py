@@ -61,6 +61,15 @@ def mistral_layers(config: dict[str, Any]) -> list[str]:
     return listed(config, lambda _: "full" if config["sliding_window"] is None else "sliding")
 
 
+def uniform_layers(config: dict[str, Any]) -> list[str]:
+    """All layers are alike, because transformers ignores `layer_types` in these families."""
+    window = config["sliding_window"]
+    types = mistral_layers(config)
+    if {*types} != {"full" if window is None else "sliding"}:
+        raise ConfigError(f"layer_types contradicts sliding_window={window}, which applies to all layers of this family")
+    return types
+
+
 def qwen_layers(config: dict[str, Any]) -> list[str]:
     if not config.get("use_sliding_window"):
         return ["full"] * config["num_hidden_layers"]
@@ -88,7 +97,9 @@ def smollm_layers(config: dict[str, Any]) -> list[str]:
     has_rope = config.get("no_rope_layers") or [layer % interval != 0 for layer in range(1, count + 1)]
     has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
     kinds = listed(config, lambda layer: "sliding" if has_window and not has_rope[layer - 1] else "full")
-    kinds = kinds if config.get("use_sliding_window") else ["full"] * count
+    if "sliding" in kinds and not config.get("use_sliding_window"):
+        # In transformers, the window then depends on the attention function.
+        raise ConfigError("layer_types contains sliding_attention, but use_sliding_window is not true")
     return [kind if rope else f"{kind}-nope" for kind, rope in zip(kinds, has_rope, strict=False)]
 
 
@@ -129,6 +140,8 @@ AFTER = {
 }
 # Entries of config.json that `model.balance_loss` replaces
 ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
+# With rope_parameters per type of layer, transformers ignores "truncate", so yarn-exact is impossible.
+NESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
@@ -152,6 +165,7 @@ FAMILIES = {
         layers=alternating_layers,
         lists_layers=True,
         local_rope_theta=500_000.0,
+        rope_types=NESTED_ROPE_TYPES,
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
@@ -169,6 +183,7 @@ FAMILIES = {
         layers=alternating_layers,
         lists_layers=True,
         local_rope_theta=10_000.0,
+        rope_types=NESTED_ROPE_TYPES,
         reads=PATTERN | {"rope_local_base_freq", "_sliding_window_pattern"},
     ),
     "smollm3": Family(
@@ -200,7 +215,7 @@ FAMILIES = {
             **dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj"),
             **dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
         },
-        layers=mistral_layers,
+        layers=uniform_layers,
         rotary_fraction=1.0,
         rope_types=("default", "longrope"),
     ),
@@ -238,7 +253,7 @@ FAMILIES = {
             "experts.up": "block_sparse_moe.experts.{}.w3",
             "experts.down": "block_sparse_moe.experts.{}.w2",
         },
-        layers=mistral_layers,
+        layers=uniform_layers,
         reads=ROUTER_LOSS,
     ),
     "qwen3_moe": Family(

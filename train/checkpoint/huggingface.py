@@ -131,6 +131,9 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     if unknown := unknown_entries(config):
         raise ConfigError(f"it contains the unknown entries {', '.join(unknown)}, which may change the results of the model")
     family = FAMILIES[model_type]
+    older, newer = config.get("rope_scaling"), config.get("rope_parameters")
+    if older and newer and older != newer and family.local_rope_theta is None:
+        raise ConfigError("rope_scaling and rope_parameters differ: remove one of them")
     config = {**family.defaults, **renamed(config, family)}
     rope, local_theta = _rope_entries(config, family)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -275,7 +278,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
 
 
 def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any], float | None]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or family.defaults.get("rope_scaling") or {}
     if family.local_rope_theta is None:
         return rope, None
     parameters = config.get("rope_parameters") or {}

@@ -294,7 +294,8 @@ def config_json(
         for choice in (entries, entries | {"sliding_window": model.window}):
             if huggingface.describes(choice, model):
                 return choice | special | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    values = {name: getattr(model, name) for name in (*huggingface.ARCHITECTURE, "window", "layer_types", "rotary_fraction")}
+    others = ("window", "layer_types", "rotary_fraction", "rope_scaling")
+    values = {name: getattr(model, name) for name in (*huggingface.ARCHITECTURE, *others)}
     changed = (f"model.{name}={value}" for name, value in values.items() if value != getattr(ModelConfig, name))
     raise ConfigError(f"transformers has no model with all of {', '.join(changed)}: such a model cannot be exported")
 

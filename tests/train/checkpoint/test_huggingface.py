@@ -192,6 +192,19 @@ UNSUPPORTED = {
         {"model_type": "gemma3_text", "hidden_act": None},
         "rope_parameters has rope_theta, rope_type, but only entries per type of layer",
     ),
+    "yarn without rounding per type of layer": (
+        {"model_type": "olmo3", "rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+        "rope_type is yarn-exact, but only default or linear or llama3 or yarn or longrope",
+    ),
+    "two scalings": ({"rope_scaling": YARN}, "rope_scaling and rope_parameters differ: remove one"),
+    "types of layers that Phi-3 ignores": (
+        {"model_type": "phi3", "sliding_window": 7, "layer_types": ["full_attention"] * 2},
+        "layer_types contradicts sliding_window=7",
+    ),
+    "windows that are switched off": (
+        {"model_type": "smollm3", "sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
+        "layer_types contains sliding_attention, but use_sliding_window is not true",
+    ),
     "biases of Qwen 2": (
         {"model_type": "qwen2"},
         r"is a model of model.qkv_bias=True \(now False\): leave",
