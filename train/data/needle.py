@@ -92,10 +92,7 @@ class NeedleDocuments:
     def batch(self, length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
         """Return documents of `length` tokens, one per sequence, and their depth indices, int64 (B,).
 
-        Document n has the depth index n modulo NUM_DEPTHS, and the same content in every call.
-
-        Raises:
-            ConfigError: `length` is too small for the facts and the question.
+        Document n has the depth index n modulo NUM_DEPTHS, and the same content in every call. Call `check` first.
         """
         rows = [self._document(length, number) for number in numbers]
         tokens = torch.from_numpy(np.array([row for row, _ in rows]))
@@ -104,7 +101,17 @@ class NeedleDocuments:
             labels[i, -size - 1 : -1] = tokens[i, -size:]
         return Batch(tokens, labels, ((length,),) * len(rows)), torch.from_numpy(np.array(numbers) % NUM_DEPTHS)
 
-    def _document(self, length: int, number: int) -> tuple[list[int], int]:
+    def check(self, length: int, count: int) -> None:
+        """Raise ConfigError if `length` is too small for one of the first `count` documents."""
+        least = max(self._fixed_tokens(number) for number in range(count))
+        if length < least:
+            raise ConfigError(f"data.seq_len={length} must be at least {least} for evaluate={self.task} here: raise it")
+
+    def _fixed_tokens(self, number: int) -> int:
+        _, facts, question, _ = self._parts(number)
+        return len(self.before) + sum(map(len, facts)) + len(question)
+
+    def _parts(self, number: int) -> tuple[np.random.Philox, list[list[int]], list[int], int]:
         random = np.random.Philox(key=[SEED, number])
         names = [NAMES[i] for i in np.argsort(random.random_raw(len(NAMES)), kind="stable")]
         values = [str(10_000 + int(word % 90_000)) for word in random.random_raw(len(NAMES))]
@@ -115,14 +122,16 @@ class NeedleDocuments:
         common = next((i for i, (a, b) in enumerate(zip(beginning, whole, strict=False)) if a != b), len(beginning))
         facts = [encode(f"\n{fact}\n").tolist() for fact in task.facts]
         question = [*encode(f"\n\n{task.question}" + "\n" * (not self.after)).tolist(), *self.after, *whole]
-        space = length - len(self.before) - sum(map(len, facts)) - len(question)
-        if space < 0:
-            raise ConfigError(
-                f"data.seq_len={length} must be at least {length - space} for evaluate={self.task} here: raise it"
-            )
+        return random, facts, question, len(whole) - common
+
+    def _document(self, length: int, number: int) -> tuple[list[int], int]:
+        random, facts, question, size = self._parts(number)
+        space = length - self._fixed_tokens(number)
         begin = random.random_raw() % (self.text.tokens_per_epoch - space)
         text = self.text.stream(begin, begin + space)[0] if space else np.zeros(0, np.int64)
-        text = np.where((text == self.tokenizer.eos) | (text == self.tokenizer.bos), encode("\n")[-1], text).tolist()
+        text = np.where(
+            (text == self.tokenizer.eos) | (text == self.tokenizer.bos), self.tokenizer.encode("\n")[-1], text
+        ).tolist()
         depth = number % NUM_DEPTHS / (NUM_DEPTHS - 1)
         # Insert the first fact at the given depth, and the other facts at random places after the first fact.
         places = sorted(depth + (1 - depth) * (int(word) / 2**64) for word in random.random_raw(len(facts) - 1))
@@ -131,4 +140,4 @@ class NeedleDocuments:
         tokens = [*self.before, *parts[0]]
         for fact, part in zip(facts, parts[1:], strict=True):
             tokens += fact + part
-        return tokens + question, len(whole) - common
+        return tokens + question, size

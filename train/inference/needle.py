@@ -14,8 +14,13 @@ from ringattn.train.inference.recall import MIN_DOCUMENTS, count_correct
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.parallel.mesh import choose_layout
 from ringattn.train.reports.recall_results import Accuracies
+from ringattn.train.settings.config import Config
 from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, until_stopped
+
+
+def number_of_documents(config: Config) -> int:
+    return NUM_DEPTHS * max(MIN_DOCUMENTS, -(-config.trainer.eval_tokens // (NUM_DEPTHS * config.data.seq_len)))
 
 
 # torch.compile would compile the model again for every length.
@@ -32,7 +37,7 @@ def evaluate_needle(run: InferenceRun, documents: NeedleDocuments, lengths: Iter
     dp, size = run.mesh.dp, run.config.trainer.batch_size
     for length in progress_bar(lengths, "lengths"):
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
-        count = NUM_DEPTHS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_DEPTHS * length)))
+        count = number_of_documents(config)
         sums = torch.zeros(NUM_DEPTHS, 2, dtype=torch.int64, device=run.device)
         # Every batch communicates, so all ranks process the same number of batches.
         for start in until_stopped(

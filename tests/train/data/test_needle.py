@@ -55,13 +55,18 @@ def test_answers_follow_from_the_facts(task, tmp_path):
     assert documents.batch(LENGTH, [3])[0].tokens.tolist() == [batch.tokens[3].tolist()]
 
 
-def test_lengths_that_are_too_short_are_rejected(tmp_path):
+@pytest.mark.parametrize("task", ["needles", "counting"])
+def test_lengths_that_are_too_short_for_any_document_are_rejected(task, tmp_path):
+    documents = documents_of(task, tmp_path)
     with pytest.raises(
-        ConfigError, match=r"^data.seq_len=64 must be at least \d+ for evaluate=needles here: raise it$"
+        ConfigError, match=rf"^data.seq_len=64 must be at least \d+ for evaluate={task} here: raise it$"
     ) as error:
-        documents_of("needles", tmp_path).batch(64, [0])
+        documents.check(64, 96)
     needed = int(re.findall(r"least (\d+)", str(error.value))[0])
-    assert documents_of("needles", tmp_path).batch(needed, [0])[0].tokens.shape == (1, needed)
+    documents.check(needed, 96)
+    with pytest.raises(ConfigError, match=f"at least {needed} "):
+        documents.check(needed - 1, 96)
+    assert documents.batch(needed, range(96))[0].tokens.shape == (96, needed)
 
 
 def test_chat_template_surrounds_the_text_and_the_question(tmp_path):
