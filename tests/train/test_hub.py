@@ -3,9 +3,10 @@
 import datasets
 import pytest
 
+from ringattn.train.data import sources
 from ringattn.train.data.stream import open_stream
 from ringattn.train.data.tokenizer import BytesTokenizer
-from ringattn.train.settings.config import DataConfig
+from ringattn.train.settings.config import ConfigError, DataConfig
 from tests.train.hub_server import start_server, use_server
 from tests.train.launch import SMALL, launch_ranks
 
@@ -66,6 +67,20 @@ def test_a_stream_of_the_hub_equals_its_documents(hub, tmp_path, monkeypatch):
     saved = data.saved_positions([data.positions], 12)
     assert data.at(saved, 12).sequence(12)[0].tolist() == tokens[0]
     assert set(hub.read) == {"README.md", "small/train.parquet"}
+
+
+def test_a_lost_connection_is_an_error_of_one_line(hub, monkeypatch):
+    def lose(*_):
+        raise ConnectionError("Server Disconnected")
+        yield
+
+    use_server()
+    data = open_stream(DataConfig("hub", path="owner/corpus", subset="small", column="body", streaming=True), BytesTokenizer())
+    monkeypatch.setattr(sources, "hub_rows", lose)
+    with pytest.raises(
+        ConfigError, match=r"owner/corpus cannot be read: ConnectionError: Server Disconnected; check .* the network"
+    ):
+        data.sequence(0)
 
 
 @pytest.mark.slow

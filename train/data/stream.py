@@ -326,4 +326,9 @@ class HubCorpus:
 
     def read(self, piece: int) -> Iterator[sources.Entry]:
         rows = self._rows.shard(num_shards=len(self.pieces), index=piece)
-        return sources.hub_rows(rows, self._config)
+        try:
+            yield from sources.hub_rows(rows, self._config)
+        except ConfigError:
+            raise
+        except Exception as error:  # The types depend on the network library.
+            raise sources.cannot_read(self._config, error) from error
