@@ -63,7 +63,7 @@ def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
     """Exit at once. Only the first rank that fails prints `text`."""
     try:
         is_first = store.add("failures", 1) == 1
-    except dist.DistError:  # The process of the store, such as rank 0 without torchrun, has exited.
+    except dist.DistError:  # The process that hosts the store has exited. Without torchrun, rank 0 hosts it.
         is_first = True
     if is_first:
         print(text, file=sys.stderr, flush=True)

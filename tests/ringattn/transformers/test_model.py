@@ -35,7 +35,7 @@ def test_softcaps_are_rejected_in_the_first_call() -> None:
 
 
 def test_positions_that_do_not_count_padding_are_required() -> None:
-    """OPT computes the positions of a batch from its mask, and each rank would count its own tokens."""
+    """OPT computes positions from the attention mask, so each rank would count only its own tokens."""
     model, tokens = new_model("opt", ffn_dim=64, word_embed_proj_dim=32, dropout=0.0), random_tokens(1, 8)
     mask = (torch.arange(8) >= 3).long()[None]
     expected = model(tokens, attention_mask=mask).logits
