@@ -135,7 +135,7 @@ def run(arguments: list[str], cache: Path) -> tuple[float, float]:
     process = subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, memory_of(process.pid))
-        time.sleep(0.2)
+        time.sleep(0.05)
     seconds = time.monotonic() - begin
     if process.returncode:
         raise SystemExit(f"{' '.join(arguments)[:200]} has failed with exit status {process.returncode}")
