@@ -15,11 +15,11 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.commands.messages import SETTING_ERRORS, write_error_file
 from ringattn.train.data.loader import LoaderError
-from ringattn.train.data.shards import FULL_DISK
+from ringattn.train.data.shards import UNWRITABLE
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.step import Diverged
 
-DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE, errno.EACCES, errno.EPERM)
+DISK_ERRORS = (*UNWRITABLE, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 # Errors of these types are mistakes of the user, which a command reports in one line. After a user error, a sweep continues
 # with its next job.
 USER_ERRORS = (*SETTING_ERRORS, Diverged, HydraException)

@@ -8,7 +8,6 @@ The number of processes affects neither the tasks nor the shards.
     folder/index.json            all counts and checksums; written last
 """
 
-import errno
 import inspect
 import json
 import os
@@ -25,7 +24,7 @@ from huggingface_hub.constants import HF_HOME
 
 from ringattn.train.data import shards, sources
 from ringattn.train.data.record_encoder import RecordEncoder
-from ringattn.train.data.shards import FULL_DISK, INDEX, ShardWriter, write_json
+from ringattn.train.data.shards import INDEX, UNWRITABLE, ShardWriter, write_json
 from ringattn.train.data.tokenizer import BytesTokenizer, Tokenizer
 from ringattn.train.data.workers import Add, default_processes, log_once, run_tasks
 from ringattn.train.settings.config import ConfigError, DataConfig
@@ -37,7 +36,6 @@ NAMES = f"{'[0-9]' * 6}-{'[0-9]' * 4}.json"
 SHOWN_FAULTS = 3
 BLOCK = 2**20  # bytes that are read at once to compute a checksum
 HASHED_BYTES = 2**28  # covered by one checksum
-UNWRITABLE = (*FULL_DISK, errno.EROFS, errno.EFBIG)  # errors of a disk that can no longer be written
 PLAN = "plan.json"
 
 
