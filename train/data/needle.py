@@ -103,12 +103,11 @@ class NeedleDocuments:
 
     def check(self, length: int, count: int) -> None:
         """Raise ConfigError if `length` is too small for one of the first `count` documents."""
-        least = max(self._fixed_tokens(number) for number in range(count))
+        least = max(self._fixed_tokens(*self._parts(number)[1:3]) for number in range(count))
         if length < least:
             raise ConfigError(f"data.seq_len={length} must be at least {least} for evaluate={self.task} here: raise it")
 
-    def _fixed_tokens(self, number: int) -> int:
-        _, facts, question, _ = self._parts(number)
+    def _fixed_tokens(self, facts: list[list[int]], question: list[int]) -> int:
         return len(self.before) + sum(map(len, facts)) + len(question)
 
     def _parts(self, number: int) -> tuple[np.random.Philox, list[list[int]], list[int], int]:
@@ -126,7 +125,7 @@ class NeedleDocuments:
 
     def _document(self, length: int, number: int) -> tuple[list[int], int]:
         random, facts, question, size = self._parts(number)
-        space = length - self._fixed_tokens(number)
+        space = length - self._fixed_tokens(facts, question)
         begin = random.random_raw() % (self.text.tokens_per_epoch - space)
         text = self.text.stream(begin, begin + space)[0] if space else np.zeros(0, np.int64)
         text = np.where(
