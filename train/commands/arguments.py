@@ -1,6 +1,5 @@
 """Run generate, evaluate, export and prepare, and parse their options. This module does not import torch."""
 
-import os
 import shlex
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ringattn.train.commands.messages import SETTING_ERRORS, report_error, show_messages
+from ringattn.train.data.workers import rank
 from ringattn.train.settings.config import Config, ConfigError
 from ringattn.train.settings.literal import literal_settings, to_config
 
@@ -34,7 +34,7 @@ def run_program(command: Callable[[list[str]], None], options: type, doc: str | 
         options: the dataclass of the command's options.
         doc: the first part of the command's help.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = rank() == 0
     show_messages(is_first)
     try:
         if not {"-h", "--help"} & {*sys.argv[1:]}:

@@ -66,11 +66,11 @@ def _duration(seconds: float) -> str:
 @cache
 def log_once(message: str, level: int = logging.INFO) -> None:
     """Log a message once, and only on rank 0."""
-    if _rank() == 0:
+    if rank() == 0:
         log.log(level, message)
 
 
-def _rank() -> int:
+def rank() -> int:
     """Return the rank without importing torch. Without a process group, read RANK, which torchrun or the loader sets."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist.get_rank() if dist and dist.is_initialized() else int(os.environ.get("RANK", "0"))
