@@ -119,7 +119,7 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """For each chunk, count the tiles whose queries are in the chunk, and those whose keys are: fp64 (chunks, 2)."""
+    """Return, for each chunk, the number of tiles with its queries, and of tiles with its keys: fp64 (chunks, 2)."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)

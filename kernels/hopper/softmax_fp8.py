@@ -38,7 +38,7 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The levels of 1 and of 448, the largest e4m3 number
+# The levels of the numbers 1 and 448. 448 is the largest e4m3 number.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
