@@ -21,7 +21,7 @@ def test_all_files_state_the_same_version() -> None:
 
 
 def pin_oldest() -> str:
-    """Return the command that pins the oldest supported releases, and a release of numpy that works with them."""
+    """Return the command that pins the oldest supported releases together with a compatible release of numpy."""
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     oldest = dict(re.match(r"(\w+)>=([\d.]+)", dependency).groups() for dependency in dependencies if ">=" in dependency)
     pins = {name: f"{version}.0" for name, version in oldest.items()} | {"numpy": "2.3.5"}

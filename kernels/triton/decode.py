@@ -139,7 +139,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the key tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    Return (entries, tiles, length): the batch entries, their numbers of key tiles, and the number of key tiles of a run.
+    Return (entries, tiles, length): the batch entries, their numbers of key tiles, and the length of a run in key tiles.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)

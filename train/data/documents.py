@@ -66,7 +66,7 @@ class TokenisedDocuments(NumberedSequences):
 
     @functools.cached_property
     def begin_token(self) -> int:
-        """Return the first token of every document. A part of a document may begin with another token."""
+        """Return the first token of every document. A part of a document may begin with a different token."""
         return int(self._documents.store.read(int(self._documents.numbers[0]))[0])
 
     @property

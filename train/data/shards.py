@@ -39,7 +39,7 @@ OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
 # The operating system reports a full disk or an exceeded quota with these error codes.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# Errors of a disk that can no longer be written
+# The error codes if a disk can no longer be written to
 UNWRITABLE = (*FULL_DISK, errno.EROFS, errno.EFBIG)
 
 # Documents with more tokens than this are verified only when they are first read.

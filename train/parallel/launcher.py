@@ -16,7 +16,7 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
     """Determine the number of this attempt together with the other ranks. Call this function once per attempt on all ranks.
 
     A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Every rank except rank 0 writes
-    a random name to the store. Rank 0 answers under this name with the number of the attempt.
+    a random name to the store. Rank 0 stores the number of the attempt under this name.
 
     Returns:
         A part of the store that only this attempt uses, and the number of the attempt, counted from 1.

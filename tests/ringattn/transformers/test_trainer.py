@@ -215,7 +215,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def check_last_batch(folder: Path) -> None:
-    """The last batch of an evaluation counts each of its rows once, although the rows have different numbers of labels."""
+    """In the last batch of an evaluation, each row is counted once, even if rows have different numbers of labels."""
     from transformers import Trainer
 
     from ringattn.transformers import RingTrainer

@@ -48,7 +48,7 @@ def test_changed_result_does_not_change_the_defaults():
 
 @pytest.mark.parametrize("group", ["model", "data", "parallel", "optim", "trainer", "logger"])
 def test_every_string_of_a_checkpoint_is_kept_or_rejected(group):
-    """Loading resets settings without effect to their defaults."""
+    """Settings that have no effect are reset to their defaults when a checkpoint is loaded."""
     for name, default in vars(getattr(Config(), group)).items():
         try:
             config = saved_config({"config": {group: {name: SECRET}}})
