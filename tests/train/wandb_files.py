@@ -25,6 +25,7 @@ class Segment:
     """The content of one offline-run-* folder, which one launch has written."""
 
     id: str
+    name: str
     group: str
     resume: Any
     config: dict[str, Any]
@@ -50,11 +51,12 @@ def read_segments(directory: Path) -> list[Segment]:
 
 def read_segment(path: Path) -> Segment:
     """Return the content of a .wandb file."""
-    segment = Segment("", "", None, {}, [], {})
+    segment = Segment("", "", "", None, {}, [], {})
     for record in read_records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            segment.id, segment.group, segment.resume = record.run.run_id, record.run.run_group, record.run.resume
+            segment.id, segment.name, segment.group = record.run.run_id, record.run.display_name, record.run.run_group
+            segment.resume = record.run.resume
             segment.config |= _values(record.run.config.update)
         elif kind == "config":
             segment.config |= _values(record.config.update)

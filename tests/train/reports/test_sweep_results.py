@@ -1,17 +1,14 @@
 """Tests of the table, the picture and the W&B run of a sweep."""
 
 import json
-import struct
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from google.protobuf.json_format import MessageToDict
 from matplotlib.figure import Figure
-from wandb.proto import wandb_internal_pb2
 
 from ringattn.train.reports.sweep_results import Jobs, Outcome, log_to_wandb, plot_sweep, sweep_table, table_rows
 from ringattn.train.settings.config import Config, LoggerConfig
+from tests.train.wandb_files import read_segments
 
 SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123, "mfu": None}
 SUMMARY |= {"total_tokens": 20_000, "tokens_per_step": 1000, "peak_memory_gib": 1.0, "estimated_memory_gib": 0.75}
@@ -149,26 +146,6 @@ def with_wandb(outcomes: list[Outcome], choice: str) -> list[Outcome]:
     return outcomes
 
 
-def records_of(folder: Path) -> list[dict]:
-    """The records of the runs that W&B has written offline below a folder, as they would be uploaded.
-
-    The files have the format of the logs of LevelDB: blocks of 32 KiB, which contain parts of records. Each part has a header
-    with a checksum, its length and its type. Parts of type 1 and 2 begin a record.
-    """
-    records: list[bytes] = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        data, position = path.read_bytes(), 7  # The file begins with a header of seven bytes.
-        while position < len(data):
-            if (rest := -position % 2**15) < 7:
-                position += rest  # The end of a block is too short for another part.
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, position)
-            part = data[position + 7 : position + 7 + length]
-            records[len(records) :] = [part] if kind in (1, 2) else [records.pop() + part]
-            position += 7 + length
-    return [MessageToDict(wandb_internal_pb2.Record.FromString(record), preserving_proto_field_name=True) for record in records]
-
-
 @pytest.mark.slow
 def test_wandb_receives_the_table_and_the_picture_in_one_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -177,15 +154,13 @@ def test_wandb_receives_the_table_and_the_picture_in_one_run(tmp_path, monkeypat
     for _ in range(2):  # The second launch of the sweep continues the run.
         log_to_wandb(outcomes, tmp_path)
 
-    records = records_of(tmp_path)
-    runs = [record["run"] for record in records if "run" in record]
-    assert {(run["display_name"], run["run_group"], run["run_id"]) for run in runs} == {
-        ("a", "a", (tmp_path / "wandb_id").read_text())
-    }
-    history, *_ = (record["history"]["item"] for record in records if "history" in record)
-    logged = {tuple(item["nested_key"]): json.loads(item["value_json"]) for item in history if "nested_key" in item}
-    assert (logged["sweep", "_type"], logged["sweep", "nrows"]) == ("table-file", 2)
-    assert logged["sweep_chart", "_type"] == "image-file"
+    segments = read_segments(tmp_path)
+    run = ("a", "a", (tmp_path / "wandb_id").read_text())
+    assert [(segment.name, segment.group, segment.id) for segment in segments] == [run, run]
+    for segment in segments:
+        (logged,) = segment.history
+        assert (logged["sweep/_type"], logged["sweep/nrows"]) == ("table-file", 2)
+        assert logged["sweep_chart/_type"] == "image-file"
     (table, *_) = tmp_path.glob("wandb/offline-run-*/files/media/table/sweep_*.json")
     assert json.loads(table.read_text())["data"][1][1] == "out of memory"
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/*.png"))
