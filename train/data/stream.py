@@ -214,7 +214,7 @@ class StreamDataset(NumberedSequences):
 
     @property
     def positions(self) -> dict[int, Position]:
-        return {number: reader.position for number, reader in self._readers.items()}
+        return dict(self.start) | {number: reader.position for number, reader in self._readers.items()}
 
     @staticmethod
     def faults(positions: Mapping[int, Position]) -> tuple[int, str]:
