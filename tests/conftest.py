@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.garbage import freeze_objects
+from tests.processes import freeze_objects, use_one_thread
 
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
 
 # Each test process uses one core, and so does every process that it starts.
-torch.set_num_threads(1)
+use_one_thread()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.comm.watchdog import TIMEOUT as HOP_TIMEOUT
 from scripts.command import rank_variables, serve_store
-from tests.garbage import freeze_objects
+from tests.processes import freeze_objects, use_one_thread
 
 # The server imports these modules before it forks the first rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -125,7 +125,7 @@ def _join(rank: int, ranks: int, directory: Path, timeout: float, backend: str, 
     # The server was started by an earlier test, so the variables that the current test has set must be copied.
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)
+    use_one_thread()
     freeze_objects()
     if backend == "shared":
         os.environ[SHARE_GPUS] = "1"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-import torch
 
 from ringattn.train import setup as run_setup
 from ringattn.train.commands import run
@@ -22,9 +21,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     # Hydra replaces the handlers of the root logger and changes its level.
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))
-    threads, level = torch.get_num_threads(), root.level
+    level = root.level
     yield write_corpus(tmp_path / "corpus")
-    torch.set_num_threads(threads)
     root.setLevel(level)
 
 
@@ -34,8 +32,6 @@ def run_command_line(corpus: str, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     # A collection of all objects takes long in this process, which has imported many packages.
     monkeypatch.setattr(run_setup, "_free_memory", lambda device: None)
-    # A run on the CPU would use all cores of the machine. Each test process uses one core, so that several can run at a time.
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def run_arguments(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])

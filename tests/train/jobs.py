@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
-
-import torch
 
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks
 from ringattn.train.settings.config import (
@@ -60,10 +57,9 @@ def job(corpus: str, dp: int, memory: MemoryConfig = AUTO, **parallel_settings: 
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A context in which this process is the only rank, and computes with one thread."""
+    """A context in which this process is the only rank."""
     connect_ranks()
     try:
-        with patch.object(torch, "set_num_threads", lambda count: None):
-            yield
+        yield
     finally:
         disconnect_ranks()

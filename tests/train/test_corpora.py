@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ringattn.train.data import stream as streams
 from ringattn.train.data.packing import PackedDataset
@@ -100,7 +99,7 @@ def observe(rank: int) -> None:
 
     The variable KILL contains the rank to kill, and the number of sequences after which its last second begins.
     """
-    torch.set_num_threads, streams.MIN_PIECE_BYTES = lambda count: None, PIECE_BYTES
+    streams.MIN_PIECE_BYTES = PIECE_BYTES
     count = 0
     victim, after = json.loads(os.environ["KILL"])
     file = open(f"read-{rank}.jsonl", "a")  # noqa: SIM115  # the process is killed

@@ -323,15 +323,8 @@ def losses(run: Path) -> list[tuple[int, float, float | None]]:
     return [(record["step"], record["loss"], record.get("eval_loss")) for record in metrics.read(run / "metrics.jsonl")]
 
 
-def use_one_thread(rank: int) -> None:
-    """Compute with one thread, because several threads are slow on a busy machine."""
-    torch.set_num_threads(1)
-    torch.set_num_threads = lambda count: None
-
-
 def kill_in_save_of_step_10(moment: str, victim: int, rank: int) -> None:
     """Let rank `victim` kill itself in the save of step 10, after step 12 has begun."""
-    use_one_thread(rank)
     if rank != victim:
         return
     name, number = MOMENTS[moment]
@@ -373,7 +366,7 @@ def test_run_killed_in_a_background_save_resumes_bitwise(ranks, moments, tmp_pat
     settings = [each for each in settings if each != "data.eval_fraction=0"]
     whole = tmp_path / "outputs" / "whole"
     launch = partial(launch_ranks, ranks, tmp_path, *settings)
-    succeeded, _, errors = launch("name=whole", "trainer.background_saves=false", prepare=use_one_thread)
+    succeeded, _, errors = launch("name=whole", "trainer.background_saves=false")
     assert succeeded, errors
     for index, moment in enumerate(moments):
         killed = tmp_path / "outputs" / f"run{index}"
@@ -384,7 +377,7 @@ def test_run_killed_in_a_background_save_resumes_bitwise(ranks, moments, tmp_pat
         assert len(metrics.read(killed / "metrics.jsonl")) >= 11, "the save was in the background"
         complete = [path.name for path in sorted((killed / "checkpoints").glob("step_*"))]
         assert complete[-1] == ("step_00000010" if moment == "after the renaming" else "step_00000005"), moment
-        succeeded, _, errors = launch(f"name=run{index}", prepare=use_one_thread)
+        succeeded, _, errors = launch(f"name=run{index}")
         assert succeeded, errors
         assert losses(killed) == losses(whole)
         last = Path("checkpoints") / "step_00000020"

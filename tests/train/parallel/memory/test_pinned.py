@@ -64,6 +64,7 @@ def test_pages_are_allocated_by_several_cores_before_they_are_pinned(monkeypatch
     empty_pinned(2**24, GPU)
     assert resident[0] - before > 60 * 2**20
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(OTHER_CORES + 3))
+    monkeypatch.setattr(torch, "set_num_threads", torch._C.set_num_threads)
     threads = torch.get_num_threads()
     for device in (GPU, torch.device("cuda")):
         assert run_with_cores(torch.get_num_threads, device) == 3
