@@ -133,14 +133,14 @@ def test_finished_run_is_inspected_without_a_change(finished, run_script, capfd)
 def test_recall_of_a_finished_run_is_evaluated_without_a_change(finished, run_script, capfd):
     """A model that was trained on text is evaluated at two lengths. All files of the run stay equal."""
     before = contents(finished)
-    arguments = "data.seq_len=64,150", "output=recall", "trainer.batch_size=44"
+    arguments = "data.seq_len=32,64", "output=recall", "trainer.batch_size=22"
     assert run_script(evaluate, "run=done", "evaluate=recall", *arguments, DEVICE) == 0
     assert contents(finished) == before
     assert sorted(path.name for path in Path("recall").iterdir()) == ["recall.md", "recall.png"]
     text = Path("recall/recall.md").read_text()
     output = capfd.readouterr()
     assert output.out == text
-    assert "| 64 tokens | 150 tokens |" in text
+    assert "| 32 tokens | 64 tokens |" in text
     assert "evaluate: 100%" in output.err
     rows = [row.strip("|").split("|") for row in text.splitlines() if "% |" in row]
     assert [row[0].strip() for row in rows] == [f"{position}%" for position in range(0, 101, 10)]
