@@ -446,12 +446,13 @@ def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: i
 def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> str:
     content = value.as_buffer().to_pybytes() if value.is_valid else b""
     check_size(where, len(content), limit_mb)
-    return _decode(where, content)
+    return _decode(where, content, "utf-8")
 
 
-def _decode(where: object, content: bytes, is_file: bool = False) -> str:
+# "utf-8-sig" removes the byte-order mark at the beginning of a file.
+def _decode(where: object, content: bytes, encoding: str = "utf-8-sig", is_file: bool = False) -> str:
     try:
-        return content.decode("utf-8-sig")  # without the byte-order mark at the beginning of a file
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         where = f"{where}, line {line}" if is_file else where

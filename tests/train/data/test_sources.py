@@ -280,6 +280,16 @@ def test_a_small_text_is_divided_into_pieces(num_pieces, min_bytes, expected, tm
     assert len(sources.Corpus(config("jsonl", path=path), num_pieces, min_bytes).pieces) == expected
 
 
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_only_a_file_has_a_byte_order_mark(source, tmp_path):
+    """The same character at the beginning of a text is a part of the text."""
+    texts, file = ["\ufeffone", "\ufeff"], tmp_path / f"rows.{source}"
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    file.write_bytes(f"\ufeff{lines}".encode() if source == "jsonl" else parquet(pa.table({"text": texts})))
+    documents, _ = read_documents(config(source, path=str(file)))
+    assert [text for _, text in documents] == texts
+
+
 def test_parquet_files_without_rows_are_faulty(tmp_path):
     for name, table in (("a", pa.table({})), ("b", TEXTS), ("c", TEXTS[:0]), ("d", pa.table({"text": [None]})), ("e", TEXTS)):
         (tmp_path / f"{name}.parquet").write_bytes(parquet(table))
