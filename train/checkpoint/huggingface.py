@@ -93,6 +93,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         ConfigError: a file cannot be read, or describes a model that is not supported.
     """
     settings, files = declared_settings(path), _open_tensors(path)
+    if (adapter := path / "adapter_config.json").exists():
+        raise ConfigError(f"{adapter} belongs to an adapter, which is not supported: merge it into the weights, or remove it")
     if unused := _unused_tensors(files, settings, family_of(path)):
         others = f" and {len(unused) - 1} other tensors" * (len(unused) > 1)
         raise ConfigError(f"{path} contains {unused[0]:.120}{others}, which its config.json does not describe: {OTHER_MODELS}")
@@ -135,7 +137,11 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     if older and newer and older != newer and family.local_rope_theta is None:
         raise ConfigError("rope_scaling and rope_parameters differ: remove one of them")
     config = {**family.defaults, **renamed(config, family)}
+    if text := [name for name, value in config.items() if isinstance(value, str) and value.lower() in ("true", "false")]:
+        raise ConfigError(f"{text[0]} is text, but true or false without quotes is required")
     rope, local_theta = _rope_entries(config, family)
+    if family.local_rope_theta is not None:
+        config.pop("original_max_position_embeddings", None)  # transformers ignores this entry
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "yarn" and rope.get("truncate") is False:
         kind = "yarn-exact"
@@ -259,6 +265,8 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str, fa
     for name, value in fixed_entries(family).items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     checks |= {name: (config.get(name), (None, False)) for name in OFF}
+    # In transformers, a softcap of 0 makes all logits 0.
+    checks |= {name: (config.get(name), (None,)) for name in OFF if name.endswith("softcapping")}
     for name, value in ROPE_FIXED.get(kind, {}).items():
         # transformers replaces null by the default value only for these two entries.
         is_default = name in ("beta_slow", "beta_fast") and rope.get(name) is None
@@ -367,6 +375,7 @@ def load(path: Path, model: nn.Module) -> None:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
     """
     files, parameters, family = _open_tensors(path), model.state_dict(), family_of(path)
+    rows = declared_settings(path)["vocab_size"]
     _warn_of_the_head(path, is_tied="head" not in parameters)
     tensors: dict[str, dict[str, Tensor]] = {}  # the parameters that each tensor of the files contains
     for parameter_name, parameter in parameters.items():
@@ -386,7 +395,7 @@ def load(path: Path, model: nn.Module) -> None:
                 raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
             shape, expected = tuple(stored.get_shape()), [sum(map(len, parts.values())), *next(iter(parts.values())).shape[1:]]
             if parts.keys() & {"embedding", "head"}:
-                expected[0] = min((expected[0], *shape[:1]))
+                expected[0] = min(expected[0], rows)
             if shape != tuple(expected):
                 raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(expected)} in this run")
             start = 0  # the first row of the next part
@@ -444,7 +453,11 @@ def _open_tensors(path: Path) -> dict[str, Any]:
             opened.append(safe_open(file, "pt"))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; download it again") from error
-    files = {name: tensors for tensors in opened for name in tensors.keys()}  # noqa: SIM118  # an open file is not a dict
+    files: dict[str, Any] = {}
+    for tensors in opened:
+        for name in tensors.keys():  # noqa: SIM118  # an open file is not a dict
+            if files.setdefault(name, tensors) is not tensors:
+                raise ConfigError(f"{path}: two safetensors files contain {name}: remove the files of the other model")
     for name in listed:
         if name not in files:
             raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")

@@ -61,6 +61,10 @@ MODELS = {
     ),
     "ministral with windows": ("MinistralConfig", dict(sliding_window=7, head_dim=8)),
     "olmo3": ("Olmo3Config", dict(sliding_window=7, rope_parameters={"full_attention": YARN})),
+    "olmo3 with an ignored length": (
+        "Olmo3Config",
+        dict(sliding_window=7, rope_parameters={"full_attention": YARN}, original_max_position_embeddings=77),
+    ),
     "olmo3 without a scaling": ("Olmo3Config", dict(sliding_window=7)),
     "olmo3 with full layers": ("Olmo3Config", dict(num_key_value_heads=4, layer_types=["full_attention"] * 4)),
     "gemma3_text": (

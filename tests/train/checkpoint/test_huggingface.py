@@ -267,7 +267,12 @@ UNSUPPORTED = {
         {"scale_of_x": 2.0, "is_y": False, "z": NULL},
         "supported model: it contains the unknown entries is_y, scale_of_x, which may change the results",
     ),
-    "softcapping": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, but only None or False is"),
+    "softcapping of 0": ({"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0, but only None is"),
+    "text in place of a boolean": (
+        {"model_type": "qwen2", "use_sliding_window": "False"},
+        "use_sliding_window is text, but true or false without quotes is required",
+    ),
+    "softcapping": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, but only None is"),
     "a missing size": ({"hidden_size": None}, "supported model: hidden_size is None, but an integer"),
     "too few tokens": (
         {"vocab_size": 250},
@@ -532,3 +537,28 @@ def test_an_error_names_the_file_or_tensor_that_does_not_fit(file, message, tmp_
         save_file({name: x for name, x in load_file(path).items() if name != "model.norm.weight"} | file, path)
     with pytest.raises(ConfigError, match=message):
         huggingface.load(folder, GPT(settings_of(folder), 257))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("rows", [0, 258, 260])
+def test_the_embedding_and_the_head_have_the_declared_rows(name, rows, tmp_path):
+    folder = change_folder(write_folder(tmp_path / "hf"), {name: torch.ones(rows, 32)})
+    with pytest.raises(ConfigError, match=rf"{name} has shape \({rows}, 32\), but \(259, 32\)"):
+        huggingface.load(folder, GPT(settings_of(folder), 257))
+
+
+def test_a_tensor_in_two_files_is_an_error(tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    save_file({"model.norm.weight": torch.zeros(32)}, folder / "model-2.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = "model-2.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"two safetensors files contain model.norm.weight: remove"):
+        huggingface.read_settings(folder)
+
+
+def test_an_adapter_is_an_error(tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter_config.json belongs to an adapter, .* merge it into the weights"):
+        huggingface.read_settings(folder)
