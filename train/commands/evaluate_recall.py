@@ -26,7 +26,7 @@ def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None
         for config in configs:
             check_length(config.data.seq_len)
             check(config, dist.get_world_size())
-    run = build_for_inference(configs[0], model.path)
+    run = build_for_inference(max(configs, key=lambda config: config.data.seq_len), model.path)
     with sync_errors():
         check_vocabulary(run.tokenizer.vocab_size)
     accuracies = evaluate_recall(run, [config.data.seq_len for config in configs], show_progress=True)

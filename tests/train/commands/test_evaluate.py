@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringattn.train.commands import evaluate, evaluate_needle
+from ringattn.train.commands import evaluate, evaluate_needle, evaluate_recall
 from ringattn.train.commands.options import Model
 from ringattn.train.settings.config import Config, ConfigError, DataConfig
 from tests.train.jobs import one_rank
@@ -42,3 +42,16 @@ def test_formats_without_a_place_for_facts_are_rejected():
 def test_impossible_facts_are_rejected_before_the_model_is_loaded(overrides, message, tmp_path):
     with one_rank(), pytest.raises(ConfigError, match=message):
         evaluate_needle.evaluate_model(Model(tmp_path, tmp_path, Config()), "needle", overrides, "")
+
+
+def test_recall_has_the_divisors_of_longrope_for_the_longest_sequences(monkeypatch, tmp_path):
+    built = []
+
+    def build(config, _):
+        built.append(config.data.seq_len)
+        raise ConfigError("built")
+
+    monkeypatch.setattr(evaluate_recall, "build_for_inference", build)
+    with one_rank(), pytest.raises(ConfigError, match="built"):
+        evaluate_recall.evaluate_model(Model(tmp_path, tmp_path, Config()), {"data.seq_len": "64,128,32"}, "")
+    assert built == [128]
