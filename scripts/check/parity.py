@@ -14,6 +14,7 @@ import copy
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -197,7 +198,10 @@ def load_model(folder: str) -> nn.Module:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--model", help="the folder of a causal model in Hugging Face's format; the default is a tiny model")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model is not None and not Path(args.model, "config.json").is_file():
+        parser.error(f"argument --model: {args.model} has no config.json: pass the folder of a model in Hugging Face's format")
+    return args
 
 
 def main(argv: list[str]) -> int:

@@ -36,6 +36,12 @@ def test_results_that_are_not_finite_are_reported(monkeypatch: pytest.MonkeyPatc
     assert parity.main([]) == 1
 
 
+def test_folder_without_a_model_is_rejected(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parity.main(["--model", str(tmp_path)])
+    assert f"argument --model: {tmp_path} has no config.json" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_rings_of_two_ranks_have_the_results_of_one_process(tmp_path) -> None:
     parity.tiny_model().save_pretrained(tmp_path / "model")
