@@ -15,7 +15,8 @@ from ringattn.train.settings.config import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# The entries of `tokenizer_config.json` that a template may use
+# If a template uses one of these tokens, `tokenizer_config.json` must define it, because the classes of tokenizers in
+# transformers have different default values.
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # A chat template must use these entries if a message of the assistant contains them.
@@ -67,13 +68,13 @@ class ChatTemplate:
         """
         for number, message in enumerate(messages, 1):
             found = [name for name in CONTENTS if message.get(name)] + [name for name in FLAGS if message.get(name, 1) != 1]
-            unused = [name for name in found if not self._uses(name)]
+            unused = [name for name in found if not self.uses(name)]
             if unused and message["role"] == "assistant":
                 raise ConfigError(
                     f"message {number} has the entry {unused[0]}, which the chat template of {self.path} does not use: remove "
                     "the entry or the message, or use the entry in the template"
                 )
-        if tools and not self._uses("tools"):
+        if tools and not self.uses("tools"):
             raise ConfigError(
                 f"the record has tools, which the chat template of {self.path} does not use: remove or rename this entry, or "
                 "use it in the template"
@@ -89,7 +90,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template of {self.path} marks no turn of the assistant in these messages: correct it")
         return text, [(start, _end_of_turn(text, start, end, special_names, is_marked)) for start, end in spans]
 
-    def _uses(self, name: str) -> bool:
+    def uses(self, name: str) -> bool:
         return re.search(rf"\b{name}\b", self.source) is not None
 
     def _find_turn(self, messages: Messages, index: int, text: str, tools: Tools) -> tuple[int, int]:
@@ -99,6 +100,12 @@ class ChatTemplate:
             raise ConfigError(
                 f"the chat template of {self.path} renders message {index + 1} differently if other messages follow, so it is "
                 "unknown where this turn begins and ends: put {% generation %} and {% endgeneration %} around such turns in it"
+            )
+        content = (messages[index].get("content") or "").strip()
+        if not self.uses("add_generation_prompt") and not after[len(before) :].lstrip().startswith(content):
+            raise ConfigError(
+                f"the chat template of {self.path} does not use add_generation_prompt, so it is unknown which text precedes "
+                f"the answer in message {index + 1}: put {{% generation %}} and {{% endgeneration %}} around answers in it"
             )
         return len(before), len(after)
 
@@ -129,7 +136,8 @@ def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
     folder = Path(tokenizer).expanduser().parent
     config = read_config(folder, "tokenizer_config.json")
     path, source = folder / "tokenizer_config.json", config.get("chat_template")
-    if (file := folder / "chat_template.jinja").is_file():
+    files = folder / "additional_chat_templates" / f"{name}.jinja", folder / "chat_template.jinja"
+    if file := next((file for file in files if file.is_file()), None):
         path, source = file, file.read_text("utf-8")
     elif isinstance(source, list):  # several named templates
         named = {each.get("name"): each.get("template") for each in source}
@@ -139,17 +147,27 @@ def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
             f"data.format=chat requires a chat template, but {folder} has neither chat_template.jinja nor an entry "
             "chat_template in tokenizer_config.json: add one of them"
         )
-    variables = {name: name_of(config[name]) for name in VARIABLES if isinstance(name_of(config.get(name)), str)}
-    return ChatTemplate(path, source, variables)
+    if "added_tokens_decoder" not in config:  # as in transformers
+        config |= read_config(folder, "special_tokens_map.json")
+    tokens = config | (extra if isinstance(extra := config.get("extra_special_tokens"), dict) else {})
+    variables = {key: name_of(token) for key, token in tokens.items() if key.endswith("_token")}
+    template = ChatTemplate(path, source, {key: token for key, token in variables.items() if isinstance(token, str)})
+    if missing := [key for key in VARIABLES if key not in variables and template.uses(key)]:
+        raise ConfigError(
+            f"the chat template of {path} uses {missing[0]}, which is not in tokenizer_config.json: add this entry, with the "
+            "value null if there is no such token"
+        )
+    return template
 
 
-def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Messages:
+def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool, is_json: bool = False) -> Messages:
     """Return the messages of a record. Parquet files contain None for missing entries, which this function removes.
 
     Args:
         messages: the value in the messages column of the record.
         tokenizer: the tokenizer, whose special tokens must not occur in a message.
         parses: whether `data.special_tokens=parse` permits special tokens.
+        is_json: whether None is a value, such as an argument of a tool. Only entries of messages that are None are removed.
 
     Raises:
         ConfigError: the messages are not a conversation with an answer of the assistant.
@@ -168,16 +186,18 @@ def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Mes
         _check_special_names(f"message {number} contains", message, tokenizer, parses)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError("no message has the role assistant, so there is nothing to learn: remove the record")
+    if is_json:
+        return [{name: value for name, value in message.items() if value is not None} for message in messages]
     return _without_none(messages)
 
 
-def check_tools(tools: Any, tokenizer: JsonTokenizer, parses: bool) -> Tools:
+def check_tools(tools: Any, tokenizer: JsonTokenizer, parses: bool, is_json: bool = False) -> Tools:
     """Return the tools of a record, or None if there are none. The value may also be JSON text, as in many Parquet files.
 
     The other arguments are those of `check_messages`. Raise ConfigError if the value is not a list of objects.
     """
     try:
-        found = json.loads(tools) if isinstance(tools, str) and tools else _without_none(tools)
+        found = json.loads(tools) if isinstance(tools, str) and tools else tools if is_json else _without_none(tools)
     except (ValueError, RecursionError):
         found = tools
     if not found:

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ringattn.train.data import chat
 from ringattn.train.data.record_encoder import RecordEncoder
@@ -19,7 +19,7 @@ from ringattn.train.data.tokenisation import tokenise
 from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, tokenizer_of
 from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
-from tests.train.chats import CHATML, MARKED, write_chat_tokenizer
+from tests.train.chats import CHATML, MARKED, PROMPT, write_chat_tokenizer
 
 CHAT = [
     {"role": "system", "content": "be kind"},
@@ -172,8 +172,9 @@ def test_tools_are_rendered_without_a_loss(template, tmp_path):
     text = reference.apply_chat_template(CHAT, tools=TOOLS, chat_template=WITH_TOOLS + CHATML, tokenize=False)
     assert json.dumps(TOOLS, ensure_ascii=False) in text
     expected = reference.encode(text, add_special_tokens=False)
+    encode_parquet = encoder_of(replace(config, source="parquet"))
     for tools in (TOOLS, [TOOLS[0] | {"strict": None}], json.dumps(TOOLS)):
-        stored = encode("a", {"messages": CHAT, "tools": tools})
+        stored = encode_parquet("a", {"messages": CHAT, "tools": tools})
         assert np.where(stored < 0, ~stored, stored).tolist() == expected
         assert reference.decode(stored[stored >= 0]) == "".join(ANSWERS)
     without = encode("a", {"messages": CHAT}).tolist()
@@ -206,6 +207,11 @@ def test_records_with_tools_use_the_template_for_tools(tmp_path):
     without, with_tools = encode("a", {"messages": CHAT}), encode("a", {"messages": CHAT, "tools": TOOLS})
     assert with_tools[-len(without) :].tolist() == without.tolist()
     assert len(with_tools) > len(without)
+    # In newer folders, every template has its own file.
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(WITH_TOOLS + MARKED)
+    assert encoder_of(config)("a", {"messages": CHAT, "tools": TOOLS}).tolist() == with_tools.tolist()
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -249,9 +255,54 @@ def test_entries_that_are_none_are_left_out_and_calls_of_tools_need_no_text(tmp_
         {"role": "assistant", "content": None, "tool_calls": [{"name": "find", "id": None}]},
         {"role": "tool", "content": "b"},
     ]
-    stored = encoder_of(config_of(tmp_path, template))("a", {"messages": messages})
+    config = config_of(tmp_path, template)
     reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert reference.decode(stored[stored >= 0].tolist(), skip_special_tokens=False) == '{"name": "find"}<|im_end|>'
+    # In JSON, null may be the value of an argument.
+    for source, call in (("parquet", '{"name": "find"}'), ("jsonl", '{"name": "find", "id": null}')):
+        stored = encoder_of(replace(config, source=source))("a", {"messages": messages})
+        assert reference.decode(stored[stored >= 0].tolist(), skip_special_tokens=False) == f"{call}<|im_end|>"
+
+
+def test_null_in_the_tools_of_json_is_rendered(tmp_path):
+    config = config_of(tmp_path, WITH_TOOLS + CHATML)
+    tools = [{"name": "find", "default": None}]
+    parts = [
+        encoder_of(replace(config, source=source))("a", {"messages": CHAT, "tools": tools}) for source in ("jsonl", "parquet")
+    ]
+    assert len(parts[0]) > len(parts[1])
+
+
+def test_the_special_tokens_of_a_template_are_those_of_transformers(tmp_path):
+    names = ("bos_token", "cls_token", "image_token", "sound_token", "pad_token")
+    template = "{{ " + " }}{{ ".join(names) + " }}" + MARKED
+    config = config_of(tmp_path, template)
+    entries = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    entries |= {"tokenizer_class": "TokenizersBackend", "cls_token": "<|im_end|>", "image_token": "<|im_start|>"}
+    entries |= {"pad_token": None, "extra_special_tokens": {"sound_token": "<|im_start|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+    with pytest.raises(
+        ConfigError, match=r"uses bos_token, which is not in tokenizer_config.json: add this entry, with .* null"
+    ):
+        encoder_of(config)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|endoftext|>"}')
+    stored = encoder_of(config)("a", {"messages": CHAT})
+    encoded = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        CHAT, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert encoded["input_ids"][:4] == [0, 2, 1, 1]
+    assert np.where(stored < 0, ~stored, stored).tolist() == encoded["input_ids"]
+    assert encoded["assistant_masks"] == (stored >= 0).tolist()
+
+
+def test_the_header_of_a_turn_must_be_known(tmp_path):
+    """Without a generation prompt, the text before an answer could only be found in templates without such a text."""
+    encode = encoder_of(config_of(tmp_path, CHATML.removesuffix(PROMPT)))
+    with pytest.raises(ConfigError, match=r"does not use add_generation_prompt, .* message 3: put {% generation %} and"):
+        encode("a", {"messages": CHAT})
+    headless = "{% for m in messages %}{{ ' ' + m.content + ' <|im_end|>' }}{% endfor %}"
+    stored = encoder_of(config_of(tmp_path, headless))("a", {"messages": CHAT[1:3]})
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.decode(stored[stored >= 0].tolist(), skip_special_tokens=False) == " the ring\n\n  <|im_end|>"
 
 
 def test_prompt_and_completion():
