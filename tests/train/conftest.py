@@ -1,5 +1,6 @@
 """Fixtures for tests that run the training command in this process."""
 
+import io
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -7,6 +8,10 @@ from pathlib import Path
 
 import datasets
 import pytest
+from hydra._internal.hydra import Hydra
+from hydra.types import RunMode
+from matplotlib.figure import Figure
+from PIL import Image
 
 from ringattn.train import setup as run_setup
 from ringattn.train.commands import run
@@ -27,9 +32,25 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def run_command_line(corpus: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save blank pictures. The tests of the reports draw figures, and so do runs in other processes."""
+    blank = io.BytesIO()
+    Image.new("L", (1, 1)).save(blank, "png")
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(blank.getvalue()))
+
+
+@pytest.fixture
+def run_command_line(corpus: str, blank_pictures: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A function that runs the training command with its arguments, in this process, and returns the exit status."""
 
+    # Hydra composes the settings a first time to find out whether an experiment is a sweep.
+    get_mode = Hydra.get_mode
+
+    def mode_of_experiment(hydra: Hydra, config_name: str, overrides: list[str]) -> RunMode | None:
+        is_experiment = any("experiment=" in each or each.startswith("hydra.") for each in overrides)
+        return get_mode(hydra, config_name, overrides) if is_experiment else None
+
+    monkeypatch.setattr(Hydra, "get_mode", mode_of_experiment)
     # A collection of all objects takes long in this process, which has imported many packages.
     monkeypatch.setattr(run_setup, "_free_memory", lambda device: None)
 

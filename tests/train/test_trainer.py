@@ -35,10 +35,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def settings(corpus, monkeypatch) -> list[str]:
-    """The arguments of a small run, which plots nothing, because that would take a large part of the time of the tests."""
-    for name in ("plot_loss", "plot_data_wait"):
-        monkeypatch.setattr(metrics, name, lambda path, output, title: None)
+def settings(corpus) -> list[str]:
+    """The arguments of a small run."""
     return [*SMALL, f"data.path={corpus}", "model.layers=1", "data.seq_len=32"]
 
 

@@ -26,7 +26,7 @@ DEVICE = "trainer.device=cpu"
 
 
 @pytest.fixture
-def run_script(corpus: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def run_script(corpus: str, blank_pictures: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A function that runs one of the commands with its arguments, in this process, and returns the exit status."""
 
     def run_arguments(module: ModuleType, *arguments: str) -> int:
