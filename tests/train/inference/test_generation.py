@@ -17,7 +17,7 @@ from tests.train.plain import plain_attention
 
 EOS = VOCAB - 1
 PROMPTS = ([], [7], list(range(30)))
-NUM_TOKENS = 20
+NUM_TOKENS = 12
 # With four ranks and the longest prompt, the longer window takes more rows than a shard, so its cache is sharded.
 KINDS = {"full": {}, "window": dict(window=6), "long window": dict(window=17)}
 KINDS |= {"mixed": dict(window=6, layer_types=["sliding", "full-nope"])}
