@@ -6,6 +6,7 @@ the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache, partial
 from math import gcd
@@ -20,7 +21,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
 from ringattn.mask import Lengths
-from ringattn.train.model.gpt import Attend
 from ringattn.train.settings.config import Config, ModelConfig
 
 Masks = dict[int | None, Mask]  # the mask of each window that a layer has
@@ -96,7 +96,7 @@ def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
 
 def attention(
     config: Config, mesh: Mesh, masks: Masks, layout: Layout, training: bool, recompute: bool = False
-) -> list[Attend]:
+) -> list[Callable[..., Tensor]]:
     """Return one attention function per layer, which the ranks that share a sequence call together.
 
     Args:
@@ -115,7 +115,7 @@ def attention(
         precision=config.trainer.attention_precision(training),
         recompute_all_to_all=recompute,
     )
-    return [cast("Attend", partial(attend, mask=masks[window])) for window in config.model.windows]
+    return [cast("Callable[..., Tensor]", partial(attend, mask=masks[window])) for window in config.model.windows]
 
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.
