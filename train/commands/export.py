@@ -245,8 +245,11 @@ def exported_tensors(
     storage.load(path, state_dict.model_state(model))
     parts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
-        part = tensor[:rows] if name in ("embedding", "head") else tensor
-        parts.setdefault(huggingface.hugging_face_name(name, family), []).append(part.to(dtype))
+        tensor = tensor[:rows] if name in ("embedding", "head") else tensor
+        part = tensor.to(dtype)
+        if (part.isinf() & tensor.isfinite()).any():
+            raise ConfigError(f"{name} of {path} contains numbers that {dtype} cannot represent: use dtype=bf16 or dtype=fp32")
+        parts.setdefault(huggingface.hugging_face_name(name, family), []).append(part)
     return expert_weights.exported_tensors(parts)
 
 

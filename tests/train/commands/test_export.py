@@ -23,6 +23,7 @@ from tests.train.hub_models import (
     LLAMA3,
     LLAMA3_SCALING,
     SIZES,
+    change_folder,
     import_folder,
     logits,
     read_files,
@@ -261,6 +262,15 @@ def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.tokenizer=bytes, .*step_00000001 was trained with another tokenizer"):
         export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_weights_that_fp16_cannot_represent_are_an_error(tmp_path):
+    folder = change_folder(write_chat_folder(tmp_path / "hf"), {"model.norm.weight": torch.full((32,), 7e4)})
+    checkpoint = import_folder(folder, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"norm of .* contains numbers that torch.float16 cannot represent: use dtype=bf16"):
+        export.export(checkpoint, tmp_path / "out", torch.float16)
+    export.export(checkpoint, tmp_path / "out", torch.bfloat16)
 
 
 def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
