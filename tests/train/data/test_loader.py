@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -116,11 +117,19 @@ def test_a_copy_of_a_plan_is_aligned() -> None:
     assert all(x.is_contiguous() and 4 * x.storage_offset() % 256 == 0 for x in tensors)
 
 
-def test_a_process_prepares_the_same_steps() -> None:
+@pytest.fixture(scope="module")
+def ahead() -> Iterator[AheadLoader]:
+    """A process that imports its modules once for two tests. The second test kills the process."""
+    loader = AheadLoader()
+    yield loader
+    loader.close()
+
+
+def test_a_process_prepares_the_same_steps(ahead: AheadLoader) -> None:
     """Steps 0 to 5, then two steps that do not follow. From the fifth step on, attention is planned ahead, also of the layers
     with another mask.
     """
-    (inline, ahead), config = (Loader(), AheadLoader()), preparation(seq_len=5000)
+    inline, config = Loader(), preparation(seq_len=5000)
     layers = {"model.layer_types": ["sliding", "full"], "model.window": 700}
     config = replace(config, config=with_settings(config.config, layers))
     for each in (inline, ahead):
@@ -141,7 +150,6 @@ def test_a_process_prepares_the_same_steps() -> None:
         planned.append(len(found[0].plans))
         ahead.learn([plan.requests() for plan in on_demand])
     assert planned == [0] * 4 + [2] * 4
-    ahead.close()
 
 
 @pytest.mark.parametrize("mask_documents", [False, True])
@@ -190,8 +198,8 @@ def test_the_process_knows_the_rank_of_the_trainer(monkeypatch: pytest.MonkeyPat
     assert popen.call_args.kwargs["env"]["RANK"] == "3"
 
 
-def test_the_end_of_a_process_reaches_the_trainer() -> None:
-    ahead = AheadLoader()
+def test_the_end_of_a_process_reaches_the_trainer(ahead: AheadLoader) -> None:
+    ahead.learn([Requests((), ())])
     ahead.begin(preparation(seq_len=64))
     ahead.get(0)
     ahead._process.kill()
