@@ -23,9 +23,6 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# With Triton 3.8, `fence_softmax` would serialise all matrix products.
-FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
-
 # K and V of a head group take at most L2_BYTES, so that K, V and the output stay in the L2 cache.
 L2_BYTES = 32 * 2**20
 # Calls with an incoming state or with head dims above 128 were faster with SMALL_L2_BYTES on an H100.
@@ -239,11 +236,11 @@ class Fp8Config(ForwardConfig):
 # These tile sizes were the fastest on an H200. The tile sizes for 96 columns were measured on an H100.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
-    96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
-    128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
+    96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=True),
+    128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=True),
 }
 # With few rows, work tiles of 128 rows leave fewer SMs idle than work tiles of 192 rows.
-_FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX)
+_FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=True)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
 # If 64 consecutive queries attend to at most MEDIUM_KEYS keys, work tiles of 64 queries of four heads are faster.
@@ -259,7 +256,7 @@ TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, register
 
 # For each padded (D, Dv), the tile sizes below were the fastest on an H100, on average over causal and full masks.
 WIDE_TILES = {
-    (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
+    (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=True),
     (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
 }
 WIDE_SETTINGS = dict(consumers=2, registers=240, ping_pong=True)
