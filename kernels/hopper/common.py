@@ -47,6 +47,9 @@ PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
+# Triton 3.8 and later reject views that are larger than the indexed part of a buffer. `forward_short` needs such views.
+CHECKS_VIEWS = TRITON_VERSION >= (3, 8)
+
 # Triton 3.8 renamed the functions for asynchronous copies from and to global memory.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

@@ -340,8 +340,8 @@ def forward(
 
 
 def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
-    """Return 0 if the intervals are too long for `forward_short`."""
-    if intervals.longest_tile > SHORT_KEYS:
+    """Return 0 if the intervals are too long for `forward_short`, or if Triton rejects its views."""
+    if intervals.longest_tile > SHORT_KEYS or hopper_common.CHECKS_VIEWS:
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
     # A product starts at a group of 8 keys, so up to 7 of its first keys may be unused.

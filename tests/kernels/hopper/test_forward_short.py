@@ -11,6 +11,7 @@ from ringattn.kernels import reference
 from ringattn.kernels.hopper import column_parts, epilogue, forward_short, softmax
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.interval_mask import Intervals
 from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.gluon_emulator import emulated
 from tests.kernels.masks import packed_intervals
@@ -44,14 +45,21 @@ MASKS = {
 @pytest.mark.parametrize(
     ("mask", "heads", "dim"), [("empty rows", (4, 2), 64), ("documents", (4, 1), 40), ("window", (8, 1), 64)]
 )
-def test_source_of_the_kernel_computes_attention(mask, heads, dim):
+def test_source_of_the_kernel_computes_attention(mask, heads, dim, monkeypatch):
     """In float64, a missing key would change an output by far more than 1e-6."""
+    monkeypatch.setattr(hopper_common, "CHECKS_VIEWS", False)
     lo, hi = MASKS[mask]
     problem = make_problem(lo, hi, lo.shape[1], torch.float16, 1, heads, (dim, dim)).double()
     with emulated(hopper_forward, 3, [column_parts, softmax, epilogue, forward_short]):
         actual = problem.forward(hopper_forward, final=True)
     for x, expected in zip(actual, problem.forward(reference, final=True), strict=True):
         torch.testing.assert_close(x.double(), expected.double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("checks_views", "packed_heads"), [(False, 8), (True, 0)])
+def test_kernel_is_not_used_if_triton_rejects_its_views(checks_views, packed_heads, monkeypatch):
+    monkeypatch.setattr(hopper_common, "CHECKS_VIEWS", checks_views)
+    assert hopper_forward._packed_heads((8, 1), Intervals.of(*MASKS["window"], 1000)) == packed_heads
 
 
 @pytest.mark.parametrize("shares_sms", [False, True])
