@@ -4,6 +4,7 @@ Start reading with `forward_narrow`, the kernel for head dims up to 128. The ker
 and the kernel in `forward_fp8` reads FP8 inputs.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,6 +23,9 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
+
+if advice := hopper_common.assembler_advice():
+    warnings.warn(advice, stacklevel=1)
 
 # K and V of a head group take at most L2_BYTES, so that K, V and the output stay in the L2 cache.
 L2_BYTES = 32 * 2**20

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ringattn.kernels.hopper.common import TRITON_VERSION
+
+pytestmark = pytest.mark.xfail(TRITON_VERSION >= (3, 8), reason="Triton 3.8 and later spill registers in some kernels")
 ROOT = Path(__file__).parents[2]
 # Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
