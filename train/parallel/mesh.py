@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
@@ -27,6 +27,9 @@ Masks = dict[int | None, Mask]  # the mask of each window that a layer has
 
 # If the user has set this variable, its timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
+
+# PyTorch has exported this function since release 2.14.
+set_group_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 class MeshShape(NamedTuple):
@@ -139,4 +142,4 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in mesh)):
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        set_group_timeout(timedelta(seconds=seconds), group)

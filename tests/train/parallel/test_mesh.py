@@ -63,7 +63,7 @@ def test_each_job_sets_the_timeout_of_a_hop_unless_the_user_does(set_by_user, ex
 def test_collectives_of_all_axes_have_the_timeout(monkeypatch):
     timeouts = {}
     monkeypatch.setenv(watchdog.TIMEOUT, "600")
-    monkeypatch.setattr(mesh_module, "_set_pg_timeout", lambda timeout, group: timeouts.update({group: timeout.seconds}))
+    monkeypatch.setattr(mesh_module, "set_group_timeout", lambda timeout, group: timeouts.update({group: timeout.seconds}))
     with one_rank():
         mesh = build_mesh("cpu", 1)
         set_timeout(mesh, 50)
