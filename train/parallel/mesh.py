@@ -6,11 +6,10 @@ the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache, partial
 from math import gcd
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,9 @@ from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm import watchdog
 from ringattn.mask import Lengths
 from ringattn.train.settings.config import Config, ModelConfig
+
+if TYPE_CHECKING:  # A process that loads data imports this module without the model.
+    from ringattn.train.model.gpt import Attend
 
 Masks = dict[int | None, Mask]  # the mask of each window that a layer has
 
@@ -99,7 +101,7 @@ def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
 
 def attention(
     config: Config, mesh: Mesh, masks: Masks, layout: Layout, training: bool, recompute: bool = False
-) -> list[Callable[..., Tensor]]:
+) -> "list[Attend]":
     """Return one attention function per layer, which the ranks that share a sequence call together.
 
     Args:
@@ -118,7 +120,7 @@ def attention(
         precision=config.trainer.attention_precision(training),
         recompute_all_to_all=recompute,
     )
-    return [cast("Callable[..., Tensor]", partial(attend, mask=masks[window])) for window in config.model.windows]
+    return [cast("Attend", partial(attend, mask=masks[window])) for window in config.model.windows]
 
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.
