@@ -21,7 +21,8 @@ def test_every_case_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("bpe", "ours"),
         ("bpe", "map"),
     ]
-    assert all(row["memory"] > 5e7 and row["MB/s"] > 0 for row in rows)
+    # The first program needs 50 to 80 MB, the less the more other processes share its libraries.
+    assert all(1e7 < row["memory"] < 1e10 and row["MB/s"] > 0 for row in rows), rows
     assert all((row["opened"] is None) == (row["program"] == "map") for row in rows)
     assert len(lines) == 2 + 4
 
