@@ -160,14 +160,13 @@ def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
     return template
 
 
-def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool, is_json: bool = False) -> Messages:
-    """Return the messages of a record. Parquet files contain None for missing entries, which this function removes.
+def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Messages:
+    """Return the messages of a record, without entries that are None.
 
     Args:
         messages: the value in the messages column of the record.
         tokenizer: the tokenizer, whose special tokens must not occur in a message.
         parses: whether `data.special_tokens=parse` permits special tokens.
-        is_json: whether None is a value, such as an argument of a tool. Only entries of messages that are None are removed.
 
     Raises:
         ConfigError: the messages are not a conversation with an answer of the assistant.
@@ -186,18 +185,16 @@ def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool, is_jso
         _check_special_names(f"message {number} contains", message, tokenizer, parses)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError("no message has the role assistant, so there is nothing to learn: remove the record")
-    if is_json:
-        return [{name: value for name, value in message.items() if value is not None} for message in messages]
-    return _without_none(messages)
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
-def check_tools(tools: Any, tokenizer: JsonTokenizer, parses: bool, is_json: bool = False) -> Tools:
+def check_tools(tools: Any, tokenizer: JsonTokenizer, parses: bool) -> Tools:
     """Return the tools of a record, or None if there are none. The value may also be JSON text, as in many Parquet files.
 
     The other arguments are those of `check_messages`. Raise ConfigError if the value is not a list of objects.
     """
     try:
-        found = json.loads(tools) if isinstance(tools, str) and tools else tools if is_json else _without_none(tools)
+        found = json.loads(tools) if isinstance(tools, str) and tools else tools
     except (ValueError, RecursionError):
         found = tools
     if not found:
@@ -217,7 +214,8 @@ def _check_special_names(what: str, value: Any, tokenizer: JsonTokenizer, parses
         )
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """Remove the entries of all objects that are None. Parquet files contain None for missing entries."""
     if isinstance(value, dict):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+        return {name: without_none(each) for name, each in value.items() if each is not None}
+    return [without_none(each) for each in value] if isinstance(value, list) else value

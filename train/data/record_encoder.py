@@ -51,9 +51,11 @@ class RecordEncoder:
 
     def _conversation(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         assert isinstance(self._tokenizer, JsonTokenizer)
-        rules = self._tokenizer, self._config.special_tokens == "parse", self._config.source == "jsonl"
-        messages = chat.check_messages(record[self._config.messages_column], *rules)
-        tools = chat.check_tools(record.get("tools"), *rules)
+        if self._config.source != "jsonl":  # In JSON, null is also a value, such as an argument of a tool.
+            record = chat.without_none(record)
+        parses = self._config.special_tokens == "parse"
+        messages = chat.check_messages(record.get(self._config.messages_column), self._tokenizer, parses)
+        tools = chat.check_tools(record.get("tools"), self._tokenizer, parses)
         return self._templates[tools is not None].find_turns(messages, self._tokenizer.special_names, tools)
 
     def _completion(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
