@@ -12,6 +12,8 @@ from scripts.bench import preparation
 @pytest.mark.slow
 def test_every_case_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "SAMPLE_BYTES", 300_000)
+    # The measured size is smaller if other processes share the libraries. They do not share this text.
+    monkeypatch.setattr(preparation, "PREPARE", "text = 'x' * 50_000_000\n" + preparation.PREPARE)
     arguments = ["--gb", "0.002", "--processes", "1", "--vocabulary", "400", "--folder", str(tmp_path)]
     assert preparation.main(arguments) == 0
     rows, lines = json.loads((tmp_path / "rows.json").read_text()), capsys.readouterr().out.strip().splitlines()
@@ -21,8 +23,7 @@ def test_every_case_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("bpe", "ours"),
         ("bpe", "map"),
     ]
-    # The first program needs 50 to 80 MB, the less the more other processes share its libraries.
-    assert all(1e7 < row["memory"] < 1e10 and row["MB/s"] > 0 for row in rows), rows
+    assert all(row["memory"] > 5e7 and row["MB/s"] > 0 for row in rows)
     assert all((row["opened"] is None) == (row["program"] == "map") for row in rows)
     assert len(lines) == 2 + 4
 
