@@ -22,6 +22,7 @@ from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import backward_narrow, backward_wide, forward_fp8, forward_narrow, forward_short, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.triton.launcher import OPTIONS
 from tests.kernels.compile_sm90 import resources
 
 # The number of query heads.
@@ -137,7 +138,7 @@ def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tr
         signature[name] = "constexpr" if name in constants else types.get(name, plain)
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    options = dict(num_warps=4, maxnreg=getattr(config, "max_registers", None))
+    options = OPTIONS | dict(num_warps=4, maxnreg=getattr(config, "max_registers", None))
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
