@@ -33,7 +33,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save blank pictures. The tests of the reports draw figures, and so do runs in other processes."""
+    """Save blank pictures. Figures are drawn by the tests of the reports, and by runs that tests start in other processes."""
     blank = io.BytesIO()
     Image.new("L", (1, 1)).save(blank, "png")
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(blank.getvalue()))
