@@ -65,7 +65,6 @@ def choose_backend(
     """Select the backend for tensors with this `dtype` on this `device`.
 
     Args:
-        backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
         plain: whether the call has at least one key, no dropout and no block mask, as the Hopper kernels require.
         precision: as for `forward`. If the FP8 kernel cannot run, "auto" selects a backend that computes with the rounded

@@ -18,10 +18,9 @@ SIZE_UNIT = 64
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A block mask states, for each pair of a query block and a key block, whether the queries attend to the keys. A query
-    attends to a key if the mask keeps the pair of their blocks and the interval mask allows the key.
+    """A query attends to a key if the interval mask allows the key and `keep` is True for their two blocks.
 
-    Create a block mask once and pass the same object to every call, because the object caches lists of blocks for the kernels.
+    Pass the same object to every call, because the object caches lists of blocks for the kernels.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
@@ -84,8 +83,7 @@ class BlockMask:
         if key in self._cached_lists:
             return self._cached_lists[key]
         lists = _lists(rows())
-        # Lists that are computed during the capture of a CUDA graph have no values before the first replay. Other calls must
-        # not use them.
+        # Lists from the capture of a CUDA graph have no values before the first replay, so do not cache them.
         if not is_capturing(self.keep.device):
             self._cached_lists[key] = lists
         return lists
@@ -94,7 +92,8 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """List the True columns of each row of `keep` (..., C), a bool mask. Return int32 (..., C + 1, 2).
 
-    Entry c of a list is (the count of True values before column c, the column of the c-th True value).
+    Entry c of a list consists of two numbers. The first number counts the True values before column c. The second number is the
+    column of the c-th True value.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

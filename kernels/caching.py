@@ -2,8 +2,8 @@
 
 PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written the
 tensor. PyTorch could also reuse the memory of a dropped tensor while another stream still reads the tensor. The class
-`SharedTensors` prevents both errors. A tensor that is computed while a CUDA graph is captured has no values before the first
-replay, so no cache may keep it.
+`SharedTensors` prevents both errors. Tensors from the capture of a CUDA graph have no values before the first replay, so caches
+never keep them.
 """
 
 import threading
@@ -119,14 +119,14 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # Read the value before the stream check, because another thread may store a new value at any time.
+        # Read the value first, because another thread may store a new value between the stream check and the read.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """Let `use` make other streams wait until the current stream has written `tensors`. The dictionary does not contain
-        `tensors`.
+        """After this call, `use` makes other streams wait until the current stream has written `tensors`. The tensors do not
+        become values of the dictionary.
         """
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:

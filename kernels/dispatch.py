@@ -1,8 +1,8 @@
 """The entry points of the kernels. Each function checks its arguments, chooses a backend with `ringattn.kernels.backends`, and
 calls the kernel of this backend.
 
-With backend="auto", a call on a GPU with few queries uses the kernel of `ringattn.kernels.triton.decode`, which divides the
-keys among programs.
+With backend="auto", calls with few queries on a GPU use the kernel of `ringattn.kernels.triton.decode`, which divides the keys
+among programs.
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a Hopper kernel reads
 FP8 inputs. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. No backward
@@ -38,7 +38,7 @@ def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks:
     return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain)
 
 
-# The following functions import the kernels of a backend at its first call, so that a rank on a CPU never loads Triton.
+# Import the kernels of a backend only at its first call, so that a rank on a CPU never loads Triton.
 
 
 @cache
@@ -168,7 +168,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
 
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
-    """Round q, k and v to FP8, as the forward with precision="fp8" does, and convert them back to bf16, fp32 or fp64.
+    """Round q, k and v to FP8 as `forward` does, and return the rounded numbers in bf16, fp32 or fp64.
 
     The returned queries and keys are rotated. Pass gradients with respect to the rotated queries and keys to `fp8.rotate_back`.
     """
@@ -194,7 +194,7 @@ def backward_fp8(
 ) -> Gradients:
     """Compute the gradients of a forward with precision="fp8", in the dtypes of q, k and v.
 
-    With the unrounded inputs, the scores would not match the lse of the forward, and exp(s - lse) could be far above 1.
+    Unrounded inputs would give other scores than in the forward, so exp(s - lse) could be far above 1.
 
     Args:
         backward: backward(q, k, v, out, lse, dout, dlse) -> (dq, dk, dv), which is called with the rounded inputs. If q is
@@ -268,9 +268,9 @@ def decode(
 ) -> Any:
     """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
-    On a GPU, a split-KV kernel computes the call in one or two launches, which can be captured in a CUDA graph. With fp64
-    inputs or head dims above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the
-    backend "hopper" selects the Triton kernel.
+    On a GPU, a split-KV kernel needs one or two launches, which can be captured in a CUDA graph. With fp64 inputs or head dims
+    above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend "hopper"
+    selects the Triton kernel.
 
     Raises:
         ValueError: as for `forward`.
@@ -351,9 +351,9 @@ def backward(
 ) -> Gradients:
     """Compute `reference.backward` with the selected backend.
 
-    For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. All
-    other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a
-    fixed order, which is slower.
+    For head dims up to 128, the Hopper kernels sum dq in no fixed order. The last bits of dq may therefore differ from run to
+    run. All other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq
+    in a fixed order, which is slower.
 
     Args:
         q to dv, grad_dtype: as in `reference.backward`. If `delta` is (out, dlse), the function computes delta from both

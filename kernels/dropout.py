@@ -52,7 +52,9 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
-    """Compute four random words for each counter (four broadcastable int64 tensors of 32-bit words) with Philox-4x32."""
+    """Compute four random words per counter with Philox-4x32. A counter consists of four broadcastable int64 tensors of 32-bit
+    words.
+    """
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):

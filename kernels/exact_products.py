@@ -1,4 +1,4 @@
-"""Compute fp32 matrix products in full precision, whatever the settings of `torch.autocast`, TF32 and bf16 are."""
+"""Compute fp32 matrix products in full precision, even if autocast, TF32 or bf16 products are enabled."""
 
 import threading
 from collections.abc import Generator

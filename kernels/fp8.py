@@ -1,13 +1,14 @@
 """This module defines the FP8 format of attention inputs, and converts q, k and v to FP8 in PyTorch.
 
-FP8 attention rounds q, k and v to e4m3, a format with 4 exponent bits, 3 mantissa bits and the largest number 448. A *block* is
-128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its block:
+FP8 attention rounds q, k and v to e4m3. This format has 4 exponent bits and 3 mantissa bits, and its largest number is 448. A
+*block* is 128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its
+block:
 
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
-Scales. The scale of a block is the smallest power of two, from 2^-126 to 2^126, such that no finite element divided by the
-scale exceeds 448 in magnitude. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
+Scales. Scales are powers of two from 2^-126 to 2^126. A block has the smallest scale for which (largest finite magnitude) /
+scale is at most 448. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
 
 Rotation. Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
 spreads large features over the whole head, which removes most of the rounding error.
@@ -20,8 +21,8 @@ contains key 8 (2 h + b // 2) + 2 t + b % 2:
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...
 
 After the product q k^T, thread t of a quad holds the scores of the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. In an FP8 wgmma,
-each thread holds four consecutive positions of the left operand. With the order above, each thread already holds the
-probabilities of its four keys, so no data moves between threads.
+each thread holds four consecutive columns of the left operand. The order above puts the four keys of a thread into consecutive
+columns, so threads exchange no data.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ BLOCK = 128  # tokens per scale
 HEAD_DIMS = (64, 128, 256)  # equal head dims D and Dv for which a GPU has special kernels
 DTYPE = torch.float8_e4m3fn
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9
-# For these exponents, a scale and its inverse are normal fp32 numbers.
+# For exponents from -126 to 126, a scale and its inverse are normal fp32 numbers.
 _MIN_SCALE_EXPONENT, _MAX_SCALE_EXPONENT = -126, 126
 
 
@@ -54,7 +55,7 @@ class QuantizedRows:
 class QuantizedValues:
     """Values: e4m3 (B, H, ceil(N / 128), D, 128) with contiguous tiles (D, 128), and scales fp32 (B, ceil(N / 128), H).
 
-    For a ring, `data` is stored with blocks before heads, because a ring sends whole blocks.
+    In memory, `data` stores blocks before heads, because a ring of GPUs sends whole blocks.
     """
 
     data: Tensor
@@ -71,7 +72,7 @@ def rotation(dim: int, device: torch.device) -> Tensor:
 
     The matrix is a diagonal matrix of fixed random signs times a block-diagonal matrix of normalised Hadamard matrices.
     """
-    # The matrix is cached, so the caller's modes and defaults must not affect it.
+    # A cached matrix must not depend on the caller's autograd mode and default device.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
         signs = 1.0 - 2.0 * torch.randint(2, (dim,), generator=generator, device="cpu").float()
@@ -96,7 +97,7 @@ def key_order(device: torch.device) -> Tensor:
 
 
 def quantize_rows(x: Tensor, rotate: bool = True, per_block: bool = True) -> QuantizedRows:
-    """Convert queries or keys (B, N, H, D) to e4m3. With the rotation, one infinity or NaN makes its whole row NaN.
+    """Convert queries or keys (B, N, H, D) to e4m3. With the rotation, a row that contains an infinity or NaN becomes NaN.
 
     Attention uses the defaults. If `per_block` is False, all blocks of a head share one scale, for studies of rounding errors.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile ends where a bound increases by at least DOCUMENT_JUMP tiles between two rows, as after a long document.
+# A tile also ends at the end of a long document, where a bound increases by at least DOCUMENT_JUMP tiles.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
@@ -48,7 +48,7 @@ class Intervals:
     wait: bool
     of_keys: bool = False
     is_replaced: bool = False
-    # A table's key consists of the method that computed the table, and its arguments.
+    # A key contains the name of the method that computed the table, and the arguments of the call.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,12 +123,12 @@ class Intervals:
         For each tile of rows, a program loops over tiles of columns. Step i of the loop starts at column begin + i * step. In
         the first num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all
         columns, so no masking is needed. After the unmasked steps, the scores of all remaining steps must be masked. Tiles end
-        at the ends of long documents, because a tile of two documents would loop over the columns of both documents.
+        at the ends of long documents. A tile with rows of two documents would loop over the columns of both.
 
         Args:
-            rows, step: the maximal number of rows per tile, and the number of columns per step.
-            split_documents: whether tiles end where long documents end, instead of at multiples of `rows`.
-            aligned: whether begin is rounded down to a multiple of `step`.
+            rows, step: the largest number of rows per tile, and the columns per step.
+            split_documents: whether tiles also end at the ends of long documents.
+            aligned: whether begin is a multiple of `step`.
 
         Returns:
             int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, the number of
@@ -242,13 +242,13 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return a table shape that is large enough for the table `key` of any equally shaped mask."""
+        """Return a shape that is large enough for the table `key` of every mask with the same shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
         batch, heads, _, programs, *_ = arguments
-        # This bound allows for uneven assignment, split work tiles and a final row of zeros.
+        # Leave room for uneven assignment, split work tiles and a final row of zeros.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -301,8 +301,8 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of the masks that use the given tensors as bounds and tables. For each mask in `sides(masks)`, `tensors`
-    must contain lo, hi and the tables.
+    """Return copies of the masks that use the given tensors as bounds and tables. The iterable `tensors` yields lo, hi and all
+    tables of each mask in `sides(masks)`.
     """
     remaining = iter(tensors)
 

@@ -13,8 +13,8 @@ from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack
 
 
 class MaskSlots:
-    """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Run the kernels of the graph
-    once beforehand, so that the masks contain all tables that the kernels need.
+    """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Run the kernels with the
+    masks before you create the object, so that the masks contain all necessary tables.
 
     Capture the graph with the masks of `self.masks`.
     """
@@ -39,5 +39,5 @@ class MaskSlots:
         return packed
 
     def write(self, packed: Tensor) -> None:
-        """Replace the masks by a copy on the current stream. The host does not wait for the copy."""
+        """Copy `packed` to the memory of the masks on the current stream. The host does not wait for the copy."""
         self._memory.copy_(packed, non_blocking=True)

@@ -1,16 +1,17 @@
 """Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
-B is the batch size, Nq and Nk are the numbers of queries and keys, Hq and Hkv the numbers of query heads and key heads. Query
-head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv is the head dim of v:
+B is the batch size. Nq and Nk are the numbers of queries and keys. Hq and Hkv are the numbers of query heads and key heads.
+Query head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv is the head dim of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
     intervals                                                      the mask, see `ringattn.kernels.interval_mask`
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-The scores of a query are s = scale * q k^T. For the keys that a query has attended to so far, m is the maximum of s, l is sum
-exp(s - m), and o is sum exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and
-the lse -inf. In the Hopper kernels, m may differ from the maximum, but l and o always match m.
+The scores of a query are s = scale * q k^T. In the state of a query, m is the maximum of s, l is sum exp(s - m), and o is sum
+exp(s - m) v. The state includes all keys that the query has attended to so far. A query that has attended to no key has the
+empty state (-inf, 0, 0), the output 0 and the lse -inf. In the Hopper kernels, m may differ from the maximum, but l and o
+always match m.
 
 With `dropout`, o is the sum over the kept probabilities, multiplied by the dropout factor. Dropout does not change m, l and
 lse. The argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton
@@ -80,7 +81,7 @@ def merge_states(
     """Merge partial states into `base` (m, l, o), in place. Return `base` if `dtype` is None, or (out, lse) from `finalize`,
     with `out` in `dtype`.
 
-    For each pair (first, state) of `parts`, a state of n tokens is merged into the tokens [first, first + n) of `base`.
+    A pair (first, state) in `parts` contains the state of the tokens [first, first + n) of `base`.
     """
     for first, part in parts:
         rows = tuple(x[:, first : first + part[0].shape[1]] for x in base)
@@ -90,7 +91,7 @@ def merge_states(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Merge the states of all ranks in a fixed order, and return the output of this `shape` (B, N, H, D). Row r of `states`
+    """Merge the states of all ranks in a fixed order. Return the output, with this `shape` (B, N, H, D). Row r of `states`
     contains o, m and l of rank r.
     """
     rows = shape[:3].numel()
@@ -239,7 +240,7 @@ def backward(
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)
-    # The lse of a query without keys is -inf, and exp(-inf + inf) would be NaN.
+    # A query without keys has lse = -inf, and exp(-inf + inf) would be NaN.
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _to_head_groups(q, num_key_heads), _to_head_groups(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
@@ -257,8 +258,8 @@ def backward(
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Add a sink per head (Hq,) to the softmax of attention. Return the new `out` (B, N, Hq, Dv) and `lse` (B, N, Hq).
 
-    A sink adds exp(sink) to the denominator of the softmax, and has no value vector. `lse` and `sinks` are fp32, or fp64 for
-    fp64 inputs. All operations are differentiable.
+    A sink adds exp(sink) to the denominator of the softmax, and has no value vector. The tensors `lse` and `sinks` are fp32, or
+    fp64 for fp64 inputs. All operations are differentiable.
     """
     return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype), torch.logaddexp(lse, sinks)
 
@@ -276,7 +277,7 @@ def add_sinks_backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add the partial gradients of other ranks to this rank's `base` (B, N, H, D), and round the sum once, to `dtype`.
+    """Add the partial gradients of other ranks to this rank's `base` (B, N, H, D). Round the sum once, to `dtype`.
 
     The tensor `base` has the dtype of states, and the function may overwrite `base`. For each pair (first, x) of `parts`, x (B,
     n, H, D) is added to the tokens [first, first + n) of `base`. All tensors are contiguous.

@@ -2,16 +2,16 @@
 
 A work tile is a tile of keys of one head. The order of two work tiles matters only if a query attends to keys of both. Because
 lo and hi never decrease, only the order of neighbouring work tiles must be fixed. Of two neighbouring work tiles, the
-*predecessor* adds to dq first. A *chain* is a maximal sequence of work tiles of one head in which any two neighbours share a
-query. Each chain has one of two directions:
+*predecessor* adds to dq first. Neighbouring work tiles of a head that share a query belong to the same *chain*. The work tiles
+of a chain are processed in one of two directions:
 
 - In a *forwards* chain, the work tile of the last keys starts first. Each work tile loops over its query tiles from first to
   last.
 - In a *backwards* chain, the work tile of the first keys starts first. Each work tile loops over its query tiles from last to
   first.
 
-Under a causal mask without documents, the direction alternates from one head group to the next, so that all programs end at
-nearly the same time.
+Under a causal mask without documents, neighbouring head groups have different directions. All programs then end at nearly the
+same time.
 """
 
 import torch
@@ -54,7 +54,7 @@ def order_work_tiles(
     num_heads, num_masks = batch * heads, len(tiles)
     num_groups = -(-num_heads // heads_per_group)
     if num_groups < num_heads:
-        # An even number of head groups balances the two directions.
+        # With an even number of head groups, both directions are equally frequent.
         num_groups += num_groups % 2
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
@@ -107,9 +107,9 @@ def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, ...]) -> Te
 def _order_chains(
     tiles: Tensor, begin: Tensor, stop: Tensor, exists: Tensor, linked: Tensor, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Order the tiles of each head, forwards if `direction` is 1 or backwards if it is -1. Return (rank, columns).
+    """Order the tiles of each head, forwards if `direction` is 1 and otherwise backwards. Return (rank, columns).
 
-    The tensor `rank` (B, T) contains the place of each tile in the order, with empty tiles last.
+    The tensor `rank` (B, T) contains the position of each tile in the order. Empty tiles come last.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin
@@ -117,7 +117,7 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Chains with the longest loops start first, and the work tiles of different chains are interleaved.
+    # Chains with longer loops start first. The work tiles of different chains are interleaved.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))

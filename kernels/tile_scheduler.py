@@ -1,8 +1,7 @@
-"""Compute, once per mask, the tables that tell the programs of a kernel which tiles to compute.
+"""Assign tiles to the programs of a kernel. The results are tables, which are computed once per mask.
 
-This module numbers the rows of all batch entries consecutively: row i of batch entry b has the number b * N + i. A tile is
-described by the six numbers that `Intervals.tiles` returns. A *work tile* is a tile of one head, with eight numbers: the six
-numbers of the tile, the head and the batch entry.
+In this module, row i of batch entry b has the number b * N + i. Six numbers describe a tile, see `Intervals.tiles`. A *work
+tile* is a tile of one head. A work tile has eight numbers: the six numbers of the tile, the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -10,7 +9,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# Fixed overhead of a work tile, in steps.
+# Fixed overhead of a work tile, as a number of steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
@@ -20,13 +19,13 @@ MARGIN = 0.04
 # Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
 CONSUMER_ROWS = 64
 
-# If sorting assigns fewer than MIN_BLOCK work tiles at once, a heap is faster for the next HEAP_TILES work tiles.
+# Sorting is slow if it assigns fewer than MIN_BLOCK work tiles at once. A heap then assigns the next HEAP_TILES work tiles.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows of `bound` (B, N) into pieces, such as documents, and return (start, stop) of all pieces. A piece starts
-    at every batch entry, and wherever `bound` increases by at least `jump`.
+    """Split the rows of `bound` (B, N) into ranges, and return the (start, stop) of all ranges. A range starts at every batch
+    entry, and wherever `bound` increases by at least `jump`.
     """
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
@@ -37,7 +36,7 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
 
-    The last tile of a range, or the first tile with `from_end`, may be shorter than `rows`.
+    The last tile of a range may be shorter than `rows`. With `from_end`, the first tile of a range may be shorter instead.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -56,8 +55,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # Because lo and hi never decrease, all rows attend to [last_lo, first_hi), and no row attends to a column outside
-    # [first_lo, last_hi).
+    # The bounds lo and hi never decrease. All rows therefore attend to [last_lo, first_hi), and no row attends to a column
+    # outside [first_lo, last_hi).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -94,7 +93,7 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
-    """Split the work tiles of the last wave in two if the last wave would leave at least half of the programs idle."""
+    """If the last wave would leave at least half of the programs idle, split its work tiles in two."""
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
@@ -127,11 +126,10 @@ def assign_work_tiles(
 ) -> ndarray:
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
-    If some programs would end late, long work tiles start earlier than in the given order. The argument `predecessors` holds,
-    for each work tile, the index of the work tile that must start earlier, or -1. The argument `limit` is the maximal number of
-    work tiles per program.
+    If some programs would end late, long work tiles start earlier than in the given order. Each number in `predecessors` is the
+    index of a work tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles per program.
 
-    Return int32 (n, programs, c). In the result, [:, p] holds the work tiles of program p, followed by at least one row of
+    Return int32 (n, programs, c). Column p of the result contains the work tiles of program p, and then at least one row of
     zeros.
     """
     if not len(work_tiles):
@@ -161,7 +159,7 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
     loads, least = np.arange(programs), np.empty_like(steps)
     done = 0
     while done < len(steps):
-        # Work tile i of the block goes to the program with the i-th smallest load.
+        # The next work tiles go to the programs with the smallest loads.
         block = steps[done : done + programs]
         results = loads[: len(block)] + block
         is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
@@ -192,8 +190,8 @@ def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[nda
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times. Move a work tile forward if the work tile would end later than (1 - MARGIN) times
-    the mean time of all programs.
+    """Order work tiles by their start times. Each work tile starts early enough to end within (1 - MARGIN) times the mean time
+    of the programs.
 
     A work tile never starts before its predecessor.
     """
@@ -202,7 +200,7 @@ def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarr
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # Because predecessors come earlier in the list, a backward loop reads only final start times.
+        # Predecessors come earlier in the list, so a loop from the end reads only final start times.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:

@@ -87,7 +87,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not all(isinstance(x, Tensor) for x in (q, k, v)):
             kinds = ", ".join(type(x).__name__ for x in (q, k, v))
             raise ValueError(f"q, k, v are {kinds}: give three tensors (batch, tokens, heads, head dim)")
-    # Nested tensors may have the strided layout.
+    # Some nested tensors have the strided layout, so also test `is_nested`.
     if not q.layout is k.layout is v.layout is torch.strided or q.is_nested or k.is_nested or v.is_nested:
         raise ValueError(
             f"q, k, v are {q.layout}, {k.layout}, {v.layout} or nested: give dense tensors; for packed documents, "

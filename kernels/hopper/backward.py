@@ -30,7 +30,7 @@ from ringattn.kernels.triton.launcher import launch
 # With more queries per 64 keys, skipping masked steps would cost more time than it saves.
 MOST_QUERIES_TO_SKIP = 1536
 
-# In the wide kernel for dq, K and V of a head group take at most KEY_BYTES_IN_L2 and stay in the L2 cache.
+# In the kernel for dq, K and V of a head group take at most KEY_BYTES_IN_L2 and stay in the L2 cache.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -40,7 +40,7 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     Args:
         deterministic: whether dq is summed in a fixed order.
-        skips_steps: whether a consumer skips the steps in which no query attends to its keys.
+        skips_steps: whether consumers skip fully masked steps.
     """
 
     head_dim: int
@@ -60,8 +60,8 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def keeps_operands(self) -> bool:
-        """Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. Tiles of 64 or 128
-        columns would need more registers than a thread has.
+        """Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. For tiles of 64 or
+        128 columns, a thread has too few registers.
         """
         return self.columns == 96
 
@@ -124,8 +124,8 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """Return the layout of P (64 keys, queries) in shared memory. The elements have the order of the registers, which
-        avoids bank conflicts.
+        """Return the layout of P (64 keys, queries) in shared memory. Elements are stored in register order, which avoids bank
+        conflicts.
         """
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
@@ -164,8 +164,7 @@ def backward(
 ):  # fmt: skip
     """Compute `reference.backward` on one sm_90 GPU.
 
-    The restrictions of `forward.forward` apply. `delta` may be (out, dlse). For head dims up to 128, dq is summed in no fixed
-    order, except under `torch.use_deterministic_algorithms(True)`, which is slower.
+    The restrictions of `forward.forward` apply. `delta` may be (out, dlse).
     """
     if q.numel() == 0 or k.numel() == 0:
         return triton_common.allocate_gradients(q, k, v, (dq, dk, dv), grad_dtype)

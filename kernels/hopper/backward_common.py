@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# The lower bound of a missing row exceeds every token index, so all scores of the row are masked.
+# Missing rows have this lower bound. It exceeds every token index, so all of their scores are masked.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -48,7 +48,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     `probabilities`.
 
     A step of QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. For fewer
-    than 64 keys, the range is empty, and every step needs a mask.
+    than 64 keys, every step needs a mask, so this range is empty.
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
@@ -62,10 +62,10 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store a tile (64, n) in the rows [own, end), or add the tile to the rows if ADD is set.
+    """Store a tile (64, n) in the rows [own, end). If ADD is set, add the tile instead.
 
-    The pointer `base` is the address of row `own` of a head in a contiguous tensor (rows, NUM_HEADS, DIM). FIRST is the first
-    column.
+    The pointer `base` is the address of row `own` of one head. The tensor (rows, NUM_HEADS, DIM) is contiguous. FIRST is the
+    first column.
     """
     LAYOUT: gl.constexpr = tile.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))

@@ -2,8 +2,8 @@
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
 A work tile is up to 128 keys of one key head. For every query head of the group, the program loops over the query tiles that
-attend to the keys of the work tile. A program has one producer and two consumers. The producer is a single warp. Each consumer
-is a warpgroup that keeps dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are queries.
+attend to these keys. A program has one producer and two consumers. The producer is a single warp. Each consumer is a warpgroup
+that keeps dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are queries.
 
       PRODUCER                               SHARED MEMORY                       CONSUMERS
 
@@ -30,17 +30,15 @@ One step of a consumer:
       send dQ                             while dK runs
       release the stage
 
-dQ is a sum over all 128 keys, so it needs dS of both consumers. A step computes dQ of the previous step, so that the consumers
-need not wait for each other's dS. Once per step, each consumer waits at the barrier `empty` until both consumers have finished
-the previous step. After this wait, dS of the previous step is complete, and no consumer reads dS of two steps ago, so the new
-dS may overwrite the old dS.
+dQ is a sum over all 128 keys, so it needs dS of both consumers. Each step computes the dQ of the step before it. The consumers
+therefore need not wait for each other's dS. In each step, a consumer waits at `empty` until both consumers have finished the
+previous step. After this wait, dS of the previous step is complete. No consumer still reads dS of two steps ago, so the new dS
+may overwrite it.
 
-Shared memory has two slots for K, because the first step of a work tile computes the last dQ of the previous work tile. The
-first dQ of a program is computed from uninitialised memory and added to a spare chunk.
+The first step of a work tile computes the last dQ of the previous work tile. Shared memory therefore has two slots for K.
 
-The sums of dq are stored in the order in which the registers of a consumer hold dQ. This order avoids bank conflicts in shared
-memory, whose bandwidth limits this kernel. No product may be in flight at the end of a loop iteration, because the assembler
-ptxas would then serialise all products.
+Shared memory bandwidth limits this kernel. The sums of dq are therefore stored in register order, which avoids bank conflicts.
+If a product were in flight at the end of a loop iteration, the assembler ptxas would serialise all products.
 """
 
 from triton.experimental import gluon
@@ -85,7 +83,7 @@ STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# Every program adds its first dQ, which is invalid, to the unused chunk SPARE_CHUNK of `dq_sums`.
+# A program computes its first dQ from uninitialised memory, and adds it to the unused chunk SPARE_CHUNK of `dq_sums`.
 SPARE_CHUNK = gl.constexpr(0)
 
 
@@ -96,7 +94,7 @@ def dq_columns(config, consumer: int) -> int:
 
 @gluon.constexpr_function
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
-    """Return the layout of dQ (64, columns) in shared memory. The elements have the order of the registers, which avoids bank
+    """Return the layout of dQ (64, columns) in shared memory. Elements are stored in register order, which avoids bank
     conflicts.
 
     Basis vector i of the layout is the (row, column) of the element at offset 2**i. The swizzle in this layout cancels the
@@ -110,7 +108,7 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
 
 @gluon.jit
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
-    """The direction is -1 if the loop runs from the last query tile to the first, and otherwise 1."""
+    """The direction is -1 if the loop starts at the last query tile, and otherwise 1."""
     if CONFIG.deterministic:
         entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
         direction = gl.load(entry + 8)
@@ -167,15 +165,15 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The first step of the previous work tile also reads this slot. If the previous work tile has only one
-                    # step, wait for that step.
+                    # The first step of the previous work tile also reads the K in this slot. If the previous work tile has only
+                    # one step, wait for the step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # The previous work tile reads V from this buffer until its last step.
+                    # The last step of the previous work tile still reads V from this buffer.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -246,7 +244,7 @@ def _step(
     operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one query tile to grad_k and grad_v, and add dQ of the previous step to the sums of dq. Return
+    """Add the contributions of one query tile to grad_k and grad_v. Add dQ of the previous step to the sums of dq. Return
     (grad_k, grad_v).
 
     Args:
@@ -284,13 +282,12 @@ def _step(
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
-    # After this wait, dS of both consumers is complete, and the memory for the next dS is free.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
     # Without this fence, wgmma could read shared memory before the stores of dS are visible.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # The compiler adds a thread barrier after this short wait. The stores of dS need this barrier, too.
+        # After this wait, the compiler adds a thread barrier, which the stores of dS also need.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
@@ -309,7 +306,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Skip a step in which no query attends to this consumer's keys. Add only dQ of the previous step to dq."""
+    """Skip a step in which no query attends to this consumer's keys. The step still adds dQ of the previous step to dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)

@@ -17,7 +17,7 @@ PREPARED_ROWS = gl.constexpr(32)
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
-    """Pack lse (in log2 units) and delta of one query tile of one head, and set the sums of dq for this tile to zero.
+    """Pack lse (in log2 units) and delta of one query tile of one head. Set the sums of dq for this tile to zero.
 
     Args:
         delta: (B, Nq, Hq), or None to compute delta from out, dout and dlse.
@@ -73,8 +73,9 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Convert one chunk of dq to row order and multiply it by `scale`. Store the result in the contiguous dq, or add the result
-    to dq."""
+    """Convert one chunk of dq to row order and multiply it by `scale`. Store the result in the contiguous dq, or add it if
+    `add_dq` is set.
+    """
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads

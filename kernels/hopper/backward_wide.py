@@ -1,16 +1,16 @@
 """This module contains the backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
 
-At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A single kernel for all gradients, like
-`backward_narrow`, would add to dq in memory for every 64 keys, which would be slow. Therefore one kernel computes dk and dv,
-and another kernel computes dq. Both kernels compute the scores, so there are 7 products instead of 5. With two kernels, every
-sum has a fixed order, so the gradients are deterministic.
+At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A single kernel like `backward_narrow` would be
+slow, because it would add to dq in memory for every 64 keys. Therefore one kernel computes dk and dv, and another kernel
+computes dq. Both kernels compute the scores, so there are 7 products instead of 5. With two kernels, every sum has a fixed
+order, so the gradients are deterministic.
 
-Each tile in shared memory consists of parts of 64 or 128 columns, because head dim 192 is not a power of two. In this module, a
-*ring* is the tuple (tiles, full, empty) of a ring buffer, each slot of which holds one part.
+Head dim 192 is not a power of two. Tiles in shared memory therefore consist of parts of 64 or 128 columns. In this module, a
+*ring* is a ring buffer whose slots hold one part each, given as the tuple (tiles, full, empty).
 
 THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. For every query head of the group, the program loops
-over the query tiles that attend to the keys of the work tile. Scores are transposed, so rows are keys. One consumer keeps dk in
-registers, and the other one keeps dv.
+over the query tiles that attend to these keys. Scores are transposed, so rows are keys. One consumer keeps dk in registers, and
+the other one keeps dv.
 
       PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0 (dv)                 CONSUMER 1 (dk)
 
@@ -26,7 +26,7 @@ the queries of a work tile attend:
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
 In both kernels, the last product of a step runs together with the first products of the next step. The consumers issue products
-in turns, so that the products of one consumer keep the tensor cores busy while the other consumer computes in registers.
+in turns. While one consumer computes in registers, the products of the other consumer keep the tensor cores busy.
 """
 
 from triton.experimental import gluon
@@ -94,7 +94,6 @@ def _load_whole(tensor, coordinates, tiles, full, PARTS: gl.constexpr):
 def _load_into_ring(
     tensor, coordinates, ring, step, PARTS: gl.constexpr, SLOTS: gl.constexpr, scalars=None, packed=None, scalar_tiles=None
 ):
-    """The argument `scalars` is lse for a tile of Q, or delta for a tile of dO."""
     tiles, full, empty = ring
     for part in gl.static_range(PARTS):
         slot, phase = _locate(step, part, PARTS, SLOTS)
@@ -146,7 +145,7 @@ def _write_gradient(
     grads, sums, row_range, num_rows, factor,
     NUM_HEADS: gl.constexpr, DIM: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Store factor * sums, or add factor * sums if ADD is set.
+    """Store factor * sums in `grads`, or add it to `grads` if ADD is set.
 
     Args:
         grads: contiguous (B, num_rows, NUM_HEADS, DIM).
@@ -270,7 +269,6 @@ def _issue_key_scores(buffers, rings, step, CONSUMER: gl.constexpr, CONFIG: gl.c
 
 @gluon.jit
 def _consume_keys(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Consumer 0 computes P and dv, and consumer 1 computes dS and dk."""
     bounds, work_tiles, sizes, grads, scale, buffers, barriers, rings = arguments
     _num_masks, _num_tiles, num_keys = sizes
     FOR_DV: gl.constexpr = CONSUMER == 0
@@ -415,8 +413,8 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _own_steps(row_bounds, begin, num_steps):
-    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The consumer computes at least one step, namely the
-    steps in [first, end). A step needs no mask if its first key is in the range from first_unmasked to last_unmasked.
+    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The consumer computes all steps in [first, end), a
+    range that is never empty. A step needs no mask if its first key is in the range from first_unmasked to last_unmasked.
     """
     lo, hi, num_own = row_bounds
     last = gl.minimum(num_own, ROWS) - 1
@@ -443,7 +441,7 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release the slots and the ping-pong turns of `num_steps` skipped steps, because the other warps need them."""
+    """Release the slots of the skipped steps to the producer, and pass the ping-pong turns to the other consumer."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring

@@ -1,9 +1,8 @@
 """Compute the matrix products of the Hopper kernels for tiles of 64, 96 or 128 columns.
 
 The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 therefore has 128 columns, and the last 32 columns
-are zeros. To multiply only the first 96 columns, the functions issue a product with 64 columns and a product with 32 columns.
-The columns that one product multiplies are called a *part*. Tiles with 96 columns have two parts, and tiles with 64 or 128
-columns have one part.
+are zeros. To multiply only the first 96 columns, the functions issue two products, with 64 and 32 columns. Each product
+multiplies one *part* of the columns. Tiles with 96 columns have two parts, and tiles with 64 or 128 columns have one part.
 
 The argument COLUMNS is the number of columns that are multiplied: 64, 96 or 128.
 """
@@ -34,7 +33,7 @@ def split_tile(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load the parts of a tile (64, columns) into registers, as left operands of a matrix product (64, N)."""
+    """Load a tile (64, columns) into registers, as the left operand of a matrix product (64, N). Return its parts."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(N), k_width=2)
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(tile, COLUMNS)

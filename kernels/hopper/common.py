@@ -48,7 +48,7 @@ PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# Triton 3.8 and later reject views that are larger than the indexed part of a buffer. `forward_short` needs such views.
+# Triton 3.8 and later reject views that extend beyond the indexed slice of a buffer, as in `forward_short`.
 CHECKS_VIEWS = TRITON_VERSION >= (3, 8)
 
 # Triton 3.8 renamed the functions for asynchronous copies from and to global memory.
@@ -127,7 +127,7 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
 
 @lru_cache(maxsize=64)
 def num_programs(device: torch.device, shares_sms: bool) -> int:
-    """Return the maximal number of programs of a kernel: one per SM, or unlimited if other kernels occupy some SMs."""
+    """Return how many programs a launch may have: one per SM, or any number if other kernels share the SMs."""
     return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -145,8 +145,8 @@ def as_addressable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
-    """Return whether TMA accepts these strides. The last stride must be 1, and the others positive multiples of `unit` (16
-    bytes).
+    """Return whether TMA accepts these strides. The last stride must be 1. All other strides must be positive multiples of
+    `unit` (16 bytes).
     """
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % unit == 0 for stride in outer)
@@ -213,8 +213,8 @@ def as_left(tile, COLUMNS: gl.constexpr):
 def allocate_barrier(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return one mbarrier per slot. Allocate only barriers that the kernel waits for.
 
-    Triton gives the memory of an unused barrier to other data. When several processes share a GPU, the GPU saves and restores
-    the state of every initialised barrier, and would overwrite these data.
+    Triton gives the memory of an unused barrier to other data. When processes share a GPU, the GPU saves and restores every
+    initialised barrier. Restoring an unused barrier would overwrite the data that replaced it.
     """
     barrier = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -224,7 +224,7 @@ def allocate_barrier(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots. At each barrier, one thread per partition arrives."""
+    """Return the barriers `full` and `empty` of SLOTS slots. One thread per partition arrives at each barrier."""
     return allocate_barrier(SLOTS, PRODUCERS), allocate_barrier(SLOTS, CONSUMERS)
 
 

@@ -17,8 +17,8 @@ as a step.
 
 Each work tile has two counters in global memory: one for its even steps and one for its odd steps.
 
-There is no deadlock, because a program waits only for earlier work tiles of the table, whose programs have already started.
-A cooperative launch, or `take_number`, guarantees that earlier work tiles have started.
+There is no deadlock, because a work tile waits only for earlier work tiles. A cooperative launch, or `take_number`, guarantees
+that earlier work tiles have started.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # The tensor `progress` begins with two integers: the number of programs that have started, and an unused number.
 HEADER = gl.constexpr(2)
 
-# A counter at h * PER_HEAD + n means that n steps of query head h are finished. A query head has fewer than PER_HEAD steps.
+# After n steps of query head h, a counter is h * PER_HEAD + n. Every query head has fewer than PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
 WRITER_REGISTERS = gl.constexpr(24)
@@ -50,7 +50,7 @@ def take_number(progress):
 def _wait_for(pointer, count, seen):
     """Wait until the number at `pointer` is at least `count`.
 
-    Only lane 0 loads the number, so that all lanes leave the loop together, as the compiler assumes.
+    Lane 0 loads the number for all lanes, because the compiler assumes that all lanes leave the loop together.
     """
     while seen < count:
         seen = gl.inline_asm_elementwise(
@@ -63,7 +63,7 @@ def _wait_for(pointer, count, seen):
 
 @gluon.jit
 def _publish(pointer, progress):
-    """Wait until this warp's additions to dq are complete. Then store the progress of the work tile.
+    """Store the progress of the work tile after this warp's additions to dq are complete.
 
     The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Without
     release semantics, the last bits of dq changed in almost every test.

@@ -1,4 +1,4 @@
-"""At the end of a work tile, the Hopper forward merges the incoming state, and then writes the new state or the output.
+"""After a work tile, the Hopper forward merges the incoming state, and writes the new state or the output.
 
     incoming state   result   what happens to o
     no               output   o / l goes through the shared memory of Q and is stored by TMA
@@ -6,7 +6,7 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-After the last keys of a work tile, o is stored in stages of the K/V pipeline, called *state stages*.
+A *state stage* is a stage of the K/V pipeline that holds o after the last keys of a work tile.
 """
 
 from triton.experimental import gluon
@@ -30,9 +30,9 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Let a consumer use a K or V buffer for its o by signalling the barrier `full`.
+    """Signal the barrier `full`, so that a consumer may use a K or V buffer for o.
 
-    The buffers are numbered in the order K, V, K, V and so on. If `CONFIG.final` is set, TMA first copies a part of the
+    The buffers are numbered in the order K, V, K, V and so on. If `CONFIG.final` is set, TMA first copies columns of the
     incoming o into `buffer`.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
@@ -173,7 +173,6 @@ def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """The shared memory of Q (`query`) serves as the staging buffer of the output."""
     batch, head, first_row, end = row_range
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
@@ -200,10 +199,10 @@ def update_scalars(
 ):  # fmt: skip
     """Merge m and l of the result into the incoming state, in place.
 
-    The first pass marks each overflowed row with the sign bit of l, and the retry pass updates only marked rows.
+    The first pass marks overflowed rows with the sign bit of l. The retry pass updates only marked rows.
 
-    Return (written, alpha, beta, stays). The caller sets o to o * alpha + state_o * beta in the rows of the mask `written`.
-    In rows of the mask `stays`, o + state_o suffices.
+    Return (written, alpha, beta, stays). In the rows of the mask `written`, the caller sets o to o * alpha + state_o * beta. In
+    rows of the mask `stays`, o + state_o suffices.
     """
     incoming_m, incoming_l = incoming
     written = inside
@@ -220,7 +219,7 @@ def update_scalars(
         # Reinterpret l as an integer to set its sign bit. Triton computes -l as 0 - l, so -0.0 would be lost.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # For an incoming row without keys, o is 0, so beta does not matter.
+    # An incoming row that has attended to no key has o = 0, so beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 

@@ -1,5 +1,5 @@
-"""The Hopper kernels for FP8 and for head dims above 128 use this module to write the results of a work tile. The threads load
-and store o without TMA.
+"""The Hopper kernels for FP8 and for head dims above 128 write their results with this module. The threads load and store o
+without TMA.
 
 incoming state   result   what happens to o
 no               output   the threads store o / l
@@ -23,8 +23,8 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """The argument `part` contains the columns of o from FIRST on. The factors alpha and beta (64,) contain one number per row.
-    The tensor `index` (64,) contains the index of each row in (B, Nq, Hq), and `rows` (64,) is a mask of the rows to store.
+    """The tile `part` contains columns of o, and begins at column FIRST. Each of the 64 rows has two factors, alpha and beta,
+    and an index into (B, Nq, Hq). Only rows of the mask `rows` are stored.
     """
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns

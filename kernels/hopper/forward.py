@@ -96,8 +96,8 @@ class NarrowConfig(ForwardConfig):
     """The constants of `forward_narrow`.
 
     Args:
-        columns: the number of columns of a tile that are multiplied (64, 96 or 128).
-        joint_release: whether consumers release K and V of a stage together, after P V.
+        columns: how many columns of a tile are multiplied (64, 96 or 128).
+        joint_release: whether consumers release K and V of a stage together.
     """
 
     columns: int
@@ -115,7 +115,9 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def heads_per_tile(self) -> int:
-        """Four consumers compute four heads of the same 64 queries. `forward_short` computes all heads of a key head."""
+        """Four consumers compute four heads of the same 64 queries. In `forward_short`, a work tile has all query heads of a
+        key head.
+        """
         return {1: self.group, 4: 4}.get(self.consumers, 1)
 
     @property
@@ -128,7 +130,7 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def q_slots(self) -> int:
-        """Return the number of slots of Q in shared memory, at most two, because one bit selects the slot."""
+        """Shared memory has at most two slots for Q, because one bit selects the slot."""
         return 2 if self.final else 1
 
     @property
@@ -159,7 +161,6 @@ class ShortConfig(NarrowConfig):
 
     @property
     def tail_keys(self) -> int:
-        """A matrix product of `forward_short` covers 128 + tail_keys keys."""
         return TAIL_KEYS[self.packed_heads]
 
     @property
@@ -192,7 +193,7 @@ class WideConfig(ForwardConfig):
 
     @property
     def tails(self) -> int:
-        """Return the largest number of K tiles in the stages, including the tile that is being loaded."""
+        """Return how many K tiles the stages can hold at once, including the tile that is being loaded."""
         return (self.stages + self.overlap + 1) // 2
 
     @property
@@ -253,8 +254,7 @@ TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registe
 
 # `forward_short` is faster at head dims up to 64 if any 64 consecutive queries attend to at most SHORT_KEYS keys.
 SHORT_KEYS = 192
-# A matrix product of `forward_short` covers 128 + TAIL_KEYS[h] keys for h heads. With more heads, the product has fewer queries
-# and needs fewer keys.
+# In `forward_short`, a product of h heads has 64 / h queries and 128 + TAIL_KEYS[h] keys. Fewer queries need fewer keys.
 TAIL_KEYS = {8: 16, 4: 32, 1: 64}
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
 
@@ -302,8 +302,8 @@ def configure(
         return ShortConfig(64, **call, columns=columns, packed_heads=short, **TILES_SHORT)
     tiles = TILES_MEDIUM if medium else (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # The producer needs one stage besides the state stages to load the next work tile early. With one Q slot, two such stages
-    # fit into shared memory.
+    # To load the next work tile early, the producer needs one stage in addition to the state stages. With only one slot for Q,
+    # shared memory has room for two additional stages.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -348,7 +348,7 @@ def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
     if intervals.longest_tile > SHORT_KEYS or hopper_common.CHECKS_VIEWS:
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
-    # A product starts at a group of 8 keys, so up to 7 of its first keys may be unused.
+    # Products start at multiples of 8 keys, so up to 7 leading keys may be unnecessary.
     fits = {8: eight_rows <= 128 + TAIL_KEYS[8] - 7, 4: sixteen_rows <= 128 + TAIL_KEYS[4] - 7}
     return next((count for count in fits if fits[count] and heads[0] // heads[1] % count == 0), 1)
 
@@ -416,6 +416,6 @@ def _assign_work_tiles(
     num_heads, heads_per_group = num_heads // config.heads_per_tile, max(1, heads_per_group // config.heads_per_tile)
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms) * config.programs
-    # In-place updates leave rows without keys unchanged.
+    # Skip work tiles without keys in an in-place update, because their state does not change.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

@@ -3,7 +3,7 @@
 A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). `stage` is the
 next stage of the K/V pipeline, and `phase` is the phase bit of its barriers.
 
-The bit `slot` alternates between 0 and 1 from one work tile to the next, and is the phase of `q_full`. Q of a work tile is in
+The bit `slot` changes with every work tile, and is also the phase of the barrier `q_full`. The Q of a work tile is stored in
 slot `slot % q_slots` of shared memory.
 """
 
@@ -83,8 +83,8 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds, steps).
     row_bounds is (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the
     initial reference max. all_initialised states whether the consumer's first step sets the reference max of every row with
-    keys. steps is (first, end), the non-empty range of steps that the consumer computes. With `skips_steps`, the range leaves
-    out steps in which no row of the consumer attends to a key.
+    keys. steps is (first, end), the non-empty range of steps that the consumer computes. With `skips_steps`, the consumer skips
+    steps in which none of its rows attends to a key.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -106,7 +106,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
         first_step = gl.minimum(gl.maximum(first_lo - begin, 0) // CONFIG.keys, end_step - 1)
         end_step = gl.maximum(gl.minimum((last_hi - begin + CONFIG.keys - 1) // CONFIG.keys, end_step), first_step + 1)
     start = step_start(loop, first_step, CONFIG.keys)
-    # Because lo and hi never decrease, testing the first row and the last row suffices.
+    # It suffices to test the first row and the last row, because lo and hi never decrease.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + last_row, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -152,7 +152,7 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    # Waiting for phase 1 of a new barrier returns immediately, so the producer need not wait before the first use of a stage.
+    # At a new barrier, a wait for phase 1 returns immediately, so all stages are free at the start.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_work_tiles(LOAD, arguments, slot, position, CONFIG)
@@ -203,8 +203,8 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # Invalid results must be in global memory before the retry pass rewrites them, but `tma_store_wait` only waits
-                # until TMA has read shared memory.
+                # Invalid results must be in global memory before the retry pass rewrites them. The function `tma_store_wait`
+                # only waits until TMA has read shared memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
@@ -217,7 +217,7 @@ def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CO
 
 @gluon.jit
 def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release the stages and the ping-pong turns of `count` skipped steps, because the other warps need them."""
+    """Release the stages of `count` skipped steps to the producer, and pass the ping-pong turns to the next consumer."""
     _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     for _step_index in range(count):
@@ -246,7 +246,7 @@ def run_partitions(LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr
     """
     overflow = () if CONFIG.update_ref_max else _allocate_overflow(CONFIG)
     fence_async_shared()
-    # Gluon gives the first partition four warps and all remaining registers, so both lists omit the first partition.
+    # The two lists below omit the first partition, to which Gluon gives four warps and all remaining registers.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

@@ -18,15 +18,15 @@ issues its two matrix products in one of two orders:
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Therefore the tensor cores add only the
-products of one step, and the threads add the result to O in fp32. At D = 256, O needs 128 registers per thread. The kernel
-splits P V into products of `part_columns` columns, and at most two of these products are in flight.
+Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Therefore the tensor cores add only within a
+step, and the threads add the sums of all steps in fp32. At D = 256, O needs 128 registers per thread. The kernel splits P V
+into products of `part_columns` columns, of which at most two are in flight.
 
 Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
 P and a tile of ones.
 
-Scales. The scale of a block of V is a power of two, and its exponent is added to the scores of the block. The row sums of P
-must therefore be divided by the scale.
+Scales. The scale of a block of V is a power of two. The kernel adds the exponent of this scale to the scores of the block. The
+row sums of P must therefore be divided by the scale of V.
 """
 
 from triton.experimental import gluon
@@ -59,7 +59,6 @@ SUM_COLUMNS = gl.constexpr(8)
 def _load_stage(
     tiles, k_start, v_block, heads, ring, barriers, position, HAS_K: gl.constexpr, HAS_V: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """If HAS_K or HAS_V is 0 instead of 1, the tile is not loaded."""
     _q, k, v = tiles
     _q_full, _q_empty, full, empty = barriers
     batch, key_head = heads
@@ -124,8 +123,8 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Add all parts of P V except the last one to O. Return (parts, pending, sums) for `_finish_output`, which waits for
-    `pending`, the last part of P V.
+    """Compute P V in parts of columns, and add all parts except the last one to O. Return (parts of O, last part of P V, row
+    sums of P) for `_finish_output`.
     """
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
@@ -147,7 +146,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Add `pending` to the last part of O, without waiting for the latest IN_FLIGHT products."""
+    """Wait for `pending`, and add it to the last part of O. The latest IN_FLIGHT products may still run."""
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
         pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
@@ -178,7 +177,7 @@ def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
 @gluon.jit
 def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
     _q_scales, k_scales, v_scales, _num_query_blocks, num_key_blocks = operands
-    # A work tile without keys still has one step, whose block index may be too large.
+    # A work tile without keys still has one step, which may begin after the last block of keys.
     block = gl.minimum(start // BLOCK, num_key_blocks - 1)
     index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
     return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
@@ -186,7 +185,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """A score in log2 units is q k^T times the row's factor and the scale of K."""
+    """To convert q k^T to log2 units, multiply it by the factor of the row and the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -204,7 +203,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # In masked steps and the first unmasked step, rows may reach their first key, so ref_max may still be unset.
+    # The first key of a row is in a masked step or in the first unmasked step. Before that step, ref_max may be unset.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)

@@ -2,8 +2,8 @@
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
 A work tile is a tile of queries of one head. A program has one producer and two or three consumers. The producer is a single
-warp that loads Q, K and V. Each consumer is a warpgroup that computes 64 rows of every work tile and keeps scores,
-probabilities and o in registers.
+warp that loads Q, K and V. Each consumer is a warpgroup that computes 64 rows of every work tile. Its registers hold scores,
+probabilities and o.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -30,12 +30,12 @@ In a consumer, the softmax of one step overlaps with the second product of the p
 A `full` barrier waits for one arrival of the producer and for the bytes that TMA copies. An `empty` barrier waits for one
 arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
 
-If the kernel returns an output, TMA stores the output from the slot of Q, and a second slot receives the next Q. The slot of a
-work tile is released after the first product of the next work tile. The o of a returned state is fp32 and too large for the
-slot of Q, so TMA stores this o from K/V stages (see `epilogue`).
+If the kernel returns an output, Q has two slots in shared memory. TMA stores the output from one slot while the next Q is
+loaded into the other slot. A slot is released after the first product of the next work tile. The o of a returned state is fp32
+and too large for the slot of Q. TMA therefore stores this o from K/V stages (see `epilogue`).
 
-With ping-pong, a consumer waits until the previous consumer has issued its products, so that the consumers compute the softmax
-at different times.
+With ping-pong, a consumer waits until the previous consumer has issued its products. The consumers therefore compute the
+softmax at different times.
 """
 
 from triton.experimental import gluon
@@ -135,7 +135,7 @@ def _step(
     o = wait_for_parts(pending_o, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # The previous P V is relative to the old reference max, so rescale O after the product.
+        # The product P V used the old reference max, so rescale O after the product.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
     # Convert p only after the wait, because the previous P V reads p from the same registers.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
@@ -244,7 +244,7 @@ def _compute_tile(
         mbarrier.arrive(q_empty, count=1)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
-    # Load the incoming m and l and the next work tile while the last P V runs.
+    # While the last product P V runs, load m and l of the incoming state, and the next work tile.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)

@@ -1,13 +1,13 @@
 """This module contains the forward kernel for short intervals, such as windows of 128 keys, and head dims up to 64.
 
-A work tile consists of 64 queries of all query heads of one key head. All keys to which these queries attend fit into shared
-memory, and are loaded once for all heads. Each product has 64 rows. If possible, the rows belong to 8 queries and 8 heads,
-because 8 queries need fewer keys than 64. Each product has these steps:
+A work tile consists of 64 queries of all query heads of one key head. All keys of a work tile fit into shared memory, and are
+loaded once for all heads. Each product has 64 rows. If possible, a product computes 8 heads of 8 queries, because 8 queries
+need fewer keys than 64 queries. Each product has these steps:
 
       wait for Q | S = Q K^T, two tiles | load the next Q | softmax of S | O = sum of P V, two tiles | store O
 
-The softmax reads all scores of a row at once and subtracts the largest score, so no row can overflow. TMA stores the output of
-a product from the product's Q slot, and loads the next Q into the other slot. The warps of a program do not specialise. Three
+The softmax reads all scores of a row at once and subtracts the largest score, so no row can overflow. TMA stores the output
+from the slot that held Q, and loads the next Q into the other slot. All warps of a program execute the same code. Three
 programs share an SM, so that one program computes while another program waits.
 """
 

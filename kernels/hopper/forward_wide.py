@@ -10,8 +10,8 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-A stage holds one tile of K or V with 256 or 128 columns. For 192 columns of K and 128 columns of V, a second ring buffer holds
-the last 64 columns of K, called the tails. Each tail shares the barriers of the stage that holds its K tile.
+A stage holds one tile of K or V with 256 or 128 columns. If K has 192 columns, a second ring buffer holds the last 64 columns,
+which are called the *tail*. The barriers of a stage are also used for the tail of its K.
 
 The available registers determine the order of the two matrix products of a step:
 
@@ -19,7 +19,7 @@ The available registers determine the order of the two matrix products of a step
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
 
 With overlap, the tiles arrive in the order K(0), K(1), V(0), K(2), V(1) and so on. Without overlap, the order is K(0), V(0),
-K(1), V(1) and so on, and the softmax runs during the products of the other consumer. Without overlap, a consumer keeps its
+K(1), V(1) and so on. The softmax then runs during the products of the other consumer. Without overlap, a consumer keeps its
 ping-pong turn until its matrix product P V is complete.
 
 With 64 keys per step, reading Q from shared memory would cost as many bytes per step as reading K. The kernel therefore keeps
@@ -115,7 +115,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """The argument `query` is (the first 128 columns of Q in registers, Q in shared memory, the tail of Q)."""
+    """The tuple `query` contains columns 0 to 127 of Q in registers, Q in shared memory, and the tail of Q."""
     _queries, _query_tails, ring, key_tails = buffers
     in_registers, in_shared, query_tail = query
     stage, phase, tail = position
@@ -267,7 +267,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute all work tiles. The arguments are those of `forward_narrow._forward_kernel`.
 
-    TMA loads the columns of q and k beyond CONFIG.dim through the descriptors q_tail and k_tail.
+    The TMA descriptors q_tail and k_tail are for the columns of q and k beyond CONFIG.dim.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)

@@ -3,12 +3,12 @@
 FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. This kernel computes p = exp2(score -
 ref_max) with a reference max, in log2 units, that rarely changes:
 
-- The reference max is m of the incoming state, or else the maximum of the first tile in which the row attends to a key. In
-later tiles, the softmax neither computes maxima nor rescales l and o.
+- The reference max of a row is m of the incoming state. A row without a finite m uses the largest score of the first tile in
+which it attends to a key. In later tiles, the softmax neither computes maxima nor rescales l and o.
 - A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
 pass.
-- In the retry pass, `update_ref_max` raises the reference max to the running maximum if the two differ by more than
-RESCALE_THRESHOLD. For fp16 inputs, the first pass also raises the reference max to the running maximum.
+- In the retry pass, `update_ref_max` raises a reference max that is more than RESCALE_THRESHOLD below the running maximum. For
+fp16 inputs, the first pass also raises the reference max to the running maximum.
 
 In a wgmma accumulator, four threads hold each row. Every thread keeps its own sums and maxima, in tensors (64, 4).
 """
@@ -74,7 +74,9 @@ def mask_scores(scores, lo, hi, start):
 
 @gluon.jit
 def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
-    """In the first COLUMNS columns, set the scores of keys below `bound` to -inf, or of all other keys if BELOW is not set."""
+    """Mask the keys below `bound` if BELOW is set, and otherwise the keys from `bound` on. Only the first COLUMNS columns
+    change.
+    """
     tile = by_thread(scores, scores.shape[1])
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = start + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
@@ -199,8 +201,8 @@ def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_M
 
 @gluon.jit
 def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the softmax of a later step. Return (probabilities (64, keys), ref_max, l, alpha). If UPDATE_REF_MAX is set, the
-    caller must multiply o by alpha.
+    """Compute the softmax of a step after the first. Return (probabilities (64, keys), ref_max, l, alpha). If UPDATE_REF_MAX is
+    set, the caller must multiply o by alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
     _, num_masked_prefix, num_unmasked, num_masked = loop
@@ -226,9 +228,9 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 def fence_softmax(l, CONFIG: gl.constexpr):
     """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
 
-    Without this fence, the assembler ptxas would move the wait for P V before the softmax, so P V and the softmax would not
-    overlap. The assembler ptxas never moves a wait across an instruction that may end the thread. The `exit` below never runs,
-    because l is never the NaN 0x7fc0dead.
+    Without this fence, ptxas would move the wait for P V before the softmax, so the two would not overlap. The assembler ptxas
+    never moves a wait across an instruction that may end the thread. The `exit` below never runs, because l is never the NaN
+    0x7fc0dead.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -38,7 +38,7 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The levels of the numbers 1 and 448. 448 is the largest e4m3 number.
+# These are the levels of 1 and of 448, the largest e4m3 number.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
@@ -64,8 +64,8 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return PTX instructions that pack the levels of four scores ($2 to $5) into $0 and $1. The level of a score s is s * $6 +
-    $7.
+    """Return PTX instructions for four scores s, the operands $2 to $5. The instructions compute the levels s * $6 + $7 and
+    pack them into $0 and $1.
     """
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
@@ -180,7 +180,7 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    Call `pack` only after the previous product P V is complete, because P V reads the previous words from registers.
+    The previous product P V must be complete, because it reads the old words from the same registers.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"

@@ -17,7 +17,6 @@ from ringattn.kernels.triton.launcher import OPTIONS, launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """The returned lse is in log2 units."""
     # Load lse and delta twice, because Triton would generate 32 loads per thread for a tile of two columns.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)

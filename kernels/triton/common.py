@@ -1,6 +1,6 @@
 """The Triton forward and backward share the functions of this module.
 
-A program computes one tile of rows of one head. The program loops over the tiles of columns that these rows attend to. In the
+A program computes one tile of rows of one head. The program loops over the tiles of columns to which its rows attend. In the
 forward and for dQ, rows are queries and columns are keys. For dK and dV, rows are keys and columns are queries. The tuple
 `loop` describes the loop:
 
@@ -97,7 +97,7 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D), or a copy that stores heads before tokens if the kernels cannot use the strides of x."""
+    """Return x (B, N, H, D). If the kernels cannot use the strides, return a copy that stores heads before tokens."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -161,7 +161,7 @@ def program_tile(num_tiles):
     """Return (tile, head). The heads of all batch entries are numbered consecutively.
 
     Concurrent programs compute the same head, so its operands stay in the L2 cache. The tiles of the last INTERLEAVED_HEADS
-    heads are interleaved, longest tiles first, so that all SMs end at nearly the same time.
+    heads are interleaved, the longest tiles first. All SMs then end at nearly the same time.
     """
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
@@ -242,10 +242,10 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Without a block mask, all tiles of one head come before the next head."""
+    """Without a block mask, all tiles of one head come before the tiles of the next head."""
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # The divisor must be at least 1 even if the loop is empty, because Triton computes the first addresses before the loop.
+        # Triton computes the first addresses even if the loop is empty, so the divisor must not be 0.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:

@@ -3,7 +3,7 @@
 
 A few queries are too little work for a GPU, so the keys are divided among the programs. The key tiles of all batch entries form
 one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. Each program computes
-attention to one run, for one key head:
+attention to the keys of one run, for one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
@@ -39,8 +39,8 @@ from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
 # A program of `_merge_kernel` loads up to MERGE_ELEMENTS elements of o at once.
 MERGE_ELEMENTS = 4096
-# If `_merge_kernel` has more than four programs per SM, an early start of the next kernel would distribute that kernel's
-# programs unevenly.
+# If `_merge_kernel` has more than four programs per SM, an early start would distribute the programs of the next kernel
+# unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
 # `_attend_kernel` merges the parts only if a program then loads at most MAX_MERGED_ELEMENTS elements of o.
 MAX_MERGED_ELEMENTS = 8192
@@ -113,7 +113,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
-        VOLATILE: whether another kernel may be writing the bounds, so that the L1 cache must not keep them.
+        VOLATILE: whether to bypass the L1 cache, because another kernel may still be writing the bounds.
 
     Returns:
         (num_sinks, sink_tiles, first_tile, end, number of tiles in both ranges).
@@ -139,7 +139,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the key tiles of all batch entries into at most `num_runs` runs of equal length.
 
-    Return (entries, tiles, length): the batch entries, their numbers of key tiles, and the length of a run in key tiles.
+    Return (entries, tiles, length). Each batch entry has `tiles` key tiles, and each run has `length` key tiles.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
@@ -248,8 +248,8 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Prefetch the first tile of a run. Earlier kernels may still be writing the bounds, but prefetching a wrong tile costs
-    little time. The loads of the bounds must bypass the L1 cache.
+    """Earlier kernels may still be writing the bounds, but prefetching a wrong tile costs little time. The loads of the bounds
+    must bypass the L1 cache.
     """
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
@@ -322,8 +322,8 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a stored part. After the last part of a batch entry, reset the counter to 0 and return True. The atomic addition
-    has release and acquire semantics, so the program of the last part can read all parts.
+    """Count a stored part, and return whether all parts of the batch entry are stored. After the last part, reset the counter
+    to 0. The atomic addition has release and acquire semantics, so the last program can read all parts.
     """
     # Only one thread executes the atomic addition, so first wait until all threads have stored the part.
     tl.debug_barrier()
@@ -499,7 +499,7 @@ def _plan(
     if shares_sms:
         num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
     num_runs = min(num_runs, max(batch * runs_per_entry, 1))
-    # A batch entry that starts in the middle of a run may extend over one additional run.
+    # A batch entry that begins in the middle of a run may need one more run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
     num_counters = batch * key_heads * row_tiles

@@ -93,7 +93,7 @@ def _forward_kernel(
     mask = row_mask[:, None] & (columns[None, :] < CONFIG.value_dim)
     row_index = (batch * num_queries + rows) * CONFIG.num_heads + head
     index = row_index[:, None] * CONFIG.value_dim + columns[None, :]
-    # The given state already contains the dropout factor.
+    # The incoming o is already multiplied by the dropout factor.
     if HAS_STATE:
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)

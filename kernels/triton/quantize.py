@@ -2,8 +2,8 @@
 tokens of one head.
 
 The Triton kernel adds the terms of the rotation in another order than PyTorch. Therefore a result may be rounded to the next
-larger or smaller e4m3 number. A scale may differ from PyTorch's if the largest element of the block is close to a power of two
-times 448.
+larger or smaller e4m3 number. If the largest element of a block is close to 448 times a power of two, the scale may differ from
+PyTorch's.
 """
 
 import torch
@@ -23,7 +23,7 @@ NUM_WARPS = {64: 4, 128: 4, 256: 8}
 # With 16-bit inputs and 168 registers per thread, an SM runs three programs instead of two.
 MAX_REGISTERS = {128: 168}
 
-# Each Hadamard matrix has PART rows. Matrices with more than PART rows would need more shared memory and L2 bandwidth.
+# Each Hadamard matrix has PART rows. Larger matrices would need more shared memory and L2 bandwidth.
 PART = 64
 
 # For exponents up to 126, the scale and its inverse are normal fp32 numbers.
@@ -72,7 +72,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Return sqrt(DIM) times the rotated tile, as parts of PART columns."""
+    """Return the rotated tile times sqrt(DIM), in parts of PART columns each."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)
@@ -165,7 +165,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the rotation matrix of each part of a row, which is a Hadamard matrix times random signs."""
+    """Return one rotation matrix per part of a row. Each matrix is a Hadamard matrix times random signs."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])

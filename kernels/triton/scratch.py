@@ -26,7 +26,7 @@ class ScratchPool:
     """A `ScratchPool` provides scratch memory for kernels that write and read the memory on one stream. The pool keeps at most
     one `Scratch` object per stream.
 
-    Each call reuses the scratch memory of its stream, or allocates new memory if another thread is using the scratch memory. A
+    Each call reuses the scratch memory of its stream. If another thread is using this memory, the call allocates new memory. A
     call returns its scratch memory to the pool after it has launched its kernels. During the capture of a CUDA graph, a call
     always receives new memory, because the graph may be replayed on any stream.
     """
