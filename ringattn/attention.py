@@ -45,7 +45,7 @@ def ring_attention(
     return_lse: bool = False,
     sink_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute softmax(scale * q k^T + mask) v over a sequence whose tokens are sharded over the ranks of `group`.
+    """Compute softmax(scale * q k^T + mask) v for a sequence that is sharded over the ranks of `group`.
 
     Every rank calls this function with its own tokens. All calls of a process must use one CUDA stream, or streams that wait
     for each other. The call is one differentiable operator. Attention is exact, and partial results are fp32 (Liu et al. 2023,
@@ -57,28 +57,27 @@ def ring_attention(
             `torch.autocast` casts q, k and v to the autocast dtype.
         layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
-        scale, dropout_p, backend: as for `flash_attention`, with dropped entries that depend neither on the ranks nor on the
-            layout.
+        scale, dropout_p, backend: as for `flash_attention`. The dropped entries depend neither on the ranks nor on the layout.
         seed: seed of the dropout, the same on all ranks, but different for every layer and step.
         first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
-        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", each pass
-            uses the KV ring, unless the state ring is predicted to be at least 3% faster. CPUs always use the state ring.
+        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", a pass uses
+            the state ring only if a cost model predicts that it is at least 3% faster. CPUs always use the state ring.
         route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`.
-        precision: as for `flash_attention`, the same on all ranks; with "fp8", each block of 128 rows of a shard shares a
+        precision: as for `flash_attention`, the same on all ranks. With "fp8", each block of 128 rows of a shard shares a
             scale.
         return_lse: also return the log-sum-exp of the scores.
         sink_logits: (Hq,), learned logits that take part in the softmax of every query but have no value. Sinks may require
-            gradients, and each rank returns the gradient of its own queries. None for no sinks.
+            gradients. Each rank computes the gradient that comes from its own queries. None for no sinks.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype, or (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query that may
-        attend to no key has out = 0 and lse = -inf. With `sink_logits`, lse includes the sinks.
+        out (B, N, Hq, Dv) in q's dtype, or (out, lse). The log-sum-exp lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query
+        that may attend to no key has out = 0 and lse = -inf. With `sink_logits`, lse includes the sinks.
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
         RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU is waiting for
-            the other rank, the process prints the reason and exits instead of raising.
+            the lost rank, the process prints the reason and exits without raising an error.
     """
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
@@ -99,7 +98,7 @@ def ring_attention(
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
-    """Prepare the plan of future calls with a new mask while the GPU is still busy. Planning takes up to a second for many
+    """Compute the plan of future calls with a new mask, while the GPU is still busy. Planning takes up to a second for many
     ranks.
 
     Args:

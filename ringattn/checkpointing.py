@@ -25,8 +25,9 @@ OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 class SavedAttention:
     """A `SavedAttention` object holds the results of all attention calls in a checkpointed function.
 
-    After the forward pass, `take` removes the tensors, so that they can be stored elsewhere, such as on the host. `put` must
-    return them before the recomputation. If `keeps` is False, nothing is saved, and the recomputation runs attention again.
+    After the forward pass, `take` returns and removes the tensors, so that the caller can move them to the host. Before the
+    recomputation, `put` must bring the tensors back. If `keeps` is False, nothing is saved, and the recomputation runs
+    attention again.
     """
 
     def __init__(self, keeps: bool = True) -> None:
@@ -47,12 +48,13 @@ class SavedAttention:
 def save_attention(
     saved: SavedAttention | None = None,
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return two contexts: the first saves the results of attention, and the second returns them during the recomputation.
+    """Return two contexts, for the forward pass and for its recomputation.
 
-    Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, with `use_reentrant=False`. During the
-    recomputation, the n-th call of `ring_attention`, `ulysses_attention` or `flash_attention` returns the results of the n-th
-    call of the forward pass. The backward pass uses the recomputed q, k and v. In `ulysses_attention` without
-    `recompute_all_to_all`, the backward pass uses the saved results of the all-to-all.
+    The first context saves the results of attention, and the second context reuses them. Pass this function as `context_fn` to
+    `torch.utils.checkpoint.checkpoint`, with `use_reentrant=False`. In the recomputation, the n-th attention call returns the
+    results of the n-th call in the forward pass. This applies to `ring_attention`, `ulysses_attention` and `flash_attention`.
+    The backward pass uses the recomputed q, k and v. In `ulysses_attention` without `recompute_all_to_all`, the backward pass
+    uses the saved results of the all-to-all.
 
     `saved` receives the results, unless a compiler is tracing.
     """
@@ -63,7 +65,7 @@ def save_attention(
 
 
 def is_recomputing() -> bool:
-    """Return whether a function that was checkpointed with `save_attention` is being recomputed."""
+    """Return whether the current call recomputes a function under `save_attention`."""
     return isinstance(_innermost.get(), _Reuse)
 
 
@@ -72,7 +74,7 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple[Any, ...]:
 
     Args:
         attend: computes attention and returns a tuple of tensors and lists of tensors.
-        like: any tensor of the call. If `like` is a fake tensor, which means that a compiler is tracing, nothing is saved.
+        like: any tensor of the call. If `like` is a fake tensor, a compiler is tracing, and nothing is saved.
     """
     context = _innermost.get()
     if context is None or isinstance(like, FakeTensor | FunctionalTensor):

@@ -5,7 +5,8 @@ In a public call, each of the following functions calls the next one:
 
     public call -> the function that `register` returned -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
-`torch.library.custom_op` would cost about 0.1 ms per call on the host, as much time as the kernels of a short sequence.
+`torch.library.custom_op` is not used, because it would cost about 0.1 ms of host time per call. Kernels for short sequences
+take no longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +62,8 @@ def register(
         forward: forward(q, k, v, spec) -> (out, lse, extra).
         backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse may be None.
         pairs: pairs(batch, num_queries, num_keys, spec) returns the number of (query, key) pairs per head, to count FLOPs.
-        to_save: to_save(q, k, v, out, lse, extra, spec) returns `saved`: first a tensor with queries, and then one with keys.
+        to_save: to_save(q, k, v, out, lse, extra, spec) returns the list `saved`. Its first two tensors contain queries and
+            keys.
         fake_forward, fake_backward: like `forward` and `backward`, but without computing attention.
     """
     _define(name, spec_type)
@@ -139,7 +141,7 @@ def register(
 
 @cache
 def schema(spec_type: type) -> str:
-    """Return the operator arguments for the fields of a spec, in the notation of operator schemas."""
+    """Return the part of an operator schema that declares the fields of a spec."""
     hints = get_type_hints(spec_type).items()
     types = {kind: _SCHEMA_TYPES.get(kind) or kind.__name__ for _, kind in hints}
     return ", ".join(schema(kind) if _is_spec(kind) else f"{types[kind]} {name}" for name, kind in hints)
@@ -176,10 +178,9 @@ def _define(name: str, spec_type: type) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
-    """Register formulas for `torch.utils.flop_counter`, with the same conventions as for torch's own attention.
+    """Register FLOP formulas for `torch.utils.flop_counter`, with the conventions of torch's own attention.
 
-    Per (query, key) pair, the forward pass has two matrix products, and the backward pass has five, including the recomputation
-    of the scores.
+    The forward pass has two matrix products. The backward pass has five matrix products, one of which recomputes the scores.
     """
 
     pairs = unset_fake_temporarily()(pairs)
@@ -207,7 +208,9 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return False if a compiler, a dispatch mode, a tensor subclass or a meta tensor needs the operator."""
+    """Return whether a call can skip the operator. Compilers, dispatch modes, tensor subclasses and meta tensors need the
+    operator.
+    """
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -217,8 +220,8 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """For few queries, recording a call for autograd takes as long as the kernel. A recorded call rejects forward-mode
-    differentiation.
+    """Return whether autograd must record a call. For few queries, recording takes as long as the kernel. Under forward-mode
+    differentiation, a recorded call raises an error.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True

@@ -42,11 +42,11 @@ UNUSED = torch.iinfo(torch.int64).max  # the position of an unused row
 class KVCache:
     """A `KVCache` holds one rank's shard of the keys and values of a growing sequence.
 
-    `prefill` stores a shard in any layout, and `append` adds each new block to the rank that holds the fewest tokens. Every
-    rank knows which rank holds which tokens, so no messages are needed. The first tokens allocate the memory of the whole
+    `prefill` stores a shard in any layout. Then `append` adds each new block of tokens to the rank with the fewest tokens.
+    Every rank knows which rank holds which tokens, so no messages are needed. The first tokens allocate the memory of the whole
     cache.
 
-    On one rank, a CUDA graph can append tokens and read the positions of the tokens from GPU memory:
+    On one rank, a CUDA graph can append tokens at positions that it reads from GPU memory:
 
         rows = torch.zeros(1, dtype=torch.int64, device="cuda")  # the position of the new token
         with torch.cuda.graph(graph):
@@ -55,7 +55,7 @@ class KVCache:
             out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
             rows += 1
 
-    `length` does not count tokens of a graph. A later `append` without `rows` may overwrite these tokens.
+    `length` does not count tokens that a graph appends. A later `append` without `rows` may overwrite the tokens of a graph.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -81,20 +81,20 @@ class KVCache:
         self._owners = torch.empty(0, dtype=torch.int32, device="cpu")  # (capacity,): the rank of each token if ranks > 1
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._positions = self._owners
-        # `_checked` contains the valid arguments of the latest call, and `_decode` the prepared function for such calls.
+        # `_checked` holds the valid arguments of the latest call. `_decode` is the prepared function for calls with equal
+        # arguments.
         self._checked: tuple[Any, ...] = ()
         self._decode: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the prepared decoding function, which refers to the memory of the original cache."""
+        """Return the state without the prepared decoding function, which uses the memory of this cache."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
         """Fill an empty cache with this rank's keys (B, N, Hkv, D) and values (B, N, Hkv, Dv), without gradients.
 
         Raises:
-            ValueError: the cache is not empty, the sequence exceeds the capacity, or the layout does not suit the cache or k
-                and v.
+            ValueError: the cache is not empty, the sequence exceeds the capacity, or the layout does not fit.
         """
         check_dense(k, k, v)
         k, v = autocast(k, v)
@@ -123,9 +123,9 @@ class KVCache:
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, the same on all ranks.
-            rows: the rows at which the tokens are stored, int64 (N,) or (B, N), on the device of the cache and below the
-                capacity. Only a cache on one rank supports `rows`. With `rows`, the call does not wait for the GPU, and does
-                not change `length`.
+            rows: the rows of the cache that receive the tokens: int64 (N,) or (B, N), on the cache's device. Each row must be
+                below the capacity. Only a cache on one rank supports `rows`. With `rows`, the call does not wait for the GPU,
+                and does not change `length`.
 
         Raises:
             ValueError: the tokens exceed the capacity, their shape or dtype has changed, or `rows` is not supported.
@@ -155,7 +155,7 @@ class KVCache:
             self.shard[0][:, stored], self._v[:, stored], self._positions[stored] = k, v, positions
 
     def _assign(self, owners: Tensor) -> None:
-        """Write the rank of each next token to `owners`, int32 (N,)."""
+        """Choose a rank for each of the next N tokens, and write the ranks to `owners`, int32 (N,)."""
         continued = min(len(owners), self.block - self._received)
         owners[:continued] = self._owner
         self.rows[self._owner] += continued
@@ -163,7 +163,8 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Before rank r receives its j-th block, it holds rows[r] + j * block tokens. Ties go to the lowest rank.
+        # Before rank r receives its j-th new block, the rank holds rows[r] + j * block tokens. If several ranks hold equally
+        # few tokens, the lowest rank is next.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -259,18 +260,19 @@ def decode_attention(
     queries, so all ranks must sample tokens with the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens, the same on all ranks; Hkv divides Hq; in the dtype of the cache.
+        q: (B, N, Hq, D), the queries of the last N tokens, in the dtype of the cache. All ranks pass the same q, and Hkv
+            divides Hq.
         cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of newest keys that a query attends to, including its own, or (left, 0) as in `Mask`; None for all
+        window: how many of the newest keys a query attends to, including its own, or (left, 0) as in `Mask`. None means all
             keys.
-        bounds: (lo, hi) in place of the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of this rank's
-            cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither lo nor hi may
+        bounds: (lo, hi), which replace the causal mask and the window. Query i attends to rows lo[i] to hi[i] - 1 of this
+            rank's cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither lo nor hi may
             decrease from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of lo
             and hi are not checked. Rows outside the cache are ignored.
-        sinks: the number of first tokens (attention sinks) to which all later tokens attend even outside the window (Xiao et
-            al. 2023). With `bounds`, an int32 tensor (1 or B,) on the device of the queries: query i also attends to each of
-            the first `sinks` rows before row hi[i].
+        sinks: the number of attention sinks, the first tokens of the sequence (Xiao et al. 2023). Later tokens attend to the
+            sinks even outside the window. With `bounds`, pass an int32 tensor (1 or B,) on the device of q. Query i then also
+            attends to the first min(sinks, hi[i]) rows.
         scale, backend: as for `flash_attention`.
         sink_logits: (Hq,), learned logits that take part in the softmax but have no value, as for `ring_attention`.
 
@@ -400,7 +402,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute `_rows_of_window` for a cache on one rank, where row i has position i."""
+    """Return the same as `_rows_of_window` for a cache on one rank, in which row i has position i."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
@@ -422,7 +424,7 @@ def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | No
 def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
+    """Return lo and hi, int32 (batch, N), and sinks, int32 (1,) or None. One copy moves all three to `device`."""
     # Kernels launch faster with addresses that are multiples of 16 bytes.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")

@@ -1,4 +1,4 @@
-"""Describe in a text what `ring_attention` would do on each hop, and why it would choose the schedule."""
+"""Describe what `ring_attention` would do in each hop, and the reasons for its schedules."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def explain(
     transport: str = "auto",
     precision: str = "ieee",
 ) -> str:
-    """Return a text that describes the schedules of the forward pass and of the backward pass, and the reason for each choice.
+    """Return a text that describes the chosen schedules of both passes, with the reasons.
 
     For every hop, the text also lists the messages, and says whether computation hides the communication.
 
@@ -42,7 +42,7 @@ def explain(
         rank: the rank whose hops are described. By default, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
-        ValueError: an argument is invalid, or the group, the rank, the tensors or the documents do not fit the layout.
+        ValueError: an argument is invalid, or does not fit the layout.
     """
     check_choices(schedule, route, transport)
     check_precision(precision)

@@ -37,35 +37,35 @@ def flash_attention(
     return_lse: bool = False,
     sink_logits: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute softmax(scale * q k^T + mask) v tile by tile, with memory that is linear in the number of tokens.
+    """Compute softmax(scale * q k^T + mask) v in tiles, with memory that is linear in the number of tokens.
 
     The call is differentiable (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU, the last
-    bits of dq may differ from run to run, except under `torch.use_deterministic_algorithms(True)`, which takes longer.
+    bits of dq may differ between runs. For equal bits, set `torch.use_deterministic_algorithms(True)`, which takes longer.
 
     Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If a CUDA graph
-    writes `blocks.keep`, later calls need a copy of `blocks`. A NaN in v may affect all queries of a tile, even queries that do
-    not attend to the key.
+    writes `blocks.keep`, later calls need a copy of `blocks`. A NaN value of a key may spread to queries of the same tile that
+    do not attend to the key.
 
-    With `precision="fp8"`, the forward pass rounds q, k and v to FP8 (see `ringattn.kernels.fp8`), with an error of a few
-    percent. The backward pass uses the rounded inputs, in bf16 if the inputs are fp16, and otherwise in the dtype of the
-    inputs. FP8 supports neither dropout nor `blocks`, and saves time only on Hopper GPUs with head dims 64, 128 and 256.
+    With `precision="fp8"`, the forward pass rounds q, k and v to FP8, see `ringattn.kernels.fp8`. The error is a few percent.
+    The backward pass also uses the rounded inputs: in bf16 for fp16 inputs, and otherwise in the dtype of the inputs. FP8
+    supports neither dropout nor `blocks`. FP8 saves time only on Hopper GPUs with head dims 64, 128 and 256.
 
     There are three differences from `scaled_dot_product_attention`. Tensors have the shape (B, N, H, D), in which tokens come
-    before heads. `mask` replaces `attn_mask`. If there are fewer queries than keys, `is_causal` aligns the last query with the
-    last key, and not the first query with the first key.
+    before heads. `mask` replaces `attn_mask`. With fewer queries than keys, `is_causal` aligns the last query with the last
+    key. Torch aligns the first query with the first key.
 
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. dtypes and autocast as for `ring_attention`.
-        mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position:
+        mask: which of the Nk keys each query may attend to. The last query is at the last position:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
 
-        is_causal: a short form of mask=Mask.causal(); without `mask` and `is_causal`, every query attends to every key.
+        is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout; with None, every call draws a seed from torch's default generator on the CPU.
-            `torch.compile` and CUDA graphs require a seed, and all replays of a graph drop the same entries.
+        seed: the seed of the dropout. If it is None, every call draws a seed from torch's default CPU generator. All replays of
+            a CUDA graph drop the same entries, so CUDA graphs require a seed, as does `torch.compile`.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8".
@@ -117,7 +117,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Use torch's default generator on the CPU, because activation checkpointing restores its state."""
+    """Draw a seed from torch's default CPU generator, because activation checkpointing restores the generator's state."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):
@@ -129,7 +129,7 @@ def _draw_seed(device: torch.device) -> int:
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-# The cached intervals occupy GPU memory. Tensors are hashed by identity.
+# The cache is small, because intervals occupy GPU memory. The arguments are numbers, because tensors are hashed by identity.
 @lru_cache(maxsize=8)
 def _intervals(
     numbers: tuple[int, ...], reach: tuple[int, int], num_queries: int, num_keys: int, device: torch.device
@@ -169,7 +169,7 @@ def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, query_positions, key_positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
-    # A CUDA graph may read these tensors after the caches have dropped them.
+    # A CUDA graph may read cached tensors after the caches have dropped them.
     keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options

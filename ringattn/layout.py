@@ -30,8 +30,8 @@ class Layout:
     """A layout divides a sequence of `seq_len` positions into one shard for each of `ranks` ranks.
 
     `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,...", which lists the rank of each chunk of <rows> positions. If
-    `split` has divided the shards among U ranks, `kind` ends with "/<U>". Operators receive a layout as this string and two
-    integers.
+    `split` has divided the shards among U ranks, `kind` ends with "/<U>". Operators receive a layout as three arguments:
+    `kind`, `seq_len` and `ranks`.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Layout:
         """Return the layout in which rank `owners[i]` holds chunk i of `rows` positions. The last chunk may be shorter.
 
         Raises:
-            ValueError: there is not one owner per chunk of the sequence, or an owner is not a rank.
+            ValueError: the number of owners is not the number of chunks, or an owner is not a rank.
         """
         rows = as_integer("rows", rows, 1)
         owners = owners.tolist() if hasattr(owners, "tolist") else owners  # accepts tensors and arrays as well
@@ -78,7 +78,7 @@ class Layout:
         return cls(f"assigned-{rows}:{names}", seq_len, ranks)
 
     def split(self, parts: int) -> "Layout":
-        """Divide each shard among `parts` ranks: rank r * parts + i of the new layout holds slice i of shard r.
+        """Divide each shard among `parts` ranks. Rank r * parts + i of the new layout holds slice i of shard r.
 
         Raises:
             ValueError: the layout is split already, or `parts` is less than 1.
@@ -116,14 +116,14 @@ class Layout:
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def _positions(self, rank: int) -> Tensor:
-        """Return `positions` without copying the cached tensor, which must not be modified."""
+        """Return the cached tensor of `positions`, which must not be modified."""
         begin, count = self.pieces(rank)
         rows = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
         return torch.from_numpy(np.repeat(begin, count) + self.stride * rows)
 
     @property
     def stride(self) -> int:
-        """Return the distance between consecutive positions of a piece, which is 1 unless the layout is striped."""
+        """Return the distance between consecutive positions of a piece: more than 1 only in striped layouts."""
         return self.ranks // self.parts if self.kind.startswith("striped") else 1
 
     @cached(maxsize=256)
@@ -193,7 +193,7 @@ class Layout:
         return x.index_select(dim, self._positions(rank).to(x.device))
 
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-        """Invert `shard` without gradients: return the whole sequence on every rank, in the order of positions.
+        """Gather the shards: return the whole sequence on every rank, in the order of positions, without gradients.
 
         Args:
             x: this rank's rows, which are gathered over `group`; or a list with the rows of every rank.
@@ -201,7 +201,7 @@ class Layout:
             dim: the dimension that contains the rows.
 
         Raises:
-            ValueError: a shard has a wrong number of rows, the group has a wrong number of ranks, or `x` requires a gradient.
+            ValueError: the number of rows or ranks is wrong, or `x` requires a gradient.
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):

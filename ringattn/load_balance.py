@@ -1,9 +1,9 @@
 """Find the layout that gives every rank the same work under a mask.
 
-Work is the number of tiles of 128 queries x 128 keys that contain an unmasked pair. A rank computes the tiles of its queries in
-the KV ring, and the tiles of its keys in the state ring. With packed documents, fixed layouts either give the ranks unequal
-work or create many nearly empty tiles. Assigned layouts give chunks to ranks, from the most expensive to the cheapest, in
-rounds of one chunk per rank.
+Work is the number of tiles of 128 queries x 128 keys that contain an unmasked pair. In the KV ring, a rank computes the tiles
+of its queries. In the state ring, a rank computes the tiles of its keys. With packed documents, fixed layouts either give the
+ranks unequal work or create many nearly empty tiles. An assigned layout distributes chunks in rounds, starting with the most
+expensive chunks. Each round gives one chunk to every rank.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ SLACK = 1.04
 
 
 def work(mask: Mask, layout: Layout) -> Tensor:
-    """Count the tiles with work between each pair of shards: int64 (query ranks, key ranks), summed over batch entries."""
+    """Count the tiles with work for each pair of shards, over all batch entries: int64 (query ranks, key ranks)."""
     rows = [_tile_ends(layout.rows(rank)) for rank in range(layout.ranks)]
     ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
     first, last = map(np.concatenate, zip(*ends, strict=True))
@@ -49,10 +49,10 @@ def balanced_layout(mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int) -
     If the layers of a model have different masks, `mask` maps each mask to its number of layers. The work of every mask is
     balanced, because ranks wait for each other in every layer.
 
-    The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The function returns the first
-    layout whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If all
-    four layouts exceed the limit 1.04, the most balanced layout is returned. Assigned shards differ in length by less than two
-    chunks. A chunk has S / (64 P) rows, rounded up to a multiple of 128.
+    The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The result is the first layout
+    whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If every layout
+    exceeds the limit 1.04, the result is the most balanced layout. Assigned shards differ in length by less than two chunks. A
+    chunk has S / (64 P) rows, rounded up to a multiple of 128.
 
     Raises:
         ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.
@@ -119,7 +119,7 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """Return, for each chunk, the number of tiles with its queries, and of tiles with its keys: fp64 (chunks, 2)."""
+    """Count the tiles with queries of each chunk, and the tiles with keys of each chunk: fp64 (chunks, 2)."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)

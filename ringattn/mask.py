@@ -88,8 +88,8 @@ class Pieces(NamedTuple):
 class Mask:
     """A mask determines which keys each query may attend to. `Mask.causal`, `Mask.full` and `Mask.from_intervals` create masks.
 
-    With `Mask(window=(left, right))`, a query attends to the key at its own position, to the `left` keys before it and to the
-    `right` keys after it. If `left` or `right` is None, the query attends to all keys on that side.
+    With `Mask(window=(left, right))`, a query attends to `left` earlier keys, its own key and `right` later keys. If `left` or
+    `right` is None, the query attends to all keys on that side.
 
     Three attributes are computed from the fields. The attribute `reach` is (left, right), with 2**62 for None. The attribute
     `totals` contains the number of tokens of each batch entry. The int64 tensor `numbers` contains all document lengths or all
@@ -133,23 +133,24 @@ class Mask:
 
     @classmethod
     def causal(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to the key at its own position and to all keys before it.
+        """Return a mask in which a query attends to its own key and to all earlier keys.
 
         Args:
             window: the number of newest keys that a query attends to, including its own; None for all keys.
-            documents: the lengths of packed documents, which sum to S: one list or tensor for all batch entries, or one per
-                batch entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own document.
+            documents: the lengths of packed documents, which sum to S. Pass one list or tensor for all batch entries, or one
+                per batch entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own
+                document.
 
         Raises:
-            ValueError: the window is not an integer of at least 1, or a length is not an integer of at least 0.
+            ValueError: the window is not an integer >= 1, or a length is not an integer >= 0.
         """
         return cls(True, window, _per_entry(documents))
 
     @classmethod
     def full(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to all keys that are less than `window` positions away, on both sides.
+        """Return a mask in which a query attends to keys on both sides, less than `window` positions away.
 
-        The arguments are the same as for `causal`, but `window` may also be a pair (left, right), as in `Mask`.
+        The arguments are those of `causal`. The window may also be a pair (left, right), as in `Mask`.
         """
         return cls(False, window, _per_entry(documents))
 
@@ -157,10 +158,10 @@ class Mask:
     def from_intervals(cls, lo: Any, hi: Any) -> "Mask":
         """Return the mask in which query i attends to the keys lo[i] to hi[i] - 1.
 
-        For example, with lo[i] = 0 and hi[i] = max(n, i + 1), all queries attend to the first n keys.
+        For example, lo[i] = 0 and hi[i] = max(n, i + 1) let all queries attend to the first n keys.
 
         Args:
-            lo, hi: integers (S,) for all batch entries or (B, S) on the CPU, with 0 <= lo <= hi <= S. Neither lo nor hi may
+            lo, hi: integers on the CPU, (S,) for all batch entries or (B, S), with 0 <= lo <= hi <= S. Neither lo nor hi may
                 decrease from one query to the next.
 
         Raises:
@@ -170,10 +171,11 @@ class Mask:
         return cls(pieces=tuple(Pieces.of(*entry) for entry in intervals))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
-        """Check that the documents describe `batch` sequences of `seq_len` tokens. None allows any number of sequences.
+        """Check that the documents describe `batch` sequences of `seq_len` tokens. With batch=None, any number of sequences is
+        allowed.
 
         Raises:
-            ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
+            ValueError: some lengths do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
         """
         if not self.totals:
             return
@@ -195,8 +197,7 @@ class Mask:
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU: query i attends to positions lo[:, i] to
-        hi[:, i] - 1.
+        """Return (lo, hi), int64 (1 or B, num_queries) on the CPU. Query i attends to positions lo[:, i] to hi[:, i] - 1.
 
         The queries are at the last `num_queries` positions. None means all positions. If there are more queries than positions,
         the first queries have negative positions.

@@ -1,7 +1,7 @@
 """Prepare q, k and v for the forward pass of a ring. With precision="fp8", round the tensors to FP8.
 
-`PlainOperands` circulate without conversion. `QuantizedOperands` are rounded once to the FP8 format of `ringattn.kernels.fp8`,
-and circulate as uint8 tensors with rows in dimension 1:
+`PlainOperands` circulate without conversion. `QuantizedOperands` are rounded once to the FP8 format of `ringattn.kernels.fp8`.
+The rounded tensors circulate as uint8, with rows in dimension 1:
 
     queries    e4m3 numbers of q   (B, N, Hq, D)      exponents (B, N, Hq)
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
@@ -80,12 +80,12 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """Convert scales (B, C, H) to one exponent per row, uint8 (B, C * 128, H)."""
+    """Convert scales (B, C, H) of groups of 128 rows to exponents of rows, uint8 (B, C * 128, H)."""
     return scales.to(torch.float8_e8m0fnu).view(torch.uint8).repeat_interleave(BLOCK, 1)
 
 
 def _scales(exponents: Tensor) -> Tensor:
-    """Convert one exponent per row (..., B, N, H) to fp32 scales (..., B, C, H)."""
+    """Convert exponents of rows (..., B, N, H) to fp32 scales (..., B, C, H) of groups of 128 rows."""
     return exponents[..., ::BLOCK, :].contiguous().view(torch.float8_e8m0fnu).float()
 
 

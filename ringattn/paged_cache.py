@@ -20,10 +20,10 @@ PAGE_UNIT = 64  # each tile of keys in a kernel must lie within one page
 
 
 class PagedKVCache:
-    """A `PagedKVCache` holds the keys and values of several growing sequences, one per batch entry, for `decode_attention`.
+    """A `PagedKVCache` holds the keys and values of several growing sequences, one sequence per batch entry.
 
-    In a CUDA graph, pass `rows` to `append`. Before each replay, `reserve` takes pages for the new tokens, and changes the page
-    table in place:
+    In a CUDA graph, pass `rows` to `append`. Before each replay, call `reserve`, which adds pages for the new tokens to the
+    page table in place:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -67,7 +67,7 @@ class PagedKVCache:
         self._num_pages = [0] * batch  # the number of pages of each sequence
         with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
-            # Unused cells of the page table contain the number of an extra page, for the tokens of rows without a page.
+            # Unused cells of the page table refer to an extra page, which receives tokens without a reserved page.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
         self._k: Tensor | None = None  # None until the cache has memory
         self._v = self._table
@@ -83,8 +83,8 @@ class PagedKVCache:
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens of each sequence that grows.
             entry: the index of the only sequence that grows, for B = 1; None if all sequences grow.
-            rows: the rows at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache, below the capacity.
-                With `rows`, the call does not wait for the GPU and does not change `lengths`.
+            rows: the rows that receive the tokens: int64 (N,) or (B, N), on the cache's device. Each row must be below the
+                capacity. With `rows`, the call does not wait for the GPU and does not change `lengths`.
 
         Raises:
             ValueError: too few pages are free, the tokens exceed the capacity, or their shape or dtype has changed.
@@ -106,7 +106,7 @@ class PagedKVCache:
             self.lengths[i] += num_tokens
 
     def reserve(self, lengths: list[int]) -> None:
-        """Reserve pages for the given numbers of tokens, so that replays of a CUDA graph can append tokens.
+        """Reserve pages for the given lengths, so that replays of a CUDA graph can append tokens.
 
         Raises:
             ValueError: too few pages are free, or a length exceeds the capacity. An error leaves the cache unchanged.

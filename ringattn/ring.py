@@ -16,9 +16,9 @@ keys.
 In the KV ring, keys and values circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the
 schedules, with and without relays.
 
-`run_schedule` contains all of the communication. The four passes only define which tensors circulate, what one local step
-computes, and how partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
-Where a backward pass needs delta = rowsum(dout * out) - dlse, the kernels also accept (out, dlse).
+`run_schedule` contains all of the communication. Each pass only defines what circulates, what a local step computes, and how
+partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop. In place of delta =
+rowsum(dout * out) - dlse, the backward kernels also accept (out, dlse).
 """
 
 from collections.abc import Callable
@@ -62,17 +62,17 @@ def run_schedule(
     merge_arrivals: Callable[[Arrivals], None] | None = None,
     label: str = "ring pass",
 ) -> None:
-    """Send the blocks as the schedule says, compute with them, and accumulate the results at the owners of the blocks.
+    """Execute a ring pass: send blocks, compute with them, and accumulate the results at the owners of the blocks.
 
     Args:
-        circulating: this rank's block, contiguous: (q,) in the forward pass of the state ring, (k, v) in the KV ring.
-        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and the rows of
-            the local step, and accumulates in `into`, the same rows of `own_result`. For the block of another rank, `into` is
-            None, and compute returns a new partial result, or None in a pass without results.
+        circulating: the contiguous tensors of this rank's block, such as (k, v) in the KV ring.
+        compute: compute(local_step, block, into) runs attention of this rank's tensors and the rows of the local step. The
+            result accumulates in `into`, the same rows of `own_result`. For another rank's block, `into` is None. Then
+            `compute` returns a new partial result, or None if the pass has no results.
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
-        merge_arrivals: merge_arrivals(arrivals) merges all results that have returned to this rank, at the end of the pass. By
-            default, `merge` merges each result when the result arrives.
+        merge_arrivals: merge_arrivals(arrivals) merges all returned results at the end of the pass. By default, `merge` merges
+            each result on arrival.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
@@ -138,7 +138,7 @@ def _zeros(*like: Tensor) -> Tensors:
 
 
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Run a method of `Ring` once per chunk of heads. Passes of short shards may be replayed from CUDA graphs."""
+    """Decorate a method of `Ring` to run once per chunk of heads. A CUDA graph may replay passes of short shards."""
 
     @wraps(run)
     def run_chunks(ring: "Ring", *inputs: Any) -> Tensors:
@@ -187,7 +187,7 @@ class Ring:
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
-        """Return a ring for the heads from `first_head` on."""
+        """Return a copy of this ring for the heads that start at `first_head`."""
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
@@ -202,7 +202,7 @@ class Ring:
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether a CUDA graph may replay a pass, which must be short and the same in all calls."""
+        """Return whether a CUDA graph may replay a pass. The pass must be short, and the same in all calls."""
         # The dropout seed and the tables of a plan with `is_fixed` may change between calls.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
@@ -305,8 +305,8 @@ class Ring:
     def _backward_state(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Tensors:
-        """The queries circulate together with dout, lse and delta. dq returns to its owner, and dk and dv accumulate on this
-        rank.
+        """Let the queries circulate together with dout, lse and delta. Each dq returns to its owner. This rank accumulates dk
+        and dv.
         """
         schedule, prepared = self._prepare("state", results=True)
         (own_dq,) = _zeros(q)
@@ -335,7 +335,7 @@ class Ring:
     def _backward_kv(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Tensors:
-        """Keys and values circulate. dk and dv return to their owner, and dq accumulates on this rank."""
+        """Let keys and values circulate. Their gradients dk and dv return to the owners. This rank accumulates dq."""
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
         plain, scale = not self.spec.dropout_p, self.spec.scale

@@ -1,7 +1,7 @@
 """Count the work of attention between shards without looking at every token.
 
-A run is a range of rows of one shard. Within a run, each bound (lo or hi) is either constant, or increases linearly with the
-position of the row. A sum over the rows of a run therefore needs only the first and the last row.
+A run is a range of rows of one shard. Within a run, each bound (lo or hi) is constant, or grows linearly with the position of
+the row. A sum over the rows of a run therefore needs only the first and the last row.
 """
 
 from dataclasses import dataclass, replace
@@ -43,7 +43,9 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """For each run, count the allowed pairs whose column belongs to `rank`, in all batch entries: int64 (R,)."""
+        """For each run, count the allowed (row, column) pairs whose column belongs to `rank`: int64 (R,), over all batch
+        entries.
+        """
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
 
@@ -90,7 +92,9 @@ class RowsBefore:
     """A `RowsBefore` object counts the rows of any rank before given positions."""
 
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
-        """`positions` are from 0 to `layout.seq_len`, int32 or int64 of any shape. The results of `rows` have this dtype."""
+        """`positions` are from 0 to `layout.seq_len`, int32 or int64 of any shape. The results of `rows` have the dtype of
+        `positions`.
+        """
         self.layout, self.positions = layout, positions
 
     @cached_property
@@ -101,7 +105,7 @@ class RowsBefore:
 
     @cached_property
     def _by_owner(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the flat indices of all positions, sorted by rank, and the start of each rank's indices."""
+        """Return the flat indices of all positions, sorted by rank. Also return where the indices of each rank start."""
         _, _, owner = self._pieces
         order = owner.ravel().astype(np.int16).argsort(kind="stable")  # a radix sort, which requires 16 bits
         return order, owner.ravel()[order].searchsorted(np.arange(self.layout.ranks + 1))
@@ -116,7 +120,7 @@ class RowsBefore:
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
-        """For each run, sum the results of `rows` over all its rows: int64 (B, R).
+        """For each run, sum the counts of `RowsBefore.rows` over the rows of the run: int64 (B, R).
 
         `self.positions` must be the bounds `lo` or the bounds `hi` of the runs, (2, B, R). The argument `count` contains the
         number of rows of each run.
@@ -153,9 +157,10 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
     piece in the tables is empty and starts at `seq_len`.
 
     Returns:
-        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. tables[0, r, i] counts
-        the rows of rank r before piece i. tables[1, r, i] is the sum of `RowsBefore.rows(r)` over all positions before piece i.
-        With int32, `tables[1]` may overflow. `size` is the length of every piece, or 0 if the lengths differ.
+        (begin, owner, tables, size). Piece i starts at position begin[i] and belongs to rank owner[i]. The entry tables[0, r,
+        i] counts the rows of rank r before piece i. The entry tables[1, r, i] sums `RowsBefore.rows(r)` over all positions
+        before piece i. With int32, `tables[1]` may overflow. The number `size` is the length of every piece, or 0 if the
+        lengths differ.
     """
     if dtype != np.int64:
         begin, owner, tables, size = _piece_tables(layout, np.dtype(np.int64))
@@ -179,7 +184,7 @@ def _piece_tables(layout: Layout, dtype: np.dtype) -> tuple[np.ndarray, np.ndarr
 
 @lru_cache(maxsize=8)
 def _strided_pieces(layout: Layout) -> np.ndarray:
-    """Each rank of a striped layout has one piece. Return (begin, count), int64 (2, ranks)."""
+    """Return (begin, count) of each rank's only piece in a striped layout: int64 (2, ranks)."""
     table = np.zeros((2, layout.ranks), dtype=np.int64)
     for rank in range(layout.ranks):
         table[:, rank] = [x.sum() for x in layout.pieces(rank)]

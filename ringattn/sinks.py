@@ -1,4 +1,4 @@
-"""Add one learned sink per query head to attention: a logit in the softmax without a value.
+"""Add one learned sink per query head to attention. A sink is a logit in the softmax without a value.
 
 Sinks (OpenAI 2025, gpt-oss) only rescale the output of attention, with the log-sum-exp of the scores:
 
@@ -37,9 +37,9 @@ def check_sink_logits(sink_logits: Tensor | None, q: Tensor) -> None:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Add `sink_logits` (Hq,) to `out` (B, N, Hq, Dv) and `lse` (B, N, Hq) of attention, with gradients for all three.
+    """Add `sink_logits` (Hq,) to the attention results `out` (B, N, Hq, Dv) and `lse` (B, N, Hq).
 
-    Return `out`, or (out, lse) with `return_lse`.
+    All three tensors may require gradients. Return `out`, or (out, lse) with `return_lse`.
     """
     if sink_logits is not None:
         # Compilers fuse the PyTorch operations of `add_sinks`, so only eager calls use the kernel.
@@ -65,6 +65,8 @@ class _AddSinks(torch.autograd.Function):
 
 
 def sink_state(sink_logits: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the partial softmax state (m, l, o) of the sinks alone, for an output of `shape` (B, N, Hq, Dv) and `dtype`."""
+    """Return the partial softmax state (m, l, o) of the sinks alone, where `shape` (B, N, Hq, Dv) and `dtype` describe the
+    output.
+    """
     m = sink_logits.detach().to(state_dtype(dtype)).expand(shape[:3]).contiguous()
     return m, torch.ones_like(m), m.new_zeros(shape)

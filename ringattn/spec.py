@@ -1,4 +1,4 @@
-"""Define `AttentionSpec`, which contains the settings of an attention call, and validate the arguments of public calls.
+"""Define `AttentionSpec`, the settings of an attention call, and validate the arguments of public calls.
 
 A public call validates its arguments once. All internal functions rely on a valid spec.
 """
@@ -65,7 +65,7 @@ class AttentionSpec(NamedTuple):
         return Mask.from_numbers((self.before, self.after), numbers, self.seq_len)
 
     def count_pairs(self, batch: int, num_queries: int | None = None) -> float:
-        """Return the number of (query, key) pairs per head that the mask allows, summed over `batch` batch entries.
+        """Count the (query, key) pairs per head that the mask allows, over `batch` batch entries.
 
         The queries are the last `num_queries` tokens of the sequence. None means all tokens.
         """
@@ -113,7 +113,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast the tensors to the dtype of an enabled `torch.autocast`, except fp64, as torch's own attention does."""
+    """Under `torch.autocast`, cast tensors other than fp64 to the autocast dtype, as torch's own attention does."""
     if not torch._C._is_any_autocast_enabled():  # ten times as fast as `under_autocast`
         return tensors
     device = tensors[0].device
@@ -124,7 +124,7 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def check_layout(layout: Layout, size: int | None = None) -> None:
-    """Raise ValueError unless `layout` is a `Layout` and, if `size` is given, has `size` ranks."""
+    """Raise ValueError unless `layout` is a `Layout` with `size` ranks (None for any number)."""
     if not isinstance(layout, Layout):
         raise ValueError(f"layout is a {type(layout).__name__}: it must be a ringattn.Layout such as Layout.zigzag(S, ranks)")
     if size not in (None, layout.ranks):
@@ -166,7 +166,7 @@ def check_attention(
     backend: str,
     precision: str,
 ) -> None:
-    """Validate the arguments that all attention calls have in common, see `ring_attention`. q, k and v must be dense.
+    """Validate the arguments that all attention calls have in common. The tensors q, k and v must be dense.
 
     Raises:
         ValueError: an argument is invalid or unsupported. Each error message states the given value, the requirement and a

@@ -1,4 +1,4 @@
-"""`PartialState`, the result of attention for queries that have attended to only some of their keys."""
+"""Define `PartialState`, the result of queries that have attended to only some of their keys."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from ringattn.kernels.validation import FLOAT_DTYPES, as_integer, shown
 
 
 class PartialState(NamedTuple):
-    """The softmax state of each query: m (B, N, H), the maximum of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v
-    (B, N, H, D).
+    """The softmax state (m, l, o) of each query over some keys.
 
-    The tensors are fp32 (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. A
-    Hopper kernel may return an m below the maximum, which `finalize` accepts.
+    For scores s, m = max s and l = sum exp(s - m), both (B, N, H), and o = sum exp(s - m) v, (B, N, H, D). The tensors are fp32
+    (fp64 for fp64 queries). A query without keys has the state (-inf, 0, 0), the identity of `merge`. A Hopper kernel may
+    return an m below the maximum, which `finalize` accepts.
     """
 
     m: Tensor
@@ -53,7 +53,7 @@ class PartialState(NamedTuple):
         return PartialState(*reference.merge(self, other))
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return out = o / l in `dtype`, and lse = m + log l, or 0 and -inf for an empty state.
+        """Return out = o / l in `dtype`, and lse = m + log l. An empty state yields out = 0 and lse = -inf.
 
         Raises:
             ValueError: `dtype` is not fp16, bf16, fp32 or fp64.

@@ -27,8 +27,8 @@ def sdpa(
         q: (..., Nq, D), k: (..., Nk, D), v: (..., Nk, Dv), usually (B, H, N, D). The leading dims are broadcast.
         attn_mask: (..., Nq, Nk), a bool mask, or a float mask of 0 and -inf. The mask must be the same for all heads. Every
             query must attend to one interval of keys, as with causal masks, windows and packed documents. The ends of the
-            interval must not decrease from one query to the next. Every call copies the intervals to the host, which
-            `flash_attention(mask=...)` avoids.
+            interval must not decrease from one query to the next. Unlike `flash_attention(mask=...)`, every call copies the
+            intervals to the host.
         dropout_p: probability of dropping an entry of the softmax. The random numbers are not those of torch.
         is_causal: aligns the first query with the first key, as torch does. `flash_attention` aligns the last query and key.
         scale: positive factor on the scores; None for D ** -0.5.

@@ -1,11 +1,11 @@
-"""Ulysses attention uses an all-to-all inside groups of U ranks (Jacobs et al. 2023), and a ring of R ranks across the groups.
+"""Combine Ulysses attention (Jacobs et al. 2023) in groups of U ranks with rings across R groups.
 
-The first all-to-all collects the tokens of all U ranks of a group for Hq / U heads. The tokens of one group form one shard of
-the ring. The second all-to-all sends the outputs back:
+After the first all-to-all, each rank of a group holds all tokens of the group for Hq / U heads. The tokens of one group form
+one shard of the ring. The second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-Attention computes one chunk of heads while the next chunk arrives and the outputs of the previous chunk return.
+Attention computes one chunk of heads at a time. Meanwhile, the next chunk arrives, and the previous output returns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,9 +55,8 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
-    Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`. If query heads of several
-    ranks use the same key head, each of these ranks receives a copy of the key head. The gradients of the copied key heads are
-    summed in the dtype of the inputs.
+    Rank r of `ring_group` and rank u of `ulysses_group` is rank r * U + u of the layout. If several ranks need the same key
+    head, each of them receives a copy. The gradients of the copied key heads are summed in the dtype of the inputs.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
@@ -67,16 +66,14 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
-        recompute_all_to_all: save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in the
-            backward pass. Setting recompute_all_to_all saves memory only if q, k and v are saved or recomputed for another
-            reason.
+        recompute_all_to_all: save q, k and v instead of the results of the all-to-all. The backward pass then repeats the
+            all-to-all. The setting saves memory only if q, k and v are saved or recomputed anyway.
 
     Returns:
         As `ring_attention`.
 
     Raises:
-        ValueError: U does not divide the number of query heads, the layout does not have U parts, or `ring_attention` would
-            reject an argument.
+        ValueError: U does not divide Hq, the layout does not have U parts, or `ring_attention` would reject an argument.
     """
     check_flag("recompute_all_to_all", recompute_all_to_all)
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
@@ -112,7 +109,7 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse or sink_logits is not None,
         recompute_all_to_all=recompute_all_to_all,
-        # Ranks hold different numbers of tokens but need the same number of chunks, so use the mean.
+        # All ranks need the same number of chunks, so use the mean number of tokens per rank.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         key_heads=k.shape[2] // copies,
         attention=attention,
@@ -132,7 +129,7 @@ class UlyssesSpec(NamedTuple):
 
     @property
     def settings(self) -> Call:
-        """Return the settings that the ranks of a Ulysses group compare in addition to the settings of attention."""
+        """Return the additional settings that must be equal on all ranks of a Ulysses group."""
         settings: Call = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
         return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
@@ -187,8 +184,8 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save. Each chunk of heads saves out and lse, and also saves q, k and v if the
-    all-to-all is not recomputed.
+    """Return out, lse and the tensors to save for the backward pass. Each head chunk saves out and lse. Without
+    `recompute_all_to_all`, each chunk also saves q, k and v.
     """
     arguments = "forward of ulysses_attention", q, k, v
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
@@ -264,7 +261,7 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Send lse (B, sum of tokens, Hq / U), and receive lse (B, N, Hq) of this rank's tokens."""
+    """Exchange lse of this rank's heads (B, sum of tokens, Hq / U) for lse of its tokens (B, N, Hq)."""
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)

@@ -1,6 +1,6 @@
 """The all-to-all of Ulysses (heads <-> sequence; Jacobs et al. 2023, https://arxiv.org/abs/2309.14509).
 
-Every rank sends a slice of its tensors to each other rank, and writes the received slices into its own tensors:
+Every rank sends a slice of its tensors to each other rank. The receivers write the slices into their own tensors:
 
                       rank a sends to rank b            rank b writes the slice of rank a
     to heads          a's tokens of b's heads           to the rows of a's tokens
@@ -36,7 +36,7 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """Selects the tokens of one rank from x (B, sum of tokens, ...). The tokens of x are in rank order."""
+    """A `TokenSlice` selects the tokens of one rank from x (B, sum of tokens, ...). The tokens of x are in rank order."""
 
     counts: tuple[int, ...]  # number of tokens on each rank
 
@@ -51,8 +51,8 @@ class Exchange(Protocol):
     """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. The receiver copies the slice into `put(y,
-        sender)`, a view of a receive tensor y.
+        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. For each x, the receiver has a tensor y in
+        the `into` of `start`, and copies the slice into the view `put(y, sender)`.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """
@@ -68,8 +68,8 @@ class AllToAll(Protocol):
         """Create an exchange. All exchanges of a call must be created before the first send.
 
         Args:
-            into: the contiguous tensors to fill, each of shape (B, n, ...) with n = lengths[rank].
-            lengths: the number of tokens n on each rank.
+            into: the contiguous tensors to fill, each (B, lengths[rank], ...).
+            lengths: the number of tokens on each rank.
             sends: how many times each rank calls `Exchange.send`.
         """
 

@@ -1,8 +1,8 @@
 """Record the attention calls of each rank, to detect ranks that make different calls.
 
-Every rank publishes the newest part of its log in the job's store, and `ringattn.comm.watchdog` compares the logs. With gloo,
-the tag of a message depends on all earlier calls of its sender. If calls differ, the tags differ, so the receiver waits and
-never receives a message of a wrong size.
+Every rank publishes its newest calls in the job's key-value store, where `ringattn.comm.watchdog` compares them. With gloo, the
+tag of a message depends on all earlier calls of its sender. Ranks that make different calls use different tags, so no rank
+receives a message of a wrong size.
 """
 
 import json
@@ -15,13 +15,13 @@ Call = dict[str, object]  # settings by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
 WINDOW = 128  # number of the newest calls that a rank publishes
-# A rank also publishes up to 64 older calls, which a rank that is far behind may still have in its log.
+# A rank also publishes up to 64 older calls, for comparison with a rank that is far behind.
 MILESTONES = 64
 MAX_SETTINGS = 64  # maximum number of cached settings
 
 
 class CallLog:
-    """A `CallLog` contains the calls of one rank. The method `record` takes about 2 us, unless the settings are new."""
+    """A `CallLog` contains the calls of one rank. The method `record` takes about 2 us for settings that it has seen before."""
 
     def __init__(self) -> None:
         self._recent: deque[Entry] = deque(maxlen=WINDOW)

@@ -1,8 +1,8 @@
 """Choose the transport for a process group, and compare the first calls of its ranks.
 
-In the first call for a group, every rank writes its host, its GPU and the settings of its call to the job's key-value store.
-All ranks read the same information and choose the same transport. If the calls differ, every rank raises an error, instead of
-hanging or returning wrong results.
+The first call for a group is a handshake. Every rank writes its host, GPU and settings to the job's key-value store. All ranks
+read the same information and choose the same transport. If the calls differ, every rank raises an error, instead of hanging or
+returning wrong results.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def connect(
     call: Callable[[], Call] | None = None,
     relays: bool = False,
 ) -> Transport:
-    """Return the transport of a process group, or of a ring of one rank if `group_name` is "".
+    """Return the transport of a process group. The name "" means a ring of one rank.
 
     The first call for a group, device and transport performs a handshake of all ranks.
 
@@ -73,7 +73,7 @@ def connect(
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
             "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Without the variable, "auto" means "nvlink" if
-            all GPUs are in one host and can access each other's memory, and otherwise "p2p".
+            all GPUs are in one host and can access each other. In all other cases, "auto" means "p2p".
         call: returns the settings of this call. The handshake compares the settings of all ranks.
         relays: whether ranks relay received blocks to their neighbours. If True, "auto" means "p2p".
 
@@ -98,7 +98,7 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a destroyed group had the same name
                 _connections[key][1].close()
-            # If another rank uses a different connection, its log differs, and the watchdog ends the run.
+            # If another rank uses a different connection, the logs differ, so the watchdog ends the run.
             for known, other in list(_connections.values()):
                 if known is group:
                     name = f"the first call with transport={transport!r} on {device.type}"
@@ -112,7 +112,7 @@ _connections: dict[tuple[Any, ...], tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def free_messages() -> None:
-    """Free the memory that transports keep for the messages of later passes."""
+    """Free the message buffers that transports keep for later passes."""
     for _, transport in _connections.values():
         if isinstance(transport, MessageTransport):
             transport.free_messages()
@@ -184,15 +184,15 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     store = _get_process_group_store(group)
-    # A clone has its own connection, so a waiting watchdog delays no other user of the store.
+    # A clone has its own connection, so waits of the watchdog do not delay other users of the store.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
-    """Return a name that is unique to this handshake, and equal on all its ranks.
+    """Return a name for the keys of this handshake, the same on all ranks.
 
-    The store may contain keys of earlier handshakes.
+    The name is unique, because the store may contain keys of earlier handshakes.
     """
     numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
     own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()
@@ -224,7 +224,7 @@ def _identity(device: torch.device, transport: str) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. A rank that runs `explain` has no settings to compare."""
+    """Raise ValueError if the attention calls of the ranks differ. Ranks that run `explain` have no call to compare."""
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -269,7 +269,7 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
-    """Return why the ranks cannot write into each other's memory, or "" if this rank sees no obstacle."""
+    """Return the reason why the transport "nvlink" is unavailable on this rank, or ""."""
     hosts, gpus = {rank.host for rank in ranks}, [rank.gpu for rank in ranks]
     if device.type != "cuda":
         return f"the tensors are on {device.type}"

@@ -1,7 +1,7 @@
-"""Call functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags.
+"""Call functions of the CUDA driver that torch lacks: copies by copy engines, and operations on flags.
 
-A flag is a 32-bit word. A stream sets a flag or waits for it, in order with the other operations of the stream. An address may
-be in the memory of any GPU. A stream argument is the raw handle `torch.cuda.Stream.cuda_stream`. No function occupies SMs.
+A flag is a 32-bit word. A stream sets flags, and waits for flags, in order with its other operations. An address may be in the
+memory of any GPU. A stream argument is the raw handle `torch.cuda.Stream.cuda_stream`. No function occupies SMs.
 """
 
 import ctypes
@@ -11,8 +11,8 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-# CU_STREAM_WAIT_VALUE_EQ and CU_STREAM_WRITE_VALUE_DEFAULT. By default, the driver makes the stream's earlier work visible to
-# all devices before it writes the value.
+# CU_STREAM_WAIT_VALUE_EQ and CU_STREAM_WRITE_VALUE_DEFAULT. By default, earlier work of the stream becomes visible to all
+# devices before the driver writes the value.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
 # The driver accepts fewer than 256 operations per call. A wait and the write that clears the flag must be in the same call.
 _MAX_OPERATIONS = 254
@@ -99,7 +99,7 @@ def set_flags(addresses: Sequence[int], stream: int) -> None:
 
 
 def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
-    """Make later work of the stream wait until each flag is 1, and reset it to 0."""
+    """Make the stream wait until each flag is 1, and then reset the flag to 0."""
     _run_in_order(_waits(tuple(addresses)), stream)
 
 

@@ -1,4 +1,4 @@
-"""Ring passes over NVLink: copy engines write into the memory of other GPUs, and flags signal the arrival of the data.
+"""Run ring passes over NVLink. Copy engines write into the memory of other GPUs, and flags signal the arrival of data.
 
 Every rank has one *receive buffer*, which the other ranks have mapped (torch symmetric memory). One message from rank A to rank
 B:
@@ -10,12 +10,12 @@ B:
                                                               set A's "credit" flag: the slot may be reused
 
 Communication uses no kernels and no SMs, and the host never waits. Blocks and results have separate slots, which messages use
-in turn. A *credit* flag tells the sender that the receiver has read a slot. Before the first block of a pass, a *ready* flag
-tells the sender that the receiver has read all messages of the previous pass.
+in turn. A *credit* flag tells the sender that the receiver has read a slot. A *ready* flag tells the sender that the receiver
+has read all messages of the previous pass. Senders wait for ready flags before the first block of a pass.
 
-Every message has its own flag, which is 0 or 1. The stream that waits for a flag clears it, so CUDA graphs can be replayed. In
-step t, a rank waits only for work that other ranks issue in step t or earlier. Even if a GPU runs its streams one after the
-other, no deadlock is possible.
+Every message has its own flag, which is 0 or 1. The stream that waits for a flag also clears the flag, so CUDA graphs can be
+replayed. In step t, a rank waits only for work that other ranks issue in step t or earlier. Therefore no deadlock is possible,
+even if a GPU runs its streams one after the other.
 """
 
 import logging
@@ -47,7 +47,7 @@ KINDS = ("block", "result")
 # Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Results up to this size stay in the receive buffer, and one kernel sums the results at the end of the pass.
+# Up to this total size, results stay in the receive buffer. One kernel sums the results at the end of the pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
 # Messages up to this size use three slots in turn, and may arrive two steps early. Larger messages use two slots.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
@@ -58,7 +58,7 @@ ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
-    """Return the number of bytes that `rows` rows of a tensor like `x` (B, N, ...) need in a receive buffer."""
+    """Return the bytes that `rows` rows of a tensor like `x` (B, N, ...) occupy in a receive buffer."""
     size = x.shape[0] * rows * x.shape[2:].numel() * x.element_size()
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -92,7 +92,7 @@ class ReceiveBuffer:
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
     def keep_for_graph(self) -> None:
-        """Never release the current memory if a CUDA graph is being captured, because replays of the graph use the memory."""
+        """During the capture of a CUDA graph, keep the current memory forever, because replays of the graph use it."""
         if torch.cuda.is_current_stream_capturing():
             assert self.memory is not None
             self._kept.add(self.memory)
@@ -122,9 +122,7 @@ Route = tuple[list[RouteStep], bool]  # the steps of one rank, and the value of 
 
 
 class Slots:
-    """A `Slots` object assigns each message of a schedule an offset in the receive buffer, in bytes. All ranks use the same
-    offsets.
-    """
+    """A `Slots` object gives each message of a schedule a byte offset in the receive buffer. All ranks use the same offsets."""
 
     def __init__(self, schedule: Schedule, templates: Templates) -> None:
         self.templates = templates
@@ -179,7 +177,7 @@ class NvlinkTransport(Transport):
         self.computed = torch.cuda.Event()
         # recorded at the start of call `_started_call`
         self.started, self._started_call = torch.cuda.Event(), -1
-        # After an exception, an unfinished all-to-all may still write into `filled`.
+        # Keep filled tensors alive, because an unfinished all-to-all may still write into them after an exception.
         self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
         # The table of flags has one column per rank that writes flags.

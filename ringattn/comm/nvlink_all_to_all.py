@@ -1,12 +1,13 @@
-"""The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
+"""Run the all-to-all over NVLink. Copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one receive buffer for all-to-alls. Each exchange uses a region of the receive buffer. The region has the memory
-layout of the receive tensors, so a sender copies its slice straight to the final position. Then it sets a flag. When all flags
-of an exchange are set, the region is copied into ordinary tensors, which kernels read and autograd can save.
+Every rank has one receive buffer for all-to-alls. Each exchange uses a region of the receive buffer. A region has the layout of
+the receive tensors. A sender therefore copies its slice straight to the final position. Then the sender sets a flag. When all
+flags of an exchange are set, the region is copied into ordinary tensors. Kernels can read these tensors, and autograd can save
+them.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
-before they write into the rank's receive buffer. There is no deadlock, because send i of a rank never waits for send i + 1, or
-later work, of another rank.
+before they write into the rank's receive buffer. No deadlock is possible, because send i never waits for send i + 1, or later
+work, of another rank.
 """
 
 from functools import lru_cache
@@ -28,7 +29,7 @@ class StridedCopy(NamedTuple):
     """A `StridedCopy` copies `count` rows of `width` bytes from a tensor into a region.
 
     `target` is an offset in the region and `source` an offset in the tensor, in bytes. A pitch is the distance in bytes between
-    the starts of consecutive pieces.
+    the starts of consecutive rows.
     """
 
     target: int
@@ -46,11 +47,11 @@ Sizes = tuple[int, ...]
 def _strided_copies(
     take: Slice, put: Slice, shape: Sizes, strides: Sizes, heads: Sizes, lengths: Sizes, element_size: int, rank: int
 ) -> list[list[StridedCopy]]:
-    """Return the copies that send slices of a tensor to each rank.
+    """Return the strided copies that send one slice of a tensor to each rank, grouped by receiver.
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: of the tensor (B, N, H, D) to send, in which the heads of a token are contiguous.
+        shape, strides: describe the tensor (B, N, H, D) to send. The heads of a token must be contiguous.
         heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
         element_size: bytes per element.
         rank: the sender.

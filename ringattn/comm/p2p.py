@@ -74,7 +74,7 @@ class P2PTransport(MessageTransport):
         self.group = dist.ProcessGroup(store, self.rank, self.size)
         self.group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self.group._register_backend(self.device, dist.ProcessGroup.BackendType.NCCL, self._communicator)
-        # With expandable segments, a rank that captures a graph cannot exchange messages with a rank that does not.
+        # With expandable segments, a rank that captures a graph cannot exchange messages with a rank that captures none.
         if "expandable_segments:True" not in "".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
             self.graphs = PassGraphs(self)
         atexit.register(self.close)
@@ -212,7 +212,7 @@ class P2PTransport(MessageTransport):
 
 
 def _empty_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor like x in host memory, pinned if x is on a GPU, so that copies are asynchronous."""
+    """Return a new host tensor like x. For a GPU tensor, the memory is pinned, so that copies are asynchronous."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
 
 

@@ -1,8 +1,8 @@
-"""Replay ring passes over short shards from CUDA graphs. Without a graph, launching a pass over short shards takes the host
-longer than the GPU takes to run the pass.
+"""Replay ring passes over short shards from CUDA graphs. Without a graph, launching a short pass on the host takes longer than
+running it on the GPU.
 
 After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A graph exchanges the same
-messages as an ordinary pass, so a rank may capture a graph earlier than other ranks.
+messages as an ordinary pass, so ranks may capture it at different times.
 """
 
 import logging
@@ -21,7 +21,7 @@ CALLS_BEFORE_CAPTURE = 128
 # Larger passes are not captured. On an H100, a forward pass with MAX_FORWARD_FLOPS takes about 1 ms, which is longer than its
 # launch.
 MAX_FORWARD_FLOPS = 5e11
-# A captured pass keeps copies of q, k and v, so passes with more than MAX_INPUT_BYTES of inputs are not captured.
+# A captured pass keeps copies of q, k and v. To limit memory, passes with more than MAX_INPUT_BYTES of inputs are not captured.
 MAX_INPUT_BYTES = 64 << 20
 _NEVER = -(1 << 62)  # marks a pass that cannot be captured
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class PassGraphs:
         self._by_plan: WeakKeyDictionary[Hashable, dict[tuple[Any, ...], int | CapturedPass]] = WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Free all graphs after addresses or flags in these graphs have changed."""
+        """Free all graphs, because addresses or flags in the graphs have changed."""
         self._by_plan.clear()
 
     def run(
@@ -44,7 +44,7 @@ class PassGraphs:
     ) -> Tensors:
         """Run the ring pass `function(*inputs)`, or replay its CUDA graph. Return the results.
 
-        `plan` and `settings` must determine the pass, together with the shapes and the dtypes of the inputs.
+        The pass must depend only on `plan`, `settings`, and the shapes and dtypes of the inputs.
         """
         of_plan = self._by_plan.setdefault(plan, {})
         shapes = tuple(x if x is None else (x.shape, x.dtype) for x in inputs)

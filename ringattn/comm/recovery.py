@@ -1,9 +1,10 @@
 """Reset a ring after an exception inside a call, so that the next call returns exact results.
 
-After the exception, messages and flags of the call are still in flight. No later call may receive them. Therefore:
+After the exception, messages and flags of the call are still in flight. No later call may receive these messages and flags.
+Therefore:
 
-1. A rank that leaves a call with an exception publishes the number of the call and the exception in the job's store.
-2. The rank then waits, before its next call, until all ranks have published an exception.
+1. A rank whose call raises an exception publishes the call's number and the exception in the job's store.
+2. Before its next call, the rank waits until all ranks have published an exception.
 3. If every rank has raised an exception in the same call, every rank resets its transport.
 4. If only some ranks have raised an exception, every rank raises a `RingFault`, also in later calls.
 
@@ -69,7 +70,7 @@ class Recovery:
             self.call += 1
 
     def exit(self, error: BaseException | None) -> None:
-        """End a call, and publish its exception `error` unless `error` is None."""
+        """End a call. If `error` is an exception, publish it."""
         with self._lock:
             if error is not None and self.left is None and not self.watchdog.is_capturing():
                 self._publish(error)
@@ -80,7 +81,7 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Declare a fault if another rank raised an exception in a call that this rank has finished or hangs in."""
+        """After an exception on another rank, declare a fault if this rank has finished the same call or hangs in it."""
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:
@@ -96,7 +97,7 @@ class Recovery:
                 self._declare_fault(other)
 
     def explain(self) -> str | None:
-        """Return a message if a wait has failed because another rank has left the call, or None."""
+        """Return the reason if a wait failed because another rank left the call, and otherwise None."""
         other = self._first_record() if self.fault is None else None
         if other is not None and other.is_own:
             self._declare_fault(other)

@@ -16,18 +16,17 @@ from ringattn.comm.simulated import SimulatedRank
 def check_same(batch: object, group: Group | None) -> None:
     """Check that a batch is the same on all ranks of a group. All ranks must call this function.
 
-    If ranks that share a sequence have different tokens or documents, training is wrong although the loss looks plausible. Call
-    this function in the first steps of a training loop. The function hashes the batch on the CPU and makes one small
-    all-reduce, so the host waits for the GPU.
+    If the ranks of a ring have different tokens or documents, training is wrong, but the loss looks plausible. Call this
+    function in the first steps of a training loop. The host waits for the GPU, hashes the batch on the CPU, and makes one small
+    all-reduce.
 
     Args:
-        batch: a tensor, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any way; devices may
-            differ.
+        batch: tensors, numbers, strings and None, in nested dicts, lists and tuples. Devices may differ.
         group: the process group of the ranks that share a sequence, for example `mesh.get_group()`.
 
     Raises:
-        ValueError: the batches differ (on all ranks, with the names of the ranks that differ), `batch` contains another type,
-            or `group` is None although there are several ranks.
+        ValueError: the batches differ, `batch` contains another type, or `group` is None although there are several ranks. If
+            batches differ, all ranks raise an error that names the ranks.
     """
     rank, size = rank_and_size(group)
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,7 +1,7 @@
-"""Let several ranks use the same GPU, for tests and for learning, if the environment variable RINGATTN_SHARE_GPUS is 1.
+"""Let several ranks share a GPU if the environment variable RINGATTN_SHARE_GPUS is 1, for tests and learning.
 
-Rings on one GPU use the same copies, flags and streams as rings over NVLink, but their speeds are meaningless. NCCL rejects two
-ranks on one GPU, so the process group must use gloo:
+A ring on one GPU uses the same copies, flags and streams as a ring over NVLink. Measured speeds are meaningless. NCCL rejects
+two ranks on one GPU, so the process group must use gloo:
 
     dist.init_process_group("cpu:gloo,cuda:gloo")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -47,7 +47,7 @@ class SimulatedRing:
         return self.messages.pop(key)
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Record that `ranks` will send no more messages, and wake the ranks that wait for them."""
+        """Record that `ranks` will send no more messages, and wake the ranks that wait for messages."""
         self.ended.update(ranks)
         for changed in self.changed:
             with changed:
@@ -87,7 +87,7 @@ def simulate(
 
     Args:
         ranks: the number of ranks.
-        function: runs in one thread per rank, in which contexts of the caller, such as torch.no_grad, do not apply.
+        function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad, do not apply there.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
         in_turns: whether only one rank computes at a time, which is faster. Pass False if `function` synchronises the ranks in
             another way, such as a barrier. Some kernels require True.

@@ -48,11 +48,10 @@ class RingPass(Protocol):
     keeps_results: bool  # whether returned results remain valid until `end`
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
-        """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns the
-        blocks.
+        """Start the sends and receives of step t. Return a function that waits for the incoming blocks and returns them.
 
-        Each outgoing block is contiguous, and contains either only the rows to send or all rows of the block's owner. Until
-        exchange t + 2 starts, outgoing blocks must not be modified, and received blocks remain valid.
+        Outgoing blocks are contiguous. A block contains only the rows to send, or all rows of its owner. Until exchange t + 2
+        starts, outgoing blocks must not be modified, and received blocks remain valid.
         """
 
     def end(self) -> None:
@@ -60,7 +59,7 @@ class RingPass(Protocol):
 
 
 class NoRecovery:
-    """A `NoRecovery` object belongs to transports that are never reset, for rings of one rank and simulated rings."""
+    """Rings of one rank and simulated rings are never reset, so their transports have a `NoRecovery` object."""
 
     call, left = 0, None
 
@@ -210,13 +209,13 @@ class MessageTransport(Transport):
         return self
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Start all sends and receives, and return a function that waits until all are complete. Sender and receiver must list
-        their messages in the same order.
+        """Start all sends and receives. Return a function that waits for their completion. Sender and receiver must list their
+        messages in the same order.
         """
         raise NotImplementedError
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, Wait]:
-        """Start to gather a contiguous tensor of equal shape from each rank.
+        """Start to gather one contiguous tensor per rank, all of the same shape.
 
         Returns:
             A tensor (ranks, *own.shape), and a function that waits for it.
@@ -244,8 +243,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Find free message buffers of an earlier pass with this plan and stream. On one stream, messages wait for all earlier
-        work, so a new pass may reuse the buffers at once.
+        """Return the free message buffers of earlier passes with the same plan and stream. Messages wait for all earlier work
+        of the stream, so a new pass may reuse the buffers at once.
         """
         stream = 0
         if device.type == "cuda":

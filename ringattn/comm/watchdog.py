@@ -2,7 +2,7 @@
 
 The watchdog records when every hop is issued and finished. On a GPU, the stream writes the number of the last finished hop to
 host memory. A thread on each rank writes heartbeats to the job's store. A heartbeat contains the number of finished hops. If a
-hop does not finish in time, the thread finds and prints the rank that is behind, and ends the process.
+hop does not finish in time, the thread prints which rank is behind, and ends the process.
 """
 
 import atexit
@@ -247,7 +247,7 @@ class Watchdog:
         return None
 
     def _diagnose(self, hop: Hop) -> str:
-        """Return one sentence that names the rank that is behind. All ranks return the diagnosis that was stored first."""
+        """Return a sentence that names the rank that is behind. All ranks return the diagnosis that reached the store first."""
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):

@@ -1,6 +1,6 @@
-"""Predict the cost of a ring pass. The rank with the most work and the rank with the most messages determine each step's cost.
+"""Predict the cost of a ring pass. The cost of a step is the time of the rank with the most work or the most messages.
 
-Speeds are read from a table and never measured at run time, so that all ranks, and all runs, make the same choice.
+Speeds come from a table and are never measured at run time. Therefore all ranks and all runs make the same choice.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Replace the plan that a CUDA graph has captured, so that the graph can be replayed with other masks and layouts."""
+"""Replace the captured plan of a CUDA graph, so that replays can use other masks and layouts."""
 
 import torch
 from torch import Tensor

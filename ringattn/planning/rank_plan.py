@@ -1,4 +1,7 @@
-"""Plan the ring passes of one rank under a mask and a layout: the schedules, and the intervals in rows instead of positions."""
+"""Plan the ring passes of one rank under a mask and a layout.
+
+A plan contains schedules, and the intervals of the mask as rows of shards instead of positions.
+"""
 
 import logging
 import threading
@@ -22,11 +25,11 @@ from ringattn.planning.schedule import LocalStep, LocalSteps, Need, Schedule, bu
 from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
-# A rank computes FIRST_SHARE of the work on its own block in the first step, while the first messages are in flight. The
-# remaining work on this block hides the last hop.
+# While the first messages are in flight, a rank computes FIRST_SHARE of the work on its own block. The remaining work on the
+# block hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The KV ring launches fewer kernels, so "auto" selects the state ring only if its predicted time is 3% shorter.
+# The KV ring launches fewer kernels. Therefore "auto" requires a predicted gain of 3% from the state ring.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """A `BlockPair` describes the inputs of one kernel call: query rows of one rank, and key rows of one rank."""
+    """A `BlockPair` describes one kernel call, with query rows of one rank and key rows of one rank."""
 
     intervals: Intervals  # one interval per query row; the bounds are indices of key rows
     layout: Layout
@@ -130,7 +133,7 @@ class Plan:
         return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
 
     def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
-        """Return a copy of this plan on `device`. `masks` replaces the intervals, in the order of `self.masks()`."""
+        """Return a copy of this plan on `device`, with `masks` in place of the intervals of `self.masks()`."""
         plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {
@@ -187,14 +190,14 @@ class Plan:
         key = name, work, interconnect
         if key not in self._choices:
             self._choices[key], _ = self.choose(*key)
-            # The predicted times of packed documents change in every training step.
+            # Log each choice only once, because the predicted times of packed documents change in every training step.
             if self.layout.ranks > 1 and (work.direction, self._choices[key]) not in _logged:
                 _logged.add((work.direction, self._choices[key]))
                 log.info(self.describe_choice(*key))
         return self._choices[key]
 
     def choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
-        """Return the schedule as `choose_schedule` does, and the reason."""
+        """Return the schedule that `choose_schedule` returns, and the reason for the choice."""
         if name != "auto":
             return name, "as requested"
         if self.layout.ranks == 1:
@@ -236,7 +239,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return (lo, hi), both (B or 1, query rows) on the CPU: query row i attends to the key rows [lo[i], hi[i])."""
+    """Return (lo, hi), both (1 or B, query rows), on the CPU. Query row i attends to key rows lo[:, i] to hi[:, i] - 1."""
     lo, hi = _rows_before_bounds(mask, layout, query_rank)
     return torch.from_numpy(lo.rows(key_rank)), torch.from_numpy(hi.rows(key_rank))
 
@@ -275,7 +278,9 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """For each pair (row rank, column rank), return the range (first, end) of visible columns, int64 (2, ranks, ranks)."""
+    """For each pair of ranks, return the range of the second rank's columns that the first rank's rows see. The ranges are
+    (first, end): int64 (2, row ranks, column ranks).
+    """
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
     for rank in range(runs.layout.ranks):

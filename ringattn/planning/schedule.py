@@ -1,4 +1,4 @@
-"""Build the schedules of ring passes: plain data that lists the messages and the computations of each step.
+"""Build the schedules of ring passes. A schedule is plain data, and lists the messages and computations of each step.
 
 Every rank owns one block, which circulates. Every other rank computes a *result* from a circulating block. The result returns
 to the owner:
@@ -11,7 +11,7 @@ to the owner:
 
 In a *relay* schedule, which suits several hosts, ranks pass each block on to their neighbours. The result for a block
 circulates one hop behind the block. In a *direct* schedule, each rank receives a block from its owner and sends the result
-straight back. Direct schedules consist of rounds in which no link carries two blocks at a time.
+straight back. A direct schedule consists of rounds. In each round, a link carries at most one block.
 
 During step t, a rank sends the blocks for step t + 1 and the results of step t - 1. Each rank splits its own block in two
 parts. The rank computes the first part during the first hop, and the second part while the last results return. Schedules leave
@@ -29,7 +29,7 @@ Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows o
 
 
 class Message(NamedTuple):
-    """A `Message` contains the rows of a block or of a result that one rank sends to another in one hop."""
+    """A `Message` describes the rows of a block or result that one rank sends to another in a hop."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
@@ -170,19 +170,20 @@ def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
 def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    In round s, rank r computes with the block of rank r XOR s, or of rank (r - s) modulo P. The function uses whichever of the
-    two variants has fewer rounds.
+    In round s, rank r computes with the block of rank r XOR s, or of rank (r - s) modulo P. The variant with fewer rounds is
+    used.
 
     Args:
         needed: needed[owner][rank] says whether the rank needs rows of the owner's block.
 
     Returns:
-        One element per computation, in the order of the rounds: the number of the round, the rank, and the owner of the block.
+        (round, rank, owner): arrays with one element per computation, in the order of the rounds. The rank computes with the
+        owner's block.
     """
     ranks = np.arange(len(needed))
     owners = [(ranks - ranks[1:, None]) % len(needed)]
     if len(needed) & (len(needed) - 1) == 0:
-        # In a tie, min() prefers the XOR variant, in which two ranks exchange their blocks in the same round.
+        # In a tie, min() prefers XOR, with which two ranks exchange their blocks in the same round.
         owners.insert(0, ranks ^ ranks[1:, None])
     with_work = min((each[needed[each, ranks].any(1)] for each in owners), key=len)
     number, rank = needed[with_work, ranks].nonzero()

@@ -44,7 +44,8 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> float:
     """Return the bytes per token that a rank sends in a forward and a backward pass. The estimate assumes that every rank needs
-    all blocks."""
+    all blocks.
+    """
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
     # q, out, k and v are sent, and then their gradients.
@@ -67,7 +68,7 @@ def best_ulysses_degree(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> int:
-    """Return the smallest U whose predicted time of a forward and a backward pass is at most 1% above the lowest.
+    """Return the smallest U whose predicted time of both passes is at most 1% above the minimum.
 
     U must divide `ranks` and Hq. The time includes the ring, and the part of the all-to-alls that attention does not hide. For
     64 ranks, the prediction takes about a second. For more than MAX_PLANNED_RANKS ranks, the choice minimises `bytes_per_row`,
@@ -124,7 +125,8 @@ def attention_seconds(
 
 
 def chunk_of_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, ulysses: int) -> tuple[int, list[Tensor]]:
-    """Return the number of head chunks per rank, and [q, k, v, out] of one chunk. These four "meta" tensors have one row.
+    """Return the number of head chunks per rank, and [q, k, v, out] of one chunk. The four tensors of a chunk are "meta"
+    tensors with one row.
 
     Arguments as for `attention_seconds`.
     """
@@ -137,7 +139,8 @@ def chunk_of_heads(q: Tensor, k: Tensor, v: Tensor, ranks: int, ulysses: int) ->
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
     """Predict the seconds for sending one chunk of heads and returning its outputs. Each rank sends `bytes_to_each` bytes to
-    every other rank."""
+    every other rank.
+    """
     inside = math.gcd(ulysses, host)  # smallest number of ranks of a Ulysses group in one host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
     return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)

@@ -12,7 +12,7 @@ HEAD_CHUNK_FLOPS = 5e13
 
 
 class RowBytes(NamedTuple):
-    """A `RowBytes` tuple contains, for each schedule, the bytes per row of a circulating block and of its result."""
+    """For each schedule, `RowBytes` contains the bytes per row of a circulating block and of its result."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
@@ -26,12 +26,12 @@ class Work(NamedTuple):
     row_multiple: int = 1  # see `Plan.schedule`
 
     def query_bytes(self, own: bool, relays: bool) -> float:
-        """Return the HBM traffic outside the attention kernel in one local step of the state ring, in bytes per query row.
+        """Return the HBM traffic that a local step of the state ring adds to attention, in bytes per query row.
 
-        The results of a rank's own queries are merged in the kernel's epilogue, where matrix products hide the traffic. A
-        separate kernel merges the results for other ranks. With direct messages, the merge kernel reads each result once. With
-        relays, each merge reads two states and writes one. The backward pass zeroes the sums of dq, reads the sums, and adds
-        the sums to dq.
+        The kernel's epilogue merges the results of a rank's own queries, and matrix products hide this traffic. A separate
+        kernel merges the results for other ranks. With direct messages, the merge kernel reads each result once. With relays,
+        each merge reads two states and writes one. The backward pass zeroes the sums of dq, reads the sums, and adds the sums
+        to dq.
         """
         tensors_of_forward = 0 if own else 3 if relays else 1
         return (4 if self.direction == "backward" else tensors_of_forward) * self.row_bytes.state[1]
@@ -48,7 +48,7 @@ def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
 def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Work:
     """Return the work of the forward pass: two matrix products per (query, key) pair and head.
 
-    With "fp8", a circulating tensor has one byte per element, and one byte per row and head for the scale.
+    With "fp8", circulating tensors have one byte per element. Each row of a head also has one byte for its scale.
     """
     heads, size = q.shape[2], q.element_size()
     queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
@@ -77,7 +77,7 @@ def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int
 
 
 def chunk_work(q: Tensor, k: Tensor, v: Tensor, pairs: float, precision: str = "ieee") -> tuple[int, tuple[Work, Work]]:
-    """Return the number of head chunks, and the work of the forward and the backward pass of one chunk."""
+    """Return the number of head chunks, and the work of both passes of one chunk."""
     count = head_chunks_for_memory(q, k, v, pairs)
     q, k, v = (head_chunk(x, count) for x in (q, k, v))
     return count, (forward_work(q, k, v, precision), backward_work(q, k, v))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RingLoader", "RingMixin", "RingTrainer", "put_on_ring", "shard_batch", "token_logprobs"]
 
-# Each name is imported when it is first used, so that importing this package does not import transformers.
+# Each name is imported at its first use. Importing this package therefore does not import transformers.
 _MODULES = {
     "RingLoader": "loader",
     "RingMixin": "trainer",

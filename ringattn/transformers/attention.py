@@ -10,13 +10,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.attention import ring_attention
 from ringattn.transformers.batch import RingBatch
 
-# transformers passes these keywords to every attention function. They do not change the result.
+# transformers passes these keywords to every attention function. The keywords do not change the result.
 NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict"}
 
 
 class RingMask:
-    """A `RingMask` holds the window of a layer, and is part of a `RingBatch`. The class is not a dataclass, because FSDP copies
-    dataclasses.
+    """A `RingMask` holds the window of a layer. Models pass it to `attend` in place of a mask tensor. The class is not a
+    dataclass, because FSDP copies dataclasses.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -30,8 +30,8 @@ class RingMask:
 
 
 class UnsupportedMaskError(AttributeError, ValueError):
-    """The model uses the mask of a layer as a tensor. The class derives from AttributeError, because `hasattr` expects this
-    exception.
+    """Raised if a model uses the mask of a layer as a tensor. The class derives from AttributeError, because `hasattr` expects
+    this exception.
     """
 
 
@@ -81,7 +81,8 @@ def _is_neutral(name: str, argument: object) -> bool:
 
 
 def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> RingMask:
-    """Convert a mask function of transformers, which takes indices, to a mask. The mask contains neither documents nor padding.
+    """Convert a mask function of transformers, which takes indices, to a `RingMask`. The `RingMask` contains neither documents
+    nor padding.
 
     Raises:
         ValueError: the mask is neither causal nor a causal window, or it depends on the tokens.
@@ -103,7 +104,7 @@ def _captured(function: Callable[..., Any]) -> Iterator[object]:
 
 
 def _is_causal(mask_function: Callable[..., Tensor], window: int | None) -> bool:
-    """Compare a mask function with a causal mask at a few queries, and at keys near the ends of their intervals."""
+    """Test at a few points whether a mask function is causal. The keys are near the ends of the queries' intervals."""
     size = window or 64
     q = torch.tensor([0, 1, size - 1, size, size + 1, 3 * size + size // 2, 2**20], device="cpu")[:, None]
     offsets = torch.tensor([-(2**20), -size - 1, -size, 1 - size, -1, 0, 1, size], device="cpu")

@@ -1,4 +1,4 @@
-"""Shard a batch as the collators of transformers and TRL create it. All rows of a batch have the same layout."""
+"""Shard batches that the collators of transformers and TRL create. All rows of a batch have the same layout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,13 +56,13 @@ class RingBatch:
 def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
-    A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding is a
-    document of its own, without labels, on the left and on the right.
+    A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding on the
+    left or on the right is a document of its own, without labels.
 
     Args:
-        batch: the same on all ranks: input_ids (B, S) or inputs_embeds (B, S, dim), and optionally attention_mask (B, S) of 0
-            and 1, position_ids (B, S), cu_seq_lens_q, labels (B, S) or shift_labels (B, S), in which the label of a token is
-            the next token. `labels` are shifted before they are sharded.
+        batch: the same on all ranks. One entry is input_ids (B, S) or inputs_embeds (B, S, dim). Optional entries are
+            attention_mask (B, S) of 0 and 1, position_ids (B, S), cu_seq_lens_q, and labels (B, S) or shift_labels (B, S). In
+            shift_labels, the label of a token is the next token. Labels are shifted before they are sharded.
         mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
 
     Returns:
@@ -70,7 +70,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
         num_items_in_batch in the batch to the number of labels of all accumulated batches.
 
     Raises:
-        ValueError: the ranks have different batches, or the batch contains something that a ring does not support.
+        ValueError: the ranks have different batches, or a ring does not support an entry of the batch.
     """
     return shard_for(batch, *ring_of(mesh))
 
@@ -165,7 +165,7 @@ def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def documents_of(batch: Mapping[str, Any]) -> list[list[int]] | None:
-    """Return the lengths of the documents of every row, or None if every row is one document without padding."""
+    """Return the document lengths of every row, or None if each row is one document without padding."""
     starts = document_starts(batch)
     if not starts[:, 1:].any():
         return None
@@ -174,7 +174,7 @@ def documents_of(batch: Mapping[str, Any]) -> list[list[int]] | None:
 
 
 def document_starts(batch: Mapping[str, Any]) -> np.ndarray:
-    """Return whether a document begins at a token: bool (B, S)."""
+    """Mark the tokens at which a document begins: bool (B, S)."""
     starts = np.zeros(inputs_of(batch).shape[:2], dtype=bool)
     starts[:, :1] = True
     if batch.get("position_ids") is not None:

@@ -1,4 +1,4 @@
-"""Prepare data loaders of accelerate such that the ranks that share a sequence receive the same batches."""
+"""Prepare data loaders of accelerate so that the ranks of a ring receive the same batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,7 @@ from ringattn.transformers.batch import ring_of, shard_batch
 
 
 class RingLoader:
-    """A `RingLoader` yields the arguments of `model(...)` for this rank's tokens of each batch of a data loader, as
-    `shard_batch` returns them.
+    """A `RingLoader` applies `shard_batch` to each batch of a data loader, and yields the arguments of `model(...)`.
 
     Args:
         loader: yields whole batches; not an output of `accelerator.prepare`.
@@ -56,7 +55,7 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
     if hasattr(sampler, "generator"):
-        # For a single ring, accelerate does not send the generator's state to the other ranks.
+        # With a single ring, accelerate would not send the generator's state to the other ranks.
         prepared.synchronized_generator, prepared.rng_types = sampler.generator, rng_types
     accelerator._dataloaders.append(prepared)
     return prepared

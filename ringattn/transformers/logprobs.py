@@ -22,14 +22,14 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
 
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.
-        batch: as for `shard_batch`; without labels, every token is a label, except the first token of each document.
+        batch: as for `shard_batch`. Without labels, the labels are all tokens except the first token of each document.
         chunk: the number of tokens whose logits exist at the same time. By default, a chunk has about 2**26 logits.
 
     Returns:
         (B, S) in fp32, or in fp64 for fp64 models: log p(token t + 1 | tokens up to t), and 0 for tokens without a label.
 
     Raises:
-        ValueError: an argument is invalid, the model was not put on a ring, or it changes the logits after its output layer.
+        ValueError: an argument is invalid, or the model is not on a ring, or changes the logits after its output layer.
     """
     base: Any = next((module for module in model.modules() if hasattr(module, "ring_mesh")), None)
     if base is None:
@@ -57,9 +57,10 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
 
 @contextmanager
 def _replaced_head(head: nn.Module, labels: Tensor, chunk: int) -> Generator[list[Tensor]]:
-    """Let the output layer return log-probabilities (B, N, 1) instead of logits (B, N, V), and collect its results.
+    """Let the output layer return log-probabilities (B, N, 1) instead of logits (B, N, V).
 
-    The output layer is called inside the model, because FSDP gathers its parameters only there.
+    The yielded list collects the results. The output layer is called inside the model, because FSDP gathers its parameters only
+    there.
     """
     results: list[Tensor] = []
     forward = head.forward
@@ -90,8 +91,8 @@ def _logprobs(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor) 
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers (B, N) into (B, S). DDP and FSDP average gradients, so the gradient of a rank's rows is multiplied by the number
-    of ranks.
+    """Gather x (B, N) of all ranks into (B, S). DDP and FSDP average gradients, so the backward pass multiplies gradients by
+    the number of ranks.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Let a model attend to the tokens of all ranks. Afterwards, call it as `model(**shard_batch(batch, mesh))`.
+    """Let a model attend to the tokens of all ranks. Afterwards, call `model(**shard_batch(batch, mesh))`.
 
     The parameters stay as they are. DDP, FSDP2 or accelerate can replicate or shard the parameters over all ranks of the ring.
 
@@ -27,8 +27,8 @@ def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
         mesh: the one-dimensional mesh of the ranks that share a sequence; None for one process.
 
     Raises:
-        ValueError: a layer of the model moves information between tokens without attention, or the loss of the model is not
-            the usual cross-entropy. Unsupported keywords and masks of attention raise an error in the first call.
+        ValueError: a layer mixes tokens without attention, or the loss is not the usual cross-entropy. Unsupported keywords and
+            masks of attention raise an error in the first call.
     """
     ring_of(mesh)
     outer: Any = model
@@ -63,14 +63,14 @@ def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results:
 
 
 def _counts_tokens(module: nn.Module) -> bool:
-    """Return whether an embedding computes the positions of tokens from their attention mask, if there are no positions."""
+    """Return whether an embedding computes positions from the attention mask, if the batch has no positions."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def share_last_position(model: PreTrainedModel) -> None:
     """Append the last position of the whole batch to `position_ids`.
 
-    transformers may choose the rotary frequencies by the largest of the `position_ids`, which must be the same on all ranks.
+    The largest of the `position_ids` may determine the rotary frequencies, and must therefore be equal on all ranks.
     """
     last: list[Tensor] = []
 
@@ -120,7 +120,7 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def check_loss(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the loss of the model is `ForCausalLMLoss` alone and accepts shifted labels."""
+    """Raise ValueError unless `ForCausalLMLoss` is the model's only loss and accepts shifted labels."""
     name = type(model).__name__
     forward = inspect.unwrap(type(model).forward)
     passes_labels = "loss_function" in forward.__code__.co_names and forward.__code__.co_flags & inspect.CO_VARKEYWORDS

@@ -27,7 +27,7 @@ Base = Trainer if TYPE_CHECKING else object
 class RingMixin(Base):
     """Put this class in front of a trainer: `class RingSFTTrainer(RingMixin, SFTTrainer): pass`.
 
-    accelerate replicates the parameters with DDP, or shards them with FSDP2 over all ranks, as the TrainingArguments say.
+    As the TrainingArguments say, accelerate replicates the parameters with DDP, or shards them with FSDP2 over all ranks.
 
     Args:
         ring_size: the number of neighbouring ranks that share a sequence; None for all ranks. Other rings receive other
@@ -90,7 +90,7 @@ class RingMixin(Base):
         return loss, logits, labels
 
     def _ignore_repeated_rows(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Remove the labels of rows that accelerate repeats to give every ring a whole last batch."""
+        """Remove the labels of repeated rows. Accelerate repeats rows to fill the last batch of every ring."""
         state: Any = self.accelerator.gradient_state
         rings = self.accelerator.num_processes // self.ring_size
         rows = len(inputs_of(inputs))

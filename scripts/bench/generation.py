@@ -45,7 +45,8 @@ def random_keys(config: ModelConfig, context: int, device: torch.device) -> tupl
 
 def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
     """Return the bytes of weights, keys and values that the GPU reads per token. A decoding step reads only one row of the
-    embedding."""
+    embedding.
+    """
     rows = sum(min(window or context, context) for window in config.windows)
     kv = 2 * rows * config.kv_heads * config.resolved_head_dim
     embedding = 0 if config.tie_embeddings else padded_vocabulary(config, 0) * config.dim

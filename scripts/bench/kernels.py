@@ -162,7 +162,8 @@ def describe_failure(error: Exception) -> dict[str, Any]:
 
 def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict[str, Any]:
     """Run a call, and return the errors of its results. If the results are correct, also return the extra memory of the
-    call."""
+    call.
+    """
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= tolerance:
         return {"status": "wrong", "errors": errors}

@@ -128,7 +128,8 @@ def _proportional_size(process: int) -> int:
 
 def run(arguments: list[str], cache: Path) -> tuple[float, float]:
     """Run a Python program with an empty cache of `datasets`. Return the seconds and the largest memory of the program in
-    bytes."""
+    bytes.
+    """
     shutil.rmtree(cache, ignore_errors=True)
     environment = command.child_environment(HF_HOME=str(cache), TOKENIZERS_PARALLELISM="false")
     begin, peak = time.monotonic(), 0

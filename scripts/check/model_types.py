@@ -153,7 +153,8 @@ def _first_line(error: Exception) -> str:
 
 def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest error of any tensor, relative to the tensor's largest element. The scale of a tensor is at least 1e-3
-    of the largest element of all tensors."""
+    of the largest element of all tensors.
+    """
     sizes = [y.abs().max().item() for y in expected]
     errors = [(x - y).abs().max().item() for x, y in zip(found, expected, strict=True)]
     relative = [error / max(size, 1e-3 * max(sizes)) for error, size in zip(errors, sizes, strict=True)]
